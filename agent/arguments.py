@@ -1,4 +1,4 @@
-"""Command-line arguments: specs and kernels, by name or file, files to read or write, answers."""
+"""Command-line arguments: specs and kernels by name or file, files to read or write, answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-PACKAGE = Path(__file__).resolve().parents[1]  # a checkout, or the installed package: both contain the two
-NO_SOURCE = {  # by the end of its name, a kernel's file that is no source
+# a checkout or the installed package: both contain the two folders
+PACKAGE = Path(__file__).resolve().parents[1]
+NO_SOURCE = {  # files of a kernel that are not its source, by suffix
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
     ".cutedsl.py": "the lowered text of a kernel",
     ".program.json": "the program of a kernel: coda-agent show {path}",
@@ -23,13 +24,13 @@ NO_SOURCE = {  # by the end of its name, a kernel's file that is no source
 
 
 def shipped(path: Path) -> Path:
-    """A path below the current folder, or below the package if it only exists there."""
+    """A path below the current folder, else below the package if it exists only there."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 
 
 def spec_file(given: Path) -> Path:
-    """The file of a spec named by its stem; any other path unchanged."""
+    """The file of a spec named by its stem; any other path is unchanged."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
     return shipped(SPECS / f"{given}.yaml") if bare else given
 
@@ -37,7 +38,7 @@ def spec_file(given: Path) -> Path:
 def spec_for(kernel: Path, given: Path | None) -> Path:
     """The spec of a kernel's file: the given one, else NAME.yaml beside the file, else the one in specs/.
 
-    An accepted kernel takes the one in specs/ first, which it was accepted for. Raises BadParameter where
+    For an accepted kernel specs/ comes first, since it was accepted for that spec. Raises BadParameter if
     there is none.
     """
     if given:
@@ -49,31 +50,31 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     if not found:
         near = get_close_matches(name, [path.stem for path in shipped(SPECS).glob("*.yaml")], n=1)
         remedy = f", such as --spec {near[0]}" if near else ""
-        raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} is there; give --spec{remedy}")
+        raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} exists; give --spec{remedy}")
     if len(found) > 1 and not found[0].samefile(found[1]):
         echo(f"coda-agent: the spec is {found[0]}, not {found[1]}; --spec chooses", err=True)
     return found[0]
 
 
 def name_in(folder: Path, given: str) -> str:
-    """The NAME, given as such or as folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
+    """The NAME in NAME or folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
     path = Path(given)
     if given == path.name and path.suffix != ".yaml":
         return given
     if path.resolve().parent != folder.resolve():
-        raise typer.BadParameter(f"{given}: is not in {folder}; give the name of one that is")
+        raise typer.BadParameter(f"{given}: not in {folder}; give a name from there")
     return path.stem
 
 
 def accepted(kernel: Path, suffix: str) -> Path:
-    """The file of an accepted kernel named by its stem; any other path unchanged."""
+    """The file of an accepted kernel named by its stem; any other path is unchanged."""
     known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
 
 def refuse_unused(why: str, *names: str, **options: object) -> None:
-    """Raise BadParameter for given options without effect: ``why``, with the remedy. ``names`` as typed;
-    ``options`` by name, given where they have a value."""
+    """Raise BadParameter for options without effect: ``why``, with the remedy. ``names`` are as typed;
+    ``options`` maps names to values, and counts those with a value."""
     given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
     if given:
         raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
@@ -81,8 +82,8 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Within, a file named on the command line is read or written. Raises BadParameter where it cannot be;
-    the message names that file, not a draft beside it."""
+    """Read or write a file from the command line in the block. Raises BadParameter if that fails; the message
+    names that file, not a draft beside it."""
     try:
         yield
     except FileNotFoundError:
@@ -95,8 +96,8 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Within, a person is asked. Raises KeyboardInterrupt for Ctrl-C, and EOFError where nobody answers:
-    typer has one exception for both."""
+    """Ask a person in the block. Raises KeyboardInterrupt for Ctrl-C, and EOFError without an answer: typer
+    has one exception for both."""
     try:
         yield
     except typer.Abort as ended:
@@ -105,13 +106,13 @@ def asking() -> Iterator[None]:
 
 
 def source(path: Path) -> str:
-    """The text of a file named on the command line."""
+    """The text of a file from the command line."""
     with named(path):
         return path.read_text(encoding="utf-8")
 
 
 def kernel_source(kernel: Path) -> str:
-    """``source`` of a kernel's file, after completing an interrupted acceptance of that kernel."""
+    """The source of a kernel, after completing an interrupted acceptance of it."""
     from coda_agent.agent.artifacts.accept import settled
 
     name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
@@ -122,12 +123,12 @@ def kernel_source(kernel: Path) -> str:
 
 def _kernel(path: Path) -> str:
     if not path.exists():
-        raise typer.BadParameter(f"{path}: there is no such kernel file; {_instead(path.name)}")
+        raise typer.BadParameter(f"{path}: no such kernel file; {_instead(path.name)}")
     return source(path)
 
 
 def _instead(name: str) -> str:
-    """What may have been meant by the name of a kernel that is not there."""
+    """A suggestion for the name of a missing kernel."""
     from coda_agent.agent.run import runs
 
     if name in runs.names():
@@ -140,8 +141,8 @@ def _instead(name: str) -> str:
 
 
 def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
-    """Raises BadParameter for what is no source of a kernel by its name, but for endings that the command
-    takes ``also``: what to give instead."""
+    """Raise BadParameter for a file that is not a kernel's source, judging by its name, and say what to give
+    instead. ``also`` lists endings that the command accepts."""
     name = kernel.name.partition(".")[0]
     for ending, what in NO_SOURCE.items():
         if kernel.name.endswith(ending) and ending not in also:

@@ -1,4 +1,4 @@
-"""One line of ``coda-agent doctor``, and how it looks at a program."""
+"""One line of ``coda-agent doctor``, and the check of a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that doctor looked at. ``remedy`` is empty exactly where ``status`` is ok."""
+    """One finding of doctor. ``remedy`` is empty exactly if ``status`` is ok."""
 
     name: str
     status: Literal["ok", "missing", "broken"]
@@ -25,8 +25,8 @@ def output(*command: str) -> str:
 
 
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
-    """A command on PATH and its version. ``without`` says what is impossible without it; ``install`` and
-    ``reinstall`` are the remedies."""
+    """A command on PATH and its version. ``without``: what is impossible without it; ``install`` and
+    ``reinstall``: the remedies."""
     path = shutil.which(command)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)

@@ -1,4 +1,4 @@
-"""Options that several commands share: ``grouped`` turns a dataclass's fields into options of the command
+"""Options that several commands share. ``grouped`` turns a dataclass's fields into options of the command
 that takes it."""
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _users(option: str) -> str:
 
 Gpu = Annotated[
     bool | None,
-    typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
+    typer.Option("--gpu/--no-gpu", help="Require a GPU, or use none. Default: use one if present."),
 ]
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file, or a name in specs/.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
 WeakJail = Annotated[
-    bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")
+    bool, typer.Option("--weak-jail", help="Trace even if this machine has neither seccomp nor Landlock.")
 ]
 
 
@@ -46,25 +46,26 @@ class Measuring:
     """How to measure."""
 
     max_autotune: Annotated[
-        bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")
+        bool, typer.Option("--max-autotune", help="Also measure torch.compile's max-autotune.")
     ] = False
     quack: Annotated[
         bool,
         typer.Option(
-            "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
+            "--quack", help="Also measure QuACK's own epilogues, on its tuner's schedules and on ours."
         ),
     ] = False
     rounds: Annotated[
-        int, typer.Option(min=8, help="Interleaved rounds of a measurement, at most, in each process.")
+        int, typer.Option(min=8, help="The most interleaved rounds of a measurement in each process.")
     ] = 40
     processes: Annotated[
-        int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
+        int, typer.Option(min=1, max=20, help="Processes that time a kernel; acceptance requires 3 or more.")
     ] = 3
     warm: Annotated[
-        bool, typer.Option("--warm", help="Time with a warm L2, for information: none is accepted.")
+        bool, typer.Option("--warm", help="Time with a warm L2, for information; such a kernel is not "
+                                          "accepted.")
     ] = False
     sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Run small sizes under compute-sanitizer too (minutes).")
+        bool, typer.Option("--sanitize", help="Also run small sizes under compute-sanitizer (minutes).")
     ] = False
 
     def options(self) -> Options:
@@ -83,17 +84,17 @@ class Budget:
 
     budget_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that the run may cost, read and written, cached ones too."),
+        typer.Option(min=1, help="The most tokens of the run: input, output and cached."),
     ] = None
     budget_dollars: Annotated[
-        float | None, typer.Option(min=0.0, help="US dollars that the run may cost.")
+        float | None, typer.Option(min=0.0, help="The most US dollars of the run.")
     ] = None
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of measuring here, after which no measurement begins."),
+        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no measurement begins."),
     ] = None
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds after which this command asks for nothing more.")
+        float | None, typer.Option(min=0.0, help="Seconds after which this command makes no further request.")
     ] = None
 
     def limits(self) -> Limits:
@@ -102,9 +103,9 @@ class Budget:
         return Limits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
 
 
-ATTEMPTS = typer.Option(min=1, max=50, help="Attempts at most.")
+ATTEMPTS = typer.Option(min=1, max=50, help="The most attempts.")
 IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
-MAX_TOKENS = typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
+MAX_TOKENS = typer.Option(min=1024, help="The most tokens of one answer, thinking included.")
 TIME_LIMIT = typer.Option(
     min=0.1, max=1e7, help=f"Seconds to wait for an answer, for {_users('--time-limit')}."
 )
@@ -116,18 +117,19 @@ class Authoring:
 
     provider: Annotated[
         ProviderName,
-        typer.Option(help=f"Who writes. auto: {_AUTO_HELP}."),
+        typer.Option(help=f"The author. auto: {_AUTO_HELP}."),
     ] = ProviderName(AUTO)
     attempts: Annotated[int, ATTEMPTS] = 6
     model: Annotated[str | None, typer.Option(help=f"Model, for {_users('--model')}.")] = None
-    author: Annotated[str, typer.Option(help=f"Who answers, for the report, for {_users('--author')}.")] = (
+    author: Annotated[str, typer.Option(help=f"The author's name in the report, for "
+                                             f"{_users('--author')}.")] = (
         "unnamed author"
     )
     max_tokens: Annotated[int, MAX_TOKENS] = 32000
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
 
     def header(self) -> dict[str, Any]:
-        """These options in the run's journal header."""
+        """These options for the run's journal header."""
         return asdict(self) | {"directory": None}
 
 
@@ -146,7 +148,7 @@ class Further:
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """The command line of these options."""
+    """These options as a command line."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _given(group).items():
@@ -155,13 +157,13 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
 
 
 def spelled(*groups: Any) -> list[str]:
-    """The options of groups that differ from their defaults, as typed."""
+    """The options in all groups that differ from their defaults, as typed."""
     return [_typed(group, name) for group in groups for name in _given(group)]
 
 
 def _typed(group: Any, field: str) -> str:
     (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
-    # In Annotated, where the field holds the option's default, its first name stands in the default's place.
+    # In Annotated, the option's first name would take the place of the field's default.
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: who writes, what measures, and how a run stands."""
+"""Setup that commands share: the author, the measuring function, and the state of a run."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ def new_header(
 
 
 def refuse_idle(provider: str, *names: str) -> None:
-    """Raises BadParameter for a given option that this provider has no use for."""
+    """Raise BadParameter for an option that this provider does not use."""
     for name in names:
         users = providers.used_by(name)
         if users and provider not in users:
             arguments.refuse_unused(
-                f"the author is {provider}, and it is of {' and '.join(users)}; leave it out", name
+                f"the author is {provider}, but this option is for {' and '.join(users)}; leave it out", name
             )
 
 
 def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
-    """Raises BadParameter for a limit that a run by this provider could never reach, or could exceed by any
+    """Raise BadParameter for a limit that a run by this provider could never reach, or could exceed by any
     amount."""
     spec = providers.named(provider)
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
     if given and not spec.counted:
         raise typer.BadParameter(
-            f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not known "
-            "here; use --attempts, --time-limit or --budget-seconds"
+            f"{' and '.join(given)} would limit nothing: the spending of {provider} is not known here; use "
+            "--attempts, --time-limit or --budget-seconds"
         )
     if limits.dollars is not None and (objection := spec.objection(model)):
         raise typer.BadParameter(objection)
@@ -85,8 +85,8 @@ def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) ->
 def author(
     run: Run, watch: Listener, measure: Measure | None, given: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Run the loop with what the run's header says; what is ``given`` in its place (of its limits, each by
-    itself) counts for this time."""
+    """Run the loop with the header's options. Options in ``given`` (and each limit in it) replace them for
+    this time."""
     from coda_agent.agent.run.budget import Limits
     from coda_agent.agent.run.loop import Loop
 
@@ -108,7 +108,7 @@ def author(
 
 
 def work_of(run: Run) -> Work:
-    """What the run's author is asked for."""
+    """The task of a run's author."""
     from coda_agent.agent.run.task import Authoring
     from coda_agent.agent.tips import tips_of
 
@@ -125,7 +125,7 @@ def work_of(run: Run) -> Work:
 
 
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
-    """The provider that the run's header names, or the one given in its place. Raises ProviderError."""
+    """The provider in the run's header, or the one given in its place. Raises ProviderError."""
     header = header or run.journal.header
     return make_provider(header, run.spec.name, run.directory, edits=_edits(header))
 
@@ -149,27 +149,27 @@ def _edits(header: Mapping[str, Any]) -> bool:
 
 
 def header_of(name: str) -> dict[str, Any]:
-    """A run's header, whoever has the run open. Raises JournalError."""
+    """A run's header, even if another process has the run open. Raises JournalError."""
     from coda_agent.agent.run import record, runs
 
     return record.glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
 def standing(name: str) -> Outcome:
-    """How a run stands, from its journal alone: nothing is asked for or measured, and it may be under way."""
+    """The state of a run from its journal alone. Asks and measures nothing; the run may be going."""
     from coda_agent.agent.run import loop, runs
     from coda_agent.agent.run.journal import held
 
     outcome = loop.standing(*runs.look(name))
     if outcome is None:
         run = runs.folder(name)
-        remedy = "it is under way" if held(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
+        remedy = "it is still running" if held(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
         raise Absent(f"run {run.name} has no verified kernel yet: {remedy}")
     return outcome
 
 
 def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | None:
-    """What measures a checked kernel here, if anything does."""
+    """The function that measures a checked kernel here, if this machine can."""
     if not use_gpu(gpu):
         return None
     from coda_agent.agent.artifacts.quack_tunings import quack
@@ -192,8 +192,8 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
 
 
 def need_gpu(gpu: bool | None, *measuring: str) -> None:
-    """Say at once, before anything is written, that a demanded GPU is not here, or that one is declined and
-    options of ``measuring`` are given."""
+    """Raise early, before anything is written, if a required GPU is missing, or if options of ``measuring``
+    contradict --no-gpu."""
     if gpu is False:
         arguments.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
     if gpu:
@@ -201,12 +201,12 @@ def need_gpu(gpu: bool | None, *measuring: str) -> None:
 
 
 def use_gpu(gpu: bool | None) -> bool:
-    """Whether to measure here; Absent where a GPU is demanded and there is none."""
+    """Whether to measure here. Absent if a GPU is required and missing."""
     if gpu is False:
         return False
     import torch
 
-    # lowered kernels are code for one architecture: no other GPU runs them
+    # lowered kernels are code for one architecture; no other GPU runs them
     from coda_agent.primitives.target import TARGET
 
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
@@ -216,7 +216,7 @@ def use_gpu(gpu: bool | None) -> bool:
 
 
 def console(quiet: bool) -> Any:
-    """Where tables go: to errors where the output is for a program."""
+    """The console for tables: standard error if the output is for a program."""
     from coda_agent.agent.reporting.terminal import Console
 
     console = Console(stderr=quiet)

@@ -1,1 +1,1 @@
-"""``coda-agent compare``: accepted kernels against kernels by people and against libraries, on one H100."""
+"""``coda-agent compare``: compare accepted kernels with hand-written kernels and libraries, on one H100."""

@@ -1,7 +1,7 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
-It borrows everything else, PyTorch above all, from the environment that this runs in. Its paths are absolute:
-on another machine ``install`` sets them again, without an index.
+It borrows everything else, above all PyTorch, from the current environment. Its paths are absolute: on
+another machine ``install`` sets them again, without an index.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
-SAID = 1000  # characters of pip's last words
-# This environment's pip, which spares the other one a bootstrap that Debian's Python lacks.
+SAID = 1000  # characters of pip's last output
+# The current environment's pip, so that the other needs no bootstrap, which Debian's Python lacks.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
@@ -42,8 +42,8 @@ def python() -> str | None:
 
 
 def install() -> str:
-    """Make the environment with pip's configured index, and return its interpreter. One that exists is
-    pointed at this interpreter and its packages, and pip adds what is missing. Raises InvalidInput."""
+    """Create the environment with pip's configured index, and return its interpreter. An existing one is
+    pointed at the current interpreter and packages, and pip adds missing ones. Raises InvalidInput."""
     place, made = folder(), _interpreter()
     there = (place / "ready").exists()
     try:
@@ -54,7 +54,7 @@ def install() -> str:
         # after its own packages
         (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
-        # pip names conflicting packages on its standard output, unless it is quiet.
+        # Without --quiet, pip names conflicting packages on its standard output.
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
         _said(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -69,7 +69,7 @@ def install() -> str:
 
 @cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
-    """The versions of distributions in that environment; or why it cannot be used, and the remedy."""
+    """The versions of distributions in that environment; or why it is unusable, with the remedy."""
     remedy = "coda-agent compare --install mends it"
     try:
         found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))

@@ -1,7 +1,7 @@
-"""An interleaved benchmark on the GPU, inside a worker: tasks of ``verifier.gpu.worker`` are built from it.
+"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` are built from it.
 
 Every arm prepares outside the clock, and is compared with the truth once. A library's failure is that arm's
-result and stops no other arm.
+result, and stops no other arm.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 SAID = 300  # characters of an arm's error
 GATE = "compare"
-PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm is at work
+PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-# at most: at the power limit rounds spread by some 4 %, and twelve arms make long rounds
+# at most: at the power limit rounds vary by about 4 %, and twelve arms make long rounds
 ROUNDS_SECONDS = 6.0
-WARM = 4.0  # seconds: a cool GPU is faster than one that has worked for a while
+WARM = 4.0  # seconds: a cool GPU is faster than one under load
 OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
-# The largest error of an output over the truth's RMS. Rounding to bf16 costs 0.0017; rounding as often as
-# eager PyTorch does costs 0.0043 at worst over all specs, and 0.010 in a layer's gradients. Another
+# The largest error of an output over the truth's RMS. Rounding to bf16 costs 0.0017. Rounding as often as
+# eager PyTorch does costs at most 0.0043 over all specs, and 0.010 in a layer's gradients. Another
 # computation (a norm or rotation left out, operands exchanged) is off by about 1. The table of errors shows
 # smaller mistakes.
 WORST = 0.1
@@ -50,18 +50,18 @@ class Seated(Protocol):
         """By arm, a function that lists the compile jobs for its objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """By arm without known schedules at these sizes, a function that tunes it and keeps the result on
+        """By arm without known schedules at these sizes, a function that tunes it and stores the result on
         disk."""
 
 
 class Wrong(Exception):
-    """An arm's output is wrong: which one, and how far off it is."""
+    """An arm's output is wrong: which one, and by how much."""
 
 
 class Entrant(NamedTuple):
     """An arm that is ready on the stage's first inputs. Its outputs' relative distance from the truth, also
-    in yardsticks, is NaN or infinite where values wrongly are. ``arranged``: bytes prepared in an input's
-    place, which no call is charged with."""
+    in yardsticks, is NaN or infinite if values wrongly are. ``arranged``: bytes prepared in place of an
+    input, which do not count for a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -69,7 +69,7 @@ class Entrant(NamedTuple):
 
 
 class Stage(ABC):
-    """Inputs in ``turns`` sets, with the truth of the first, on which a worker prepares arms."""
+    """``turns`` sets of inputs, with the truth of the first, on which a worker prepares arms."""
 
     turns = 1
 
@@ -83,17 +83,17 @@ class Stage(ABC):
 
     @abstractmethod
     def forget_truth(self) -> None:
-        """Free the truth, which is large and which only ``enter`` reads."""
+        """Free the truth, which is large and needed only by ``enter``."""
 
 
 def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int) -> dict[str, Any]:
     """Run an interleaved benchmark.
 
-    ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation; ``failed`` says
-    why others have none; ``conditions`` has clocks and power. Raises Failed where the anchor, which comes
-    first, fails.
+    ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
+    why others have none. ``conditions`` has clocks and power. Raises Failed if the anchor, which comes first,
+    fails.
     """
-    report(GATE, PREPARING)  # before it may take the process along
+    report(GATE, PREPARING)  # reported before it may kill the process
     import torch
 
     with _heard(PREPARING):
@@ -108,9 +108,9 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
             with _heard(name):
                 torch.cuda.empty_cache()  # not every library allocates through PyTorch
                 arms.append(_entered(stage, name, seated))
-        except Exception as error:  # a library may raise anything: the arm's cell reports it
+        except Exception as error:  # a library may raise anything; the arm's cell reports it
             if cuda_error(str(error)):
-                raise  # the device is lost, and this process with it
+                raise  # the device is lost, and so is this process
             if name == anchor:
                 raise Failed("no_anchor", f"{anchor} did not run: {_words(error)}") from None
             failed[name] = _words(error)
@@ -126,7 +126,7 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
 
 
 def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timing.Arm:
-    """The arm, run once on every set of inputs; ``seated`` gets what is known of it before the timing."""
+    """The arm after one run on every set of inputs; ``seated`` receives its facts before the timing."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -134,7 +134,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
     _expect_right(entrant.losses)
     peak = _peak(entrant.call, before)
     calls = [entrant.call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
-    for each in calls:  # whatever fails must fail here
+    for each in calls:  # every failure must occur here, before the timing
         each()
     torch.cuda.synchronize()
     seated[name] = {
@@ -146,7 +146,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise Wrong for another computation: its figures would not be figures of this one."""
+    """Raise Wrong if the arm computes something else, since its figures would be meaningless."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
@@ -160,9 +160,8 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 def _raced(
     arms: list[timing.Arm], seated: dict[str, Any], failed: dict[str, str], anchor: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Samples of the arms that fit in memory beside each other. Where they do not fit, the arm that holds the
-    most memory fails and leaves ``arms``, which alone keeps its buffers. Raises PyTorch's error where only
-    the anchor is left."""
+    """Samples of the arms that fit in memory together. If they do not fit, the arm with the most memory fails
+    and leaves ``arms``, which alone holds its buffers. Raises PyTorch's error if only the anchor is left."""
     while True:
         try:
             return timed(arms, rounds, longest=ROUNDS_SECONDS)
@@ -179,8 +178,8 @@ def _raced(
 
 @contextmanager
 def _heard(words: str) -> Iterator[None]:
-    """Report these words every BEAT seconds for at most LONGEST: a compiler may be silent for longer than the
-    listener waits. A kernel that hangs during preparation is found after that."""
+    """Report this message every BEAT seconds for at most LONGEST, since a compiler may be silent for longer
+    than the parent waits. A kernel that hangs during preparation is detected after that."""
     done = threading.Event()
 
     def beat() -> None:
@@ -200,7 +199,7 @@ def _heard(words: str) -> Iterator[None]:
 
 def _release() -> None:
     """Return unused memory to the driver, from which other libraries allocate. Raises the device's pending
-    error, if any: not every library reports it."""
+    error, if any, since not every library reports it."""
     import torch
 
     torch.cuda.synchronize()
@@ -209,8 +208,8 @@ def _release() -> None:
 
 
 def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
-    """Compile in parallel what these sessions will load. A refusal is left to its arm, which meets it again.
-    """
+    """Compile in parallel the objects that these sessions will load. A refusal is left to its arm, which
+    meets it again."""
     words = f"compiling what {len(sittings)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
@@ -222,8 +221,8 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
 
 
 def tuned(sitting: Seated) -> dict[str, Any]:
-    """Tune whatever has no known schedules, and keep the result on disk: this process has warm compilers. A
-    refusal is left to its arm."""
+    """Tune everything without known schedules, and store the result on disk, since this process has warm
+    compilers. A refusal is left to its arm."""
     words = "tuning ahead of its first sitting"
     report(GATE, words)
     with _heard(words):
@@ -235,7 +234,7 @@ def tuned(sitting: Seated) -> dict[str, Any]:
 
 
 def _tried(ahead: Callable[[], Made]) -> Made | None:
-    """The function's result; None where it fails. Raises a lost device's error."""
+    """The function's result; None if it fails. Raises a lost device's error."""
     try:
         return ahead()
     except Exception as error:  # a library may raise anything
@@ -246,7 +245,7 @@ def _tried(ahead: Callable[[], Made]) -> Made | None:
 
 
 def gpu(_: object) -> dict[str, Any]:
-    """``gpu``: this machine's GPU; ``torch`` and ``cuda``: the build that drives it."""
+    """``gpu``: this machine's GPU; ``torch`` and ``cuda``: PyTorch's build."""
     from coda_agent.verifier.gpu.telemetry import device
 
     return {name: device()[name] for name in ("gpu", "torch", "cuda")}
@@ -254,7 +253,7 @@ def gpu(_: object) -> dict[str, Any]:
 
 def machine(_: object) -> dict[str, Any]:
     """The GPU's name, and the ``ceilings`` that it reaches when warm: the fastest of several cuBLAS products
-    (FLOP/s of 16-bit and of fp8 operands) and of copies (B/s, read and written)."""
+    (FLOP/s with 16-bit and with fp8 operands) and of copies (B/s, read and written)."""
     import torch
 
     n, size = 8192, 1 << 30
@@ -277,7 +276,7 @@ def machine(_: object) -> dict[str, Any]:
 
 
 def _peak(call: Callable[[], object], before: int) -> int:
-    """Peak bytes held during a call beyond the ``before`` bytes of its preparation."""
+    """Peak bytes allocated during a call beyond the ``before`` bytes of its preparation."""
     import torch
 
     torch.cuda.synchronize()

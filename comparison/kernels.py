@@ -1,4 +1,4 @@
-"""The model's accepted kernels for a comparison, on their known schedules."""
+"""The accepted kernels of a comparison, with their known schedules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 
 def written(spec: Spec) -> Program:
-    """The program that a model wrote for an operator, accepted or not."""
+    """A model's program for an operator, accepted or not."""
     with accept.settled(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 

@@ -1,4 +1,4 @@
-"""Keys of arms: an arm's figures count as long as its key stays the same."""
+"""Keys of arms: an arm's figures count while its key stays the same."""
 
 from __future__ import annotations
 

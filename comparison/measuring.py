@@ -1,8 +1,8 @@
-"""Measure what a comparison's results lack, one session at a time, and keep each session at once.
+"""Measure the missing parts of a comparison, one session at a time, and store each session at once.
 
-It goes row by row, so that an interrupted run has whole rows. Every session has a worker, and so the GPU, to
-itself. A session that loses its worker is repeated without the arm that was at work; where the inputs or the
-anchor do not fit, the row is given up and the run goes on. A cell says why it has no figure.
+It goes row by row, so that an interrupted run has whole rows. Every session has its own worker, and so the
+GPU alone. A session that loses its worker is repeated without the arm that was running. If the inputs or the
+anchor do not fit, the row is given up and the run continues. An empty cell says why it has no figure.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
 
-BEHIND = 1.03  # an arm that is this many times slower than its column's fastest is not timed again
-SITTING = 10.0  # seconds of a session that finds caches, roughly
-CACHED = 0.5  # the least share of the arms' preparation that the next process finds in caches
+BEHIND = 1.03  # an arm this many times slower than its column's fastest is not timed again
+SITTING = 10.0  # seconds of a session with full caches, roughly
+CACHED = 0.5  # the smallest share of the arms' preparation that the next process finds in caches
 MODELS = (PROGRAM, EDITED)
 
 Keep = Callable[[Results], object]
-Ahead = tuple[str, Task, Any]  # row, task to do before its sessions, and the task's argument
+Ahead = tuple[str, Task, Any]  # row, task to run before its sessions, and the task's argument
 
 
 class OutOfTime(CodaError):
-    """The comparison's seconds do not suffice for its next session. Says how many are left."""
+    """The remaining seconds do not suffice for the next session. Says how many are left."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: rows, arms, processes, most rounds in each; ``seconds`` to spend; ``again`` repeats
+    """A request: rows, arms, processes, most rounds in each; ``seconds`` is the time limit; ``again`` repeats
     failures."""
 
     rows: tuple[Row, ...]
@@ -72,8 +72,8 @@ class Turn(NamedTuple):
 def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """Complete ``results``; ``keep`` receives them after each session.
 
-    ``progress`` hears of rows and arms. Raises InvalidInput where the results are another GPU's, OutOfTime,
-    Failed where no worker has a GPU and, at the end, WorkerError where a session met a bug of ours.
+    ``progress`` receives rows and arms. Raises InvalidInput if the results come from another GPU; OutOfTime;
+    Failed if no worker has a GPU; and, at the end, WorkerError if a session met a bug of ours.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -98,13 +98,13 @@ class _Measuring:
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sittings) if self.asked.again else 0  # count failures from here on
+        self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures count from here on
 
     def run(self) -> None:
         self.machine = self._known_machine()
         rows, processes = self.asked.rows, range(self.asked.processes)
         before = self.results
-        for row in rows:  # before the first session, so that tables show what has changed
+        for row in rows:  # before the first session, so that tables show changes
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
@@ -145,7 +145,7 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[Turn]) -> None:
-        """Compile and tune ahead of the sessions, for as many rows as there may be time for, in half of that
+        """Compile and tune ahead of the sessions, for as many rows as the time may allow, in half of that
         time. Failures are left to the arms."""
         seats: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
@@ -167,7 +167,7 @@ class _Measuring:
             self.bug = error
 
     def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
-        """Give the tasks to one worker, until it is lost; return the tasks that are left."""
+        """Give the tasks to one worker until it is lost; return the remaining tasks."""
         self.workers.coming, left = [None], iter(tasks)
         with closing(self.workers.take(None)) as worker:
             for place, task, argument in left:
@@ -183,9 +183,9 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: Turn) -> None:
-        """Raise OutOfTime where less is left than the row's longest session took in this environment; without
-        one, than any session of operators or of layers, or than any session. A row that takes longer than the
-        whole budget starts only as the first."""
+        """Raise OutOfTime if less time is left than the row's longest session took in this environment;
+        without one, than any session of operators or of layers; without those, than any session. A row that
+        takes longer than the whole budget starts only as the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sittings if s.arms]
         alike = [s for s in every if s.anchor == row.anchor and (UPSTREAM in s.arms) is turn.apart]
@@ -202,12 +202,12 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """Within, a worker that takes longer is ended and raises Late."""
+        """Kill a worker that takes longer than this in the block, and raise Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: Turn) -> list[str]:
-        """The arms without an answer, a model's kernels first, for which there is to be memory; the anchor
-        alone only where nothing else was requested."""
+        """The arms without an answer. A model's kernels come first, to get memory; the anchor alone only if
+        nothing else was requested."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
         if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
@@ -216,8 +216,8 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
     def _answered(self, turn: Turn, arm: str) -> bool:
-        """Whether an arm has figures of this process, or a failure in any as it is now, which would repeat
-        itself. Figures from before a temporary change do not count, as tables do not show them."""
+        """Whether an arm has figures of this process, or a failure in any with its current key, which would
+        repeat itself. Figures from before a temporary change do not count, as tables do not show them."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sittings):
             if s.row != (row.operator, row.case):
@@ -253,7 +253,7 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, the anchor included; the results get the reasons of the
+        """The key of each arm that can be tried, including the anchor; the results get the reasons of the
         others."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
@@ -267,9 +267,9 @@ class _Measuring:
         return keys
 
     def _seat(self, turn: Turn, arms: list[str]) -> None:
-        """Run and keep one session; of an anchor left alone, keep only the reason. Where the worker was lost
-        while several arms took turns, run two sessions of half the arms each: any of them may have done it.
-        """
+        """Run and store one session. If only the anchor remains, store only the reasons. If the worker was
+        lost while several arms took turns, run two sessions with half the arms each, since any of them may
+        have caused it."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._sat(turn, arms)
         self.seated.add(_place(turn))
@@ -298,9 +298,9 @@ class _Measuring:
             self._seat(turn, half)
 
     def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
-        """The worker's answer; again without an arm that loses the worker, as long as others are left. Raises
-        OutOfTime where more time might help, WorkerError for a worker that could not begin, Failed where the
-        GPU is lost: neither says anything about an arm."""
+        """The worker's answer; again without an arm that loses the worker, while others are left. Raises
+        OutOfTime if more time might help, WorkerError for a worker that could not begin, Failed if the GPU is
+        lost: none of these says anything about an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.anchor]
@@ -332,13 +332,13 @@ class _Measuring:
         return {"arms": {}, "failed": failed, "conditions": {}}
 
     def _expect_clean_gpu(self) -> None:
-        """After a loss, expect a GPU that computes; raise Failed where there is none."""
+        """After a loss, check that the GPU computes; raise Failed otherwise."""
         with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:
-        """Reasons for the arms that were at work when the time was up, where they had all of the seconds;
-        else OutOfTime."""
+        """Reasons for the arms that were running when the time ended, if they had all of the seconds; else
+        OutOfTime."""
         if self.seated:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time was up during {place}: the same command goes on from here")
@@ -346,8 +346,8 @@ class _Measuring:
         return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
 
     def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
-        """Reasons for the arms that were at work when a worker was lost: one arm, or all of them where it
-        happened before the first."""
+        """Reasons for the arms that were running when a worker was lost: one arm, or all of them if it was
+        lost before the first."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -356,7 +356,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.anchor]  # apart, it has figures of the other environment
+        own = [] if turn.apart else [turn.row.anchor]  # apart, it has the other environment's figures
         if last in left:
             return {last: why}
         if last in ("", PREPARING, turn.row.anchor):
@@ -367,7 +367,7 @@ class _Measuring:
 
 @dataclass
 class _Heard:
-    """A progress listener that also remembers which arm is at work."""
+    """A progress listener that remembers which arm is running."""
 
     progress: Progress
     place: str
@@ -384,6 +384,6 @@ def _place(turn: Turn) -> tuple[str, str, bool]:
 
 
 def _seconds(sitting: Sitting, *, warm: bool) -> float:
-    """An estimate of a session's seconds; ``warm``: this machine has compiled and tuned for one before."""
+    """An estimate of a session's seconds. ``warm``: this machine has compiled and tuned for one before."""
     prepared = sum(arm.seconds for arm in sitting.arms.values())
     return sitting.seconds - (CACHED * prepared if warm else 0.0)

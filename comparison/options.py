@@ -33,7 +33,7 @@ class Choice:
     @property
     def operators(self) -> list[str]:
         """Operators by the names that results use."""
-        from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # this loads pydantic
+        from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # loads pydantic
 
         both = [LAYER_FORWARD, LAYER_BOTH]
         return [name for given in self.only or () for name in (both if given == LAYER else [given])]
@@ -79,7 +79,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Where results are kept, and how they are shown."""
+    """The path of the results, and how they are shown."""
 
     out: Annotated[
         Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")

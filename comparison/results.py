@@ -1,6 +1,6 @@
-"""The results of a comparison, kept in ``results.json``: sessions, each of one row in one process.
+"""The results of a comparison, stored in ``results.json``: sessions, each of one row in one process.
 
-Arms of one session took turns, so they are compared round by round; arms of different sessions are compared
+Arms of one session take turns, so they are compared round by round. Arms of different sessions are compared
 through the anchor, which both have. Times are milliseconds, memory is bytes.
 """
 
@@ -41,8 +41,8 @@ class Loss(_Record):
 class Arm(_Record):
     """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
 
-    ``milliseconds`` by round; ``losses`` by output, empty where it has none of the spec's; ``bytes``: a
-    call's peak beyond its inputs; ``note``: what is prepared outside the clock, and the like; ``seconds`` of
+    ``milliseconds`` by round. ``losses`` by output, empty if it has none of the spec's outputs. ``bytes``: a
+    call's peak beyond its inputs. ``note``: preparation outside the clock, and the like. ``seconds`` of
     preparation: compiling, tuning, comparing with the truth.
     """
 
@@ -65,8 +65,8 @@ class Sitting(_Record):
     """One row in one process: the arms that took turns, and those that failed.
 
     ``question`` changes with the row's definition. ``anchor``: the arm in every session of the row.
-    ``roofline``: the least time at the machine's measured ceilings. ``conditions``: device, driver, versions,
-    clocks. ``seconds``: the whole session, imports and compilers included.
+    ``roofline``: the smallest time by the machine's measured ceilings. ``conditions``: device, driver,
+    versions, clocks. ``seconds``: the whole session, including imports and compilers.
     """
 
     operator: str
@@ -109,8 +109,8 @@ class Present(_Record):
 
 
 class Results(_Record):
-    """``absent``: by operator and arm, why it can have no cell, known without a trial. ``present``: by
-    operator and case. ``machine``: measured once, at the first session."""
+    """``absent``: by operator and arm, a reason, known without a trial, why there can be no cell.
+    ``present``: by operator and case. ``machine``: measured once, in the first session."""
 
     schema_version: int = SCHEMA
     machine: Machine | None = None
@@ -123,11 +123,11 @@ class Results(_Record):
         return list(dict.fromkeys(s.row for s in self.sittings))
 
     def of(self, operator: str, case: str) -> list[Sitting]:
-        """The sittings of a row, oldest first."""
+        """The sessions of a row, oldest first."""
         return [s for s in self.sittings if s.row == (operator, case)]
 
     def gpus(self) -> set[str]:
-        """The GPUs of all sessions; ``comparison.measuring`` keeps it to one."""
+        """The GPUs of all sessions; ``comparison.measuring`` allows only one."""
         told = {str(s.conditions["gpu"]) for s in self.sittings if "gpu" in s.conditions}
         return told | ({self.machine.gpu} if self.machine else set())
 
@@ -135,7 +135,8 @@ class Results(_Record):
         return any(s.failed for s in self.sittings)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
-        """The results with a row's present definition, and the arms that cannot be tried; other arms stay."""
+        """The results with a row's current definition, and the arms that cannot be tried; other arms are
+        unchanged."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)
@@ -151,8 +152,8 @@ class Results(_Record):
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
-        """Results of these operators and cases alone, or of all where none are named. Raises InvalidInput
-        where none is left."""
+        """Results of only these operators and cases; of all without names. Raises InvalidInput if none is
+        left."""
         kept = tuple(
             s
             for s in self.sittings
@@ -165,13 +166,13 @@ class Results(_Record):
 
 
 def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> InvalidInput:
-    """The error for a choice that leaves no row; ``known`` are the choices that there are."""
+    """The error for a choice that leaves no row; ``known`` are the possible choices."""
     named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
     return InvalidInput(f"{named and f'{named}: '}no row is left: {known}")
 
 
 def read(path: Path) -> Results:
-    """Read a file. Raises InvalidInput, or OSError where it cannot be read."""
+    """Read a file. Raises InvalidInput, and OSError if it cannot be read."""
     try:
         found = Results.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -192,6 +193,6 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write a file atomically, since an interrupted comparison goes on from it."""
+    """Write a file atomically, since an interrupted comparison continues from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, results.model_dump_json() + "\n")

@@ -28,7 +28,7 @@ SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # pairs of a head of width 128
-LAYERS = 1  # raised with a change of how a variant computes a layer, or of what it keeps meanwhile
+LAYERS = 1  # incremented when a variant's computation or stored values change
 SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
@@ -51,13 +51,13 @@ class Row(Protocol):
     def arms(self) -> tuple[str, ...]: ...
 
     def absent(self, arm: str) -> str | None:
-        """Why an arm cannot take part, as far as is known without a trial."""
+        """Why an arm cannot take part, if known without a trial."""
 
     def made_of(self, arm: str) -> list[Kernel]:
         """The accepted kernels behind this arm; none for a library's."""
 
     def note(self, arm: str) -> str:
-        """A remark on the arm, for a reader."""
+        """A remark on the arm for readers."""
 
     def least(self, ceilings: Mapping[str, float]) -> float:
         """Seconds that no kernel can beat under these ceilings (``comparison.interleaved.machine``)."""
@@ -162,7 +162,7 @@ class LayerRow:
         return None if arm in VARIANTS else "no layer of it"
 
     def _outdated(self) -> str | None:
-        """Why the first outdated kernel is outdated: the others have the same reason."""
+        """Why the first outdated kernel is outdated; the others have the same reason."""
         from coda_agent.comparison.layers.runners import calls
 
         for call in calls(self.shape, backward=self.backward).values():
@@ -196,8 +196,8 @@ class LayerRow:
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
-    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises InvalidInput where nothing
-    is left."""
+    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises InvalidInput if nothing is
+    left."""
     names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
@@ -222,8 +222,8 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the usual table; RMSNorm's backward also has the (d, d) weights of the paper's
-    claim."""
+    """Whether a row belongs to the default table. RMSNorm's backward also has the (d, d) weights of the
+    paper's claim."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -244,7 +244,7 @@ def _square(n: int) -> str:
 
 def square(operator: str, n: int) -> dict[str, int]:
     """The sizes at which an operator's product has M = N = K = ``n``, for the three operators that the paper
-    measures so."""
+    measures at such sizes."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

@@ -1,4 +1,4 @@
-"""A task for a GPU worker: measure the comparison's columns on one operator."""
+"""Time the comparison's columns on one operator: a task for a GPU worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class Seats:
-    """A session's request: arms and sizes, the anchor included. ``kernels`` by arm; ``quack``: known
+    """A session's request: arms and sizes, including the anchor. ``kernels`` by arm; ``quack``: known
     schedules of QuACK's arms."""
 
     spec: Spec
@@ -89,7 +89,8 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """An output's truth; fp32 suffices for outputs of few bits, since a 70B model's logits take 8 GB."""
+        """An output's truth; fp32 suffices for outputs with few bits, since a 70B model's logits take 8
+        GB."""
         return exact.float() if self.seats.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
@@ -114,7 +115,7 @@ class _Operator(Stage):
 
 
 def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
-    """A column's arm on one set of inputs. Raises whatever its library raises."""
+    """Prepare a column's arm on one set of inputs. Raises whatever its library raises."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 

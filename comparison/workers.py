@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.measure import SCORES
 
-READY = 3  # workers of an environment that import ahead: imports take longer than a session that finds caches
+READY = 3  # workers of an environment that import early: imports take longer than a session with full caches
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")
 # Imports for the environment of CODA's own package: the oracle needs dynamo. QuACK is left out, since it
-# reads the place of its caches at import.
+# reads the path of its caches at import.
 APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "cutlass")
 
 
 @dataclass
 class Workers:
-    """A fresh worker for each session, since another's memory would be missing. The first READY of each
-    environment in ``coming`` (None is this one) import while a session runs."""
+    """A fresh worker for each session, since a used one holds memory. The first READY of each environment in
+    ``coming`` (None is this one) import while a session runs."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Workers:
             ready += [_started(python) for _ in range(min(wanted, READY) - len(ready))]
 
     def close(self) -> None:
-        """End the workers that nobody took."""
+        """Stop the workers that no session took."""
         for worker in itertools.chain(*self.ahead.values()):
             worker.close()
 

@@ -1,4 +1,4 @@
-"""The decision on a measurement: ratios with intervals, then accepted, rejected or void."""
+"""Decide on a measurement: ratios with intervals, then accepted, rejected or invalid."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from coda_agent.verifier.timing import FEWEST
 BASELINE = "torch.compile"
 KEPT = "the kernel before"  # the arm that a change has to beat
 NO_FASTER = "no_faster"  # code of a rejected change
-MAY_LOSE = 0.01  # share of the incumbent's speed that the lower end may lose, in any case
-PROCESSES = 3  # processes of an acceptance: fewer do not show the spread between processes
+MAY_LOSE = 0.01  # the share of the incumbent's speed that the interval's lower end may lose in any case
+PROCESSES = 3  # processes of an acceptance; fewer do not show the variation between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
 Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # of two arms, by process
@@ -34,8 +34,8 @@ class Void(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """The ratio of an arm to the candidate over processes; over the rounds of a single process it is no
-    ground for acceptance. Void for a sample that is no duration; ValueError for too few or unpaired ones."""
+    """The ratio of an arm to the candidate over processes. Over the rounds of one process it is no ground for
+    acceptance. Void for a sample that is not a duration; ValueError for too few or unpaired samples."""
     pairs = _paired(arm, candidate)
     found = _over(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -46,8 +46,8 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 def no_slower(kept: Rows, change: Rows) -> bool:
     """Whether a change is as fast as the incumbent: Student's interval is not below 1 (the bootstrap's is too
-    narrow over three processes), and both lie above the loss that is allowed. Without the second condition a
-    slower kernel could pass as noise."""
+    narrow over three processes), and both intervals lie above the allowed loss. Without the second condition
+    a slower kernel could pass as noise."""
     found = _over(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -62,7 +62,7 @@ def _over(pairs: Pairs) -> statistics.Interval:
 
 
 def central(rows: Rows) -> float:
-    """The geometric mean of the processes' medians. Void for a sample that is no duration."""
+    """The geometric mean of the processes' medians. Void for a sample that is not a duration."""
     _durations(rows)
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
 
@@ -74,8 +74,8 @@ def _durations(rows: Rows) -> None:
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
-    """Raise Failed where a deciding case's lower bound does not exceed the threshold. Raise Void where a time
-    beats the hardware, or the measurement is too small to accept on: too few processes or rounds, or a warm
+    """Raise Failed if a deciding case's lower bound does not exceed the threshold. Raise Void if a time beats
+    the hardware, or if the measurement is too small for an acceptance: too few processes or rounds, or a warm
     L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
@@ -105,8 +105,8 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
 
 
 def _improvement(rows: Sequence[Timing]) -> None:
-    """Raise Failed for a change that is, or may be, slower than the incumbent anywhere, or is faster nowhere.
-    """
+    """Raise Failed for a change that is, or may be, slower than the incumbent in some case, or is faster in
+    none."""
     ratios = {t.case: t.ratios[KEPT] for t in rows if KEPT in t.ratios}
     samples = {t.case: (t.samples[KEPT], t.samples[CANDIDATE]) for t in rows if KEPT in t.ratios}
     slower = [case for case, both in samples.items() if not no_slower(*both)]
@@ -119,8 +119,8 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Raise Void where a process's median, or the graph's, beats the hardware's limit: a mean over processes
-    could hide it."""
+    """Raise Void if a process's median, or the graph's, beats the hardware's limit; a mean over processes
+    could hide that."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:

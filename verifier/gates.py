@@ -1,4 +1,4 @@
-"""Shared by all gates: passing and leaving one, the identity of evidence, and the words on wrong numbers."""
+"""Shared code of all gates: run and leave a gate, identify evidence, explain wrong numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Progress = Callable[[str, str], None]  # (gate, "started" or its result)
 
 
 class Failed(Exception):
-    """Leaves a gate with a reason; ``Gates`` turns it into a Rejected report."""
+    """Leave a gate with a reason; ``Gates`` turns it into a Rejected report."""
 
     def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
         super().__init__(message)
@@ -27,7 +27,7 @@ class Failed(Exception):
 
 @dataclass
 class Gates:
-    """Runs gates one after another, times them, and keeps their figures."""
+    """Run gates one after another; record their times and figures."""
 
     progress: Progress
     case: str = ""
@@ -35,7 +35,8 @@ class Gates:
 
     @contextmanager
     def gate(self, name: str) -> Iterator[dict[str, Any]]:
-        """Within, put figures into the dict (``findings`` apart), or raise Failed."""
+        """Run a gate in the block, which fills the dict of figures (``findings`` separately) or raises
+        Failed."""
         self.progress(name, f"case {self.case}" if self.case else "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
@@ -61,7 +62,7 @@ class Gates:
 
 
 class Stop(Exception):
-    """A gate was left: its report."""
+    """A gate has failed; holds its report."""
 
     def __init__(self, rejected: Rejected):
         self.rejected = rejected
@@ -85,7 +86,7 @@ def identity(spec: Spec, kernel: KernelSource) -> Identity:
 
 
 def judge(errors: list[Any], where: str) -> None:
-    """Raise Failed, with words for the author, for an output beyond the error gate."""
+    """Raise Failed, with a message for the author, if an output exceeds the error gate."""
     bad = [e for e in errors if not e.passed]
     if bad:
         raise Failed(

@@ -1,4 +1,4 @@
-"""The incumbent: an accepted kernel that a change has to beat, with its schedules."""
+"""The incumbent: an accepted kernel, with its schedules, that a change has to beat."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class Incumbent:
         schedules: Mapping[str, Mapping[str, Any]],
         finalists: Mapping[str, Mapping[str, Sequence[Any]]],
     ) -> Incumbent:
-        """The incumbent with schedules in JSON's terms. Raises ProgramError."""
+        """The incumbent with schedules as JSON data. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
         return cls(kernel, tuned, raced(finalists))
 
     @property
     def proved(self) -> Known:
-        """Its tuned schedules of all cases, on which it was proved right."""
+        """Its tuned schedules of all cases, on which its results were checked."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:
-        """A job that tunes it again over its known schedules, which may be from another GPU."""
+        """A task that tunes it again over its known schedules, which may come from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """For each step the ``last`` candidates of tuning or, without any, the ``chosen`` schedule."""
+    """For each step the ``last`` candidates of tuning; without any, the ``chosen`` schedule."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 
 def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
-    """Schedules by case and step, from JSON's terms. Raises ProgramError."""
+    """Parse schedules by case and step from JSON data. Raises ProgramError."""
     return {
         case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}
         for case, steps in finalists.items()

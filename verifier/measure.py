@@ -1,8 +1,9 @@
-"""The gates that need a GPU: numerics, stability, benchmark, decision, for a program that was checked.
+"""The gates that need a GPU: numerics, stability, benchmark, decision. They run on a program that was checked
+before.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
-(``verifier.gpu.worker``), in pieces that are kept, so that an interrupted measurement goes on: tuning and
-proofs in one process, scoring in several fresh ones on their own inputs.
+(``verifier.gpu.worker``), in stages that are stored, so that an interrupted measurement continues. One
+process tunes and checks; several fresh ones time, each on its own inputs.
 """
 
 from __future__ import annotations
@@ -48,27 +49,27 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
-ROUNDS = 40  # of a process, at most
+ROUNDS = 40  # per process, at most
 FEW_FLOPS = 5e10  # up to here the oracle is fast, and every family of inputs is tried
 ROUTINE = ("normal", "positive")  # families of larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
-SINGLE_ROW = ("integers",)  # family at a single row, whose bits say more than statistics do
-# the case nearest to this time has the controls: a launch is a small part of it, and many rounds fit
+SINGLE_ROW = ("integers",)  # the family for a single row: exact bits say more than statistics do
+# The case nearest to this time has the controls: a launch is a small part of it, and many rounds fit.
 CONTROL_SECONDS = 1e-3
-RETRIES = 2  # processes with failed controls before the measurement is void
+RETRIES = 2  # processes with failed controls before the measurement is invalid
 # Seconds of silence after which a worker counts as hung: tuning compiles, and max-autotune searches.
 PATIENCE = 300.0
-# Modules that workers import ahead; those that prove do not need torch.compile's compiler.
+# Modules that workers import early; the worker that checks needs no torch.compile.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
 SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. ``arms``: names of ``verifier.baselines.pytorch.BASELINES`` or
-    ``verifier.baselines.quack.ARMS``; QuACK's are left out where it cannot compute the spec, and the decision
-    needs torch.compile among them. ``rounds``: a process's, fewer for long kernels. ``sanitize``: run small
-    sizes again under compute-sanitizer."""
+    """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
+    ``verifier.baselines.quack.ARMS``. QuACK's are left out if it cannot compute the spec; the decision needs
+    torch.compile. ``rounds``: per process, fewer for long kernels. ``sanitize``: run small sizes again under
+    compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -78,7 +79,7 @@ class Options:
 
 
 class Checkpoint(Protocol):
-    """The store of a measurement's finished pieces, by name."""
+    """The store of a measurement's finished stages, by name."""
 
     def load(self, piece: str) -> dict[str, Any] | None: ...
     def save(self, piece: str, found: dict[str, Any]) -> None: ...
@@ -119,8 +120,8 @@ def measure(
 def proved(
     spec: Spec, kernel: KernelSource, timings: Sequence[Timing], *, progress: Progress = silent
 ) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
-    """Numerics and stability by the present protocol, for a kernel that an earlier one tuned and timed: the
-    gates, and the seeds of their inputs."""
+    """Numerics and stability by the current protocol, for a kernel that an earlier protocol tuned and timed:
+    the gates, and the seeds of their inputs."""
     gates = Gates(progress)
     session = _Session(spec, kernel, Options(), gates, _Tuned(timings), {}, None)
     try:
@@ -133,7 +134,7 @@ def proved(
 
 
 class _Tuned:
-    """A store without pieces: schedules come from the timings."""
+    """A store without stages: schedules come from the timings."""
 
     def __init__(self, timings: Sequence[Timing]):
         self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
@@ -146,7 +147,8 @@ class _Tuned:
 
 
 def started() -> list[Worker]:
-    """Workers for a later measurement, which import meanwhile: one that proves, and the first that scores."""
+    """Start workers for a later measurement, which import meanwhile: the one that checks, and the first one
+    that times."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
@@ -163,12 +165,12 @@ class _Session:
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
-    workers: dict[int | None, Worker] = field(default_factory=dict)  # by scoring process; None proves
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
-    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one piece a process
+    workers: dict[int | None, Worker] = field(default_factory=dict)  # by timing process; None checks
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # stages by name
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one stage per process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
-    seconds: dict[str, float] = field(default_factory=dict)  # of all pieces, by stage and "stage: part"
-    heard: str = ""  # the last report of the worker in use
+    seconds: dict[str, float] = field(default_factory=dict)  # of all stages, by name and "name: part"
+    heard: str = ""  # the last progress message of the current worker
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
@@ -198,18 +200,18 @@ class _Session:
         )
 
     def prove(self) -> None:
-        """Run the gates that decide whether the kernel is right, every time."""
+        """Run the gates that decide whether the kernel is right every time."""
         with self.gates.gate("numerics") as figures:
             figures |= self._numerics()
         with self.gates.gate("stability") as figures:
             figures |= self._stability()
 
     def seeds(self) -> dict[str, int]:
-        """The seeds of all inputs and hidden sizes, by piece."""
+        """The seeds of all inputs and hidden sizes, by stage."""
         return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
 
     def lose_workers(self) -> None:
-        """End the workers that still run."""
+        """Stop the workers that still run."""
         for worker in (*self.workers.values(), *self.ahead):
             worker.close()
 
@@ -218,7 +220,7 @@ class _Session:
     def _piece(
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
     ) -> dict[str, Any]:
-        """One piece of the measurement: kept from before, or a worker's answer now."""
+        """One stage of the measurement: stored earlier, or a worker's answer now."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -240,8 +242,8 @@ class _Session:
         return found
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise Void where another arm than the candidate lost the worker: during that arm's preparation, or
-        for lack of memory in the race, in which the candidate's calls allocate none."""
+        """Raise Void if another arm than the candidate lost the worker: while that arm was prepared, or by
+        lack of memory during timing, when the candidate's calls allocate none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise Void(f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}")
@@ -251,9 +253,9 @@ class _Session:
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
     ) -> dict[str, Any]:
-        """A piece found by this measurement, or by an interrupted one (under ``place``), or made now."""
+        """A stage of this measurement, or of an interrupted one (under ``place``), or computed now."""
         if name not in self.found:
-            place = f"{place or name} by protocol {PROTOCOL}"  # pieces of another protocol do not count
+            place = f"{place or name} by protocol {PROTOCOL}"  # stages of another protocol do not count
             kept = self.keep.load(place) if self.keep else None
             if kept is None:
                 kept = make()
@@ -266,12 +268,12 @@ class _Session:
         return identity(self.spec, self.kept.kernel).lowered_hash if self.kept else ""
 
     def _asked(self) -> str:
-        """The key of a score: other arms or rounds give another one."""
+        """The key of a score: it changes with the arms or the rounds."""
         what = json.dumps([self._arms(), self.options.rounds, self.options.cold, self._beaten()])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker that proves, or that of a scoring process; the next one imports meanwhile."""
+        """The worker that checks, or that of a timing process; the next one imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -283,11 +285,11 @@ class _Session:
             self.workers.pop(process).close()
 
     def _expect_clean_gpu(self) -> None:
-        """After a loss, expect that a fresh worker finds a GPU that computes."""
+        """Check that a fresh worker finds a working GPU after a loss."""
         with Worker() as fresh:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
-            except Failed as failed:  # Lost is one of them
+            except Failed as failed:  # Lost is a subclass
                 raise Void(f"the GPU is of no more use after a worker was lost: {failed.message}") from None
 
     def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:
@@ -331,7 +333,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self._retire(None)  # the scoring processes need its memory
+        self._retire(None)  # the timing processes need its memory
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -345,8 +347,8 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """The score of a process that finds the planted delay, and no difference where there is none. Earlier
-        tries of it are reported and do not count."""
+        """The score of a process whose controls are valid: it finds the planted delay, and no difference
+        between equal arms. Earlier tries are reported but do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -357,14 +359,14 @@ class _Session:
         raise Void(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The kernel's ratio to itself over the processes that count, for information: each process was
-        judged by itself."""
+        """The kernel's ratio to itself over the valid processes, for information: each process was judged
+        alone."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
 
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
-        """``attempt`` is set for a score with controls."""
+        """Time one case in one process. ``attempt`` is set for a score with controls."""
         controlled = attempt is not None
         arms, known = self._arms(), self.quack.get(case.name)
         race = Race(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
@@ -375,7 +377,8 @@ class _Session:
         return found
 
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
-        """Raise Void where an interrupted measurement goes on elsewhere: a report is about one machine."""
+        """Raise Void if an interrupted measurement continues on another machine: a report covers one
+        machine."""
         first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
@@ -435,7 +438,7 @@ class _Session:
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
     def _job(self, case: Case) -> KernelCase:
-        """A measured case as tuned; on every family of inputs where the oracle is fast."""
+        """A measured case as tuned; with every family of inputs if the oracle is fast."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.kernel.program, case.sizes).flops
@@ -444,8 +447,8 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        # Beside an incumbent neither kernel uses schedules found on another day, at other clocks or on
-        # another card.
+        # With an incumbent, neither kernel uses schedules found on another day, at other clocks or on another
+        # card.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
@@ -465,7 +468,7 @@ class _Session:
         return replace(self.kept.job(self.spec, case), schedules=(tuned,))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
-        """Raise Void where it does not run here, which says nothing about the candidate."""
+        """Raise Void if the incumbent does not run here, which says nothing about the candidate."""
         assert self.kept is not None
         try:
             return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
@@ -477,8 +480,8 @@ class _Session:
         return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
-        """The unmeasured cases and hidden sizes that no candidate has seen, each on the ``tuned`` schedules
-        that fit it, or on one that does; without any, on the compile gate's."""
+        """The unmeasured cases and new hidden sizes, each on the ``tuned`` schedules that fit it, or on one
+        that does; without any, on the compile gate's."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -497,13 +500,13 @@ class _Session:
         return jobs
 
     def _chosen(self) -> list[Schedules]:
-        """The schedules that tuning chose for the measured cases, each once."""
+        """The schedules that tuning chose for the measured cases, without repeats."""
         every = [self._job(case).schedules[0] for case in self._measured_cases()]
         return [s for i, s in enumerate(every) if s not in every[:i]]
 
 
 def _hidden(spec: Spec) -> dict[str, Any]:
-    """Sizes that no candidate has seen, one set with a single row, and their seeds."""
+    """New hidden sizes, one set with a single row, and their seeds."""
     from coda_agent.verifier.numerics.sizes import hidden
 
     seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
@@ -512,7 +515,7 @@ def _hidden(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of each QuACK arm that had the same schedules in every process; the cache may have been
+    """The finalists of each QuACK arm with the same schedules in every process; the cache may have been
     emptied between two."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
@@ -522,7 +525,7 @@ DEVICE = ("gpu", "driver", "torch", "cuda", "multiprocessors")
 
 
 def _conditions(pieces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The device once, and clocks and power of each piece."""
+    """The device once, and clocks and power of each stage."""
     first = next(iter(pieces.values()), {})
     told = {key: first[key] for key in DEVICE if key in first}
     during = {n: {k: v for k, v in found.items() if k not in DEVICE} for n, found in pieces.items()}

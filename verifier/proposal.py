@@ -1,9 +1,10 @@
-"""A proposed elementwise primitive: its meaning, given by a person, and the judgement of an author's CuTeDSL.
+"""A proposed elementwise primitive: a person defines its meaning, and these functions judge an author's
+CuTeDSL.
 
-The meaning is a YAML file: one line of PyTorch, and where it has to hold. An author's device functions go
-into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and to loaded
-tiles. Its ``loaded`` output, in fp32, shows the exact function, which is held to some units in the last place
-at each point; ``fused``, in bf16, shows the coarser one, if any, through the error gate.
+The meaning is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
+functions go into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and
+to loaded tiles. Its ``loaded`` output, in fp32, shows the exact function; its error is limited in units in
+the last place at each point. ``fused``, in bf16, shows the coarser variant, if any, through the error gate.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 SIZE = 256  # extent of the toy's matrices: 65536 points a family, as many as bf16 has values
 SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
 OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
-STAND_INS = ("abs", "maximum", "where")  # existing operations of one, two and three arguments
+STAND_INS = ("abs", "maximum", "where")  # existing operations with one, two and three arguments
 ULP = 2.0**-23
-BACKWARD = 2 * ULP  # relative distance from a point at which the function may be evaluated
+BACKWARD = 2 * ULP  # the function may be evaluated at this relative distance from a point
 TINY, LARGEST = 2.0**-126, (2 - ULP) * 2.0**127  # normal numbers of fp32
-FLUSHED = 2.0**-100  # smaller results may be zero, as a reciprocal that just overflows is
+FLUSHED = 2.0**-100  # smaller results may be zero, such as a reciprocal of a number just below overflow
 USUAL = 8.0  # the range in which activations are used
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 SCOPE = (
@@ -60,10 +61,10 @@ End = Annotated[float, BeforeValidator(_end)]
 class Proposal(Model):
     """A primitive as its owner defines it.
 
-    ``reference``: an expression of the arguments in torch's names. ``domain``: the closed interval of each
-    argument in which it has to hold; all of fp32 but NaN by default. ``ulps``: the allowed error of the exact
-    function, in units in the last place of the truth, at an argument within two units of the given one.
-    ``derivative_of``: an operation whose derivative by its first argument this is. ``example``: a line of a
+    ``reference``: an expression of the arguments with torch's names. ``domain``: the closed interval of each
+    argument on which it must hold; by default all of fp32 but NaN. ``ulps``: the allowed error of the exact
+    function in units in the last place of the truth, at an argument within two units of the given one.
+    ``derivative_of``: the operation whose derivative by its first argument this is. ``example``: a line of a
     kernel that uses it.
     """
 
@@ -105,7 +106,7 @@ class Proposal(Model):
 
     @cached_property
     def text(self) -> str:
-        """The reference with torch's full names, as the interpreter's meaning has it. Raises BadReference."""
+        """The reference with torch's full names, for the interpreter. Raises BadReference."""
         import torch
 
         from coda_agent.verifier.numerics.reference import scope
@@ -131,7 +132,7 @@ class Proposal(Model):
 
     @property
     def meaning(self) -> str:
-        """The text of the interpreter's meaning."""
+        """The source text of the interpreter's meaning."""
         return f"lambda torch, {', '.join(self.arguments)}: {self.text}"
 
     def truth(self, *arguments: Tensor) -> Tensor:
@@ -168,8 +169,8 @@ class Proposal(Model):
         )
 
     def program(self, spec: Spec, operation: str = "") -> Program:
-        """The toy kernel with a stand-in of as many arguments, or with ``operation``: reads, writes and
-        launches are the same."""
+        """The toy kernel with a stand-in of the same number of arguments, or with ``operation``. Reads,
+        writes and launches are the same."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -184,8 +185,8 @@ class Proposal(Model):
         return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
-        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL. Where the vocabulary
-        has the primitive, its own functions are not imported, since these replace them."""
+        """The toy kernel's lowered text with an author's functions in it: edited CuTeDSL. If the vocabulary
+        has the primitive, its own functions are not imported, since the author's replace them."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
@@ -195,7 +196,7 @@ class Proposal(Model):
 
     @contextmanager
     def _operation(self, fast: bool) -> Iterator[None]:
-        """Within, the vocabulary has the primitive: for lowering the frame alone."""
+        """Add the primitive to the vocabulary within the block, only to lower the frame."""
         exact, coarse = self.templates(fast)
         there = OPERATIONS.pop(self.name, None)
         infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
@@ -220,8 +221,7 @@ def _function(meaning: str) -> Callable[..., Any]:
 
 
 def load(path: str | Path, new: bool = True) -> Proposal:
-    """Read and check a proposal; unless it is ``new``, the vocabulary may already have it. Raises SpecError.
-    """
+    """Read and check a proposal. Only a ``new`` one must be missing in the vocabulary. Raises SpecError."""
     return read(path, Proposal, _check if new else lambda made: None)
 
 
@@ -250,7 +250,7 @@ def _check_name(name: str, place: str) -> None:
 
 
 def _check(proposal: Proposal) -> None:
-    """Check that the reference is an elementwise function, finite somewhere, and new to the vocabulary."""
+    """Check that the reference is elementwise, finite somewhere, and new to the vocabulary."""
     import torch
 
     from coda_agent.verifier.numerics.reference import MISTAKES
@@ -322,7 +322,7 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
 
 
 def _usual(interval: tuple[float, float]) -> tuple[float, float]:
-    """The part of an interval in which functions are used or, if it has none, its finite part."""
+    """The part of an interval in which functions are used; if there is none, its finite part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
         return max(low, -USUAL), min(high, USUAL)
@@ -338,7 +338,7 @@ def _uniform(interval: tuple[float, float], generator: Any) -> Tensor:
 
 
 def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
-    """Inputs of the frame. Usual ones replace those where the reference is undefined (NaN)."""
+    """Inputs of the frame. Usual values replace those for which the reference is undefined (NaN)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -420,7 +420,7 @@ def _edges(interval: tuple[float, float]) -> list[float]:
 def judged(
     proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
 ) -> dict[str, float]:
-    """The errors of the frame's outputs against fp64, on the tensors' device; raises Failed."""
+    """Judge the frame's outputs against fp64, on the tensors' device: their errors. Raises Failed."""
     from coda_agent.verifier.numerics import error_gate, reference
 
     fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
@@ -437,8 +437,8 @@ def judged(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """The exact function's error in units in the last place, beyond its arguments' own last places, at the
-    worst point; raises Failed over the proposal's bound."""
+    """The exact function's error in units in the last place at the worst point, beyond the error from its
+    arguments' own last places. Raises Failed over the proposal's bound."""
     import torch
 
     wide = [a.double() for a in arguments]

@@ -1,6 +1,6 @@
 """The gates of a proposed primitive: form, interpret, compile; on a GPU numerics and stability.
 
-``verifier.proposal`` holds its meaning and the judgement of outputs.
+``verifier.proposal`` defines its meaning and judges outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell
 
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
-    """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
+    """The gates that need no GPU: the functions' form, their arithmetic in fp32, a compile in confinement."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", source
     )  # as for an edited text: it must not run anywhere else
@@ -82,7 +82,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
 
 @dataclass(frozen=True)
 class Proof(KernelCase):
-    """The framed functions, on each of the schedules."""
+    """The functions in their frame, with the schedules to check."""
 
     proposal: Proposal | None = None
 
@@ -93,7 +93,7 @@ class Proof(KernelCase):
 
 
 def numerics(job: Proof) -> dict[str, Any]:
-    """In a worker: every family of points on every schedule, against fp64."""
+    """Compare every family of points on every schedule with fp64, in a worker."""
     from coda_agent.verifier.gpu.checks import poisoned_run
 
     assert job.proposal is not None
@@ -126,7 +126,7 @@ def _conditions() -> dict[str, Any]:
 def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
-    """The gates of a GPU: the framed kernel against fp64, and repeats of it bit for bit."""
+    """The GPU gates: compare the framed kernel with fp64, and its repeats bit for bit."""
     from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)

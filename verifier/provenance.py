@@ -1,6 +1,6 @@
-"""Provenance: check that a committed kernel's evidence is about what is committed.
+"""Check that a committed kernel's evidence covers the committed files.
 
-It traces and lowers again and compares every hash: an edited kernel, program, text or spec makes a report
+Traces and lowers again, and compares every hash: with an edited kernel, program, text or spec, the report is
 evidence for something else. ``report_audit`` checks a report's figures against each other. This needs the
 jail, but no GPU: nothing is timed again.
 """
@@ -30,7 +30,7 @@ def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> 
     """The faults of the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it holds.
     ``edited``: of the edited text ``kernels/NAME.raw.*`` instead.
 
-    Raises JailUnavailable where nothing can be traced.
+    Raises JailUnavailable if nothing can be traced.
     """
     stem = f"{name}.raw" if edited else name
     try:
@@ -84,7 +84,7 @@ def _identity(name: str, spec: Spec, report: Accepted, program: Program) -> list
 
 
 def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
-    """Check that the source traces to the program, so that reviewers read what runs."""
+    """Check that the source traces to the program, so that reviewers read the code that runs."""
     traced = jail.trace(source, spec.signature())
     if isinstance(traced, Rejected):
         place = f"{name}.py:{traced.line}" if traced.line else f"{name}.py"
@@ -103,7 +103,7 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
 
 
 def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
-    """Check that the edited text belongs to the kernel's own program, on any schedules, and is the measured
+    """Check that the edited text belongs to the kernel's own program, with any schedules, and is the measured
     one."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
@@ -124,8 +124,8 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 
 def _beaten(name: str, report: Accepted) -> list[str]:
-    """Check by its samples that it is faster than the incumbent in some case and slower in none; the report
-    says which kernel that was (the program's text, or an edit that beat it) and how it was tuned."""
+    """Check by its samples that it is faster than the incumbent in some case and slower in none. The report
+    names the incumbent (the program's text, or an edit that beat it) and its tuning."""
     ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
     if missing:
@@ -140,7 +140,7 @@ def _beaten(name: str, report: Accepted) -> list[str]:
 
 
 def _gates(name: str, report: Accepted) -> list[str]:
-    """Check that every gate was passed. An edit is not traced."""
+    """Check that every gate passed. An edit has no trace gate."""
     passed = {gate.gate for gate in report.gates}
     wanted = RAW_GATES if report.identity.raw else GATES
     return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

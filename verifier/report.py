@@ -22,13 +22,13 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-RAW_GATES = ("edit", *GATES[1:])  # gates of an edited text, whose program exists already
+RAW_GATES = ("edit", *GATES[1:])  # gates of an edited text; its program exists already
 # gates of a primitive's functions
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
-# The measurement protocol, since 2026-11-23. A stricter one takes the next number.
+# The version of the measurement protocol, since 2026-11-23. Every stricter protocol increments it.
 PROTOCOL = 5
-TYPICAL_ALONE = 4  # the protocol before stretched inputs: its reports stand until they are renewed
+TYPICAL_ALONE = 4  # the last protocol without stretched inputs; its reports are valid until they are renewed
 
 CANDIDATE = "candidate"  # the arm that every timing has
 
@@ -38,7 +38,7 @@ Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
 Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of QuACK's, its GemmConfig
-# For each stage the last candidates of tuning, fastest first.
+# For each stage the finalists of tuning, fastest first.
 Finalists = tuple[Annotated[tuple[Config, ...], Field(min_length=1)], ...]
 
 
@@ -57,7 +57,7 @@ class Gate(_Record):
 
 class Identity(_Record):
     """The identity of evidence: SHA-256 of spec, program and lowered text, and versions of packages. ``raw``:
-    the text is edited."""
+    whether the text is edited."""
 
     spec: str
     spec_hash: str
@@ -67,14 +67,15 @@ class Identity(_Record):
     raw: bool = False
 
     def same(self, other: Identity) -> bool:
-        """Whether both are about one kernel, on any versions of packages."""
+        """Whether both identify one kernel, regardless of package versions."""
         return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
 
 
 class Ratio(_Record):
-    """A ratio with its confidence interval, which encloses Student's over processes and the bootstrap's.
+    """A ratio with its confidence interval, which encloses both Student's interval over processes and the
+    bootstrap's.
 
-    ``detectable``: the least relative difference that this measurement would have detected.
+    ``detectable``: the smallest relative difference that this measurement could detect.
     """
 
     estimate: Positive
@@ -87,11 +88,11 @@ class Ratio(_Record):
 class Timing(_Record):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
-    ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
-    ``graph_milliseconds``: the candidate in a CUDA graph. ``parts``: milliseconds of each part by itself,
-    named as in the roofline, where there are several. ``finalists``: by step, the last candidates of tuning,
-    fastest first. ``kept_schedules``: the incumbent's tuning in the same measurement. ``quack``: the
-    ``finalists`` of each QuACK arm, by stage; the first is what ran.
+    ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
+    timed call. ``graph_milliseconds``: the candidate in a CUDA graph. ``parts``: milliseconds of each part
+    alone, named as in the roofline, if there are several. ``finalists``: by step, the last candidates of
+    tuning, fastest first. ``kept_schedules``: the incumbent's tuning in the same measurement. ``quack``: the
+    ``finalists`` of each QuACK arm, by stage; the first one ran.
     """
 
     case: str
@@ -137,8 +138,8 @@ class Authorship(_Record):
 
 
 class Rejected(_Record):
-    """A candidate that failed a gate: the reason for the author, the evidence, and the gates passed before.
-    """
+    """A candidate that failed a gate: the reason for the author, the evidence, and the gates passed
+    before."""
 
     status: Literal["rejected"] = "rejected"
     gate: str
@@ -169,9 +170,9 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_Record):
-    """The result of the gates on a GPU: machine, inputs, time. ``protocol`` is 0 in recordings from before
-    protocols had numbers. ``rival``: the hash of the incumbent's lowered text, if there was one. ``renewed``:
-    when and on what a later protocol repeated numerics and stability."""
+    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings older than protocol
+    numbers. ``rival``: the hash of the incumbent's lowered text, if there was one. ``renewed``: when, and on
+    which machine, a later protocol repeated numerics and stability."""
 
     protocol: int = 0
     identity: Identity
@@ -186,13 +187,13 @@ class _Measurement(_Record):
     date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
-        """By case, the schedules of QuACK's arms, from the timings that have them."""
+        """By case, the schedules of QuACK's arms, from the timings with such arms."""
         gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
 
 class Unmeasured(_Record):
-    """An invalid measurement, which says nothing about the kernel: the reason and the evidence."""
+    """An invalid measurement, which gives no verdict on the kernel: the reason and the evidence."""
 
     status: Literal["unmeasured"] = "unmeasured"
     reason: str
@@ -200,15 +201,15 @@ class Unmeasured(_Record):
 
 
 class Measured(_Measurement):
-    """Passed gates of a GPU; together with a ``Checked`` of the same kernel they make an ``Accepted``."""
+    """The passed GPU gates. With a ``Checked`` of the same kernel they form an ``Accepted``."""
 
     status: Literal["measured"] = "measured"
 
 
 class Accepted(_Measurement):
-    """A kernel that passed all gates, on a GPU too: right, stable, measured, and faster than the spec demands
-    on every deciding case. Where no case decides, since all measured cases are ``bench: report`` (as for
-    fp8), it claims nothing about speed."""
+    """A kernel that passed all gates, including the GPU's: correct, stable, measured, and faster than the
+    spec demands on every deciding case. If all measured cases are ``bench: report`` (as for fp8), none
+    decides, and the report claims nothing about speed."""
 
     status: Literal["accepted"] = "accepted"
     authorship: Authorship | None = None
@@ -221,9 +222,9 @@ MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field
 
 
 def accepted(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Join the check of a machine without a GPU with the measurement of one with a GPU, of one identity.
+    """Join the check of a machine without a GPU with the GPU's measurement of the same identity.
 
-    ValueError where their identities differ.
+    ValueError if their identities differ.
     """
     if not checked.identity.same(measured.identity):
         raise ValueError("the measurement is of another spec, program or lowered text than what was checked")

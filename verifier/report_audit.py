@@ -1,7 +1,7 @@
 """Audit a report: derive its claims again from its own samples, by the gates' rules.
 
-Anyone can edit a report's file, so every figure that follows from others is computed again, and everything
-that the protocol promises must be there, within the limits. Times are milliseconds.
+Anyone can edit a report's file. So every derived figure is computed again, and everything that the protocol
+demands must be present and within limits. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
 
-# required fields of a schedule; later ones have defaults in older reports
+# required fields of a schedule; later fields have defaults in older reports
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 ROUNDED = 1e-4  # rounding of numerics' figures, and agreement of the kernel with itself
 
@@ -76,8 +76,8 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not support, or that the protocol demands and the report
-    lacks."""
+    """Every claim that the report's figures do not support, and every demand of the protocol that it does not
+    meet."""
     if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
@@ -93,7 +93,7 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
 
 
 def of_samples(timing: Timing, arm: str) -> Ratio | None:
-    """The arm's ratio to the candidate, computed again; None without samples for one."""
+    """The arm's ratio to the candidate, computed again; None without enough samples."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
     except (KeyError, ValueError, Void):  # missing, too few, or no durations
@@ -110,7 +110,7 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check each measured case: timed once, at its sizes, against every arm, with samples that give its
+    """Check each measured case: timed once, at its sizes, against every arm, with samples that reproduce its
     figures."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
@@ -163,7 +163,7 @@ def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
 
 
 def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
-    """Arms that a case lacks, or timed unlike the other cases."""
+    """Arms that are missing in a case, or that differ from those of other cases."""
     found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
     if t.graph_milliseconds is None:
         found.append(" was not measured in a CUDA graph")
@@ -175,7 +175,7 @@ def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
 
 
 def _sampled(t: Timing) -> list[str]:
-    """Faults of one case's samples, or of the figures from them."""
+    """Faults of one case's samples, or of the figures derived from them."""
     own = t.samples.get(CANDIDATE, ())
     rounds = [len(row) for row in own]
     found = []
@@ -205,7 +205,7 @@ def _sampled(t: Timing) -> list[str]:
 
 
 def _median(rows: Rows) -> float:
-    """The median as a report computes it; NaN, which equals nothing, without samples."""
+    """The median as a report computes it; without samples NaN, which equals nothing."""
     try:
         return round(central(rows), 5)
     except (ValueError, ZeroDivisionError, Void):  # empty, or no durations
@@ -213,8 +213,8 @@ def _median(rows: Rows) -> float:
 
 
 def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that the decision on the report's timings, taken again, accepts the kernel on the same figures.
-    """
+    """Check that the decision on the report's timings, taken again, accepts the kernel with the same
+    figures."""
     figures: dict[str, Any] = {}
     try:
         decide(spec, program, report.timings, figures)
@@ -250,7 +250,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
-    """Check that a process's last attempt has no faults, and each earlier one has."""
+    """Check that a process's last attempt has no faults, and each earlier one has some."""
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
@@ -267,7 +267,7 @@ def _encloses(i: Interval) -> bool:
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that each case has a piece of the measurement, the controls' one under their name, with clocks
+    """Check that each case has a stage in the measurement (the controls' one under their name), with clocks
     and power read in every round."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
@@ -298,7 +298,7 @@ def _rounds(report: Accepted, case: str, process: int) -> int | None:
 
 
 def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
-    """Check that the benchmark gate's figure of the kernel against itself follows from the processes'
+    """Check that the ratio of the kernel to itself in the benchmark gate follows from the processes'
     controls. Its interval also depends on their rounds, which reports lack."""
     try:
         told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
@@ -322,8 +322,8 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
 
 
 def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden sizes, on the families, schedules and
-    repeats of the gates."""
+    """Check that numerics and stability cover every case and the hidden sizes, with the families, schedules
+    and repeats of the gates."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]
@@ -381,7 +381,7 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
 def _families(
     spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
 ) -> tuple[str, ...]:
-    """The families of inputs that a protocol tries on a case: all where it is small."""
+    """The families of inputs that a protocol tries on a case: all of them for a small case."""
     from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
 
     if case == ONE_ROW:
@@ -420,6 +420,6 @@ def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
 
 
 def _first(error: ValidationError) -> str:
-    """The first fault of a file, and its place."""
+    """The first fault of a file, and its position."""
     told = error.errors()[0]
     return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

@@ -1,9 +1,9 @@
-"""Ratios of interleaved samples with confidence intervals. Standard library only.
+"""Ratios of interleaved samples, with confidence intervals. Standard library only.
 
-Both arms of a round meet the same clocks and temperature, so a ratio is the median of the rounds' ratios:
-drift cancels, and the kernels' difference and noise remain. A ratio of medians would let drift in again:
-where the clock steps, each arm's median comes from another mixture of clocks. Differences between processes
-(addresses, neighbours) show in no number of rounds: ``across`` samples whole processes.
+Both arms of a round run at the same clocks and temperature. So a ratio is the median of the rounds' ratios:
+drift cancels, and the kernels' difference and noise remain. A ratio of medians would include drift: if the
+clock changes, the two medians come from different mixtures of clocks. Differences between processes
+(addresses, neighbours) do not show within one process, so ``across`` samples whole processes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
-POWER = 0.8  # chance that a difference called detectable would have been found
-TRIM = 0.2  # of the rounds, at each end (Yuen's choice): a few host hiccups must not decide
+POWER = 0.8  # the probability of finding a difference that is called detectable
+TRIM = 0.2  # of the rounds, at each end (Yuen's choice), so that a few host hiccups do not decide
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Interval:
 def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
     """The median of a[i] / b[i], samples in the same unit from round i.
 
-    With ``a`` a baseline's seconds and ``b`` a candidate's it is the speedup, and ``low`` what one may
-    claim. The bootstrap resamples rounds (percentile interval); the cross-check is Student's t on trimmed
-    log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive samples.
+    With ``a`` a baseline's seconds and ``b`` a candidate's it is the speedup, and ``low`` the speedup that
+    one may claim. The bootstrap resamples rounds (percentile interval). The cross-check is Student's t on
+    trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive samples.
     """
     logs = _logs(a, b, confidence)
     bootstrap = _bootstrap([logs], confidence, seed)
@@ -59,10 +59,10 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
 def across(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """The geometric mean of several processes' ratios; a pair is the samples of both arms in one of them.
+    """The geometric mean of several processes' ratios. A pair holds the samples of both arms in one process.
 
-    Student's t on the processes' log ratios; as a cross-check the bootstrap, which resamples processes and
-    then rounds within them. Raises ValueError as ``ratio``, and for fewer than two processes.
+    Student's t on the processes' log ratios. The cross-check is a bootstrap that resamples processes, and
+    then rounds within them. Raises ValueError as ``ratio`` does, and for fewer than two processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) tell nothing of their spread; measure in at least 2")
@@ -83,7 +83,7 @@ def across(
 
 
 def through(first: Interval, second: Interval) -> Interval:
-    """a / c from a / b and b / c of different measurements that share arm b. Errors are independent, so
+    """a / c from a / b and b / c of two measurements that share arm b. Their errors are independent, so
     half-widths add as squares, in logarithms."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def through(first: Interval, second: Interval) -> Interval:
 
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
-    """The least relative difference that such a measurement detects with a power of 80 %."""
+    """The smallest relative difference that such a measurement detects with a power of 80 %."""
     logs = [median(_logs(a, b, confidence)) for a, b in pairs]
     freedom = len(logs) - 1
     quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)
@@ -121,7 +121,7 @@ def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[flo
 
 
 def _bootstrap(rows: Sequence[Sequence[float]], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentiles of the mean over processes of their rounds' medians, both drawn anew."""
+    """Percentiles of the mean over processes of their rounds' medians, with both resampled."""
     draw = random.Random(seed)
     means = sorted(
         fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))

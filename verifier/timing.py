@@ -1,7 +1,7 @@
-"""Interleaved measurement of several arms on one GPU, each call from a cold L2 unless told otherwise.
+"""Time several arms interleaved on one GPU, each call from a cold L2 by default.
 
-Every round runs every arm once in a random order, so that clocks, temperature and neighbours meet all
-arms alike; ``verifier.statistics.ratio`` then compares round by round. No clock is ever changed.
+Every round runs every arm once in a random order, so that clocks, temperature and other load affect all arms
+equally; ``verifier.statistics.ratio`` then compares round by round. No clock is ever changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it; so does
-    ``before``, which is called ahead of each ``call``, before the flush, and is not timed."""
+    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it.
+    ``before`` does the same ahead of each ``call``, before the flush, and is not timed."""
 
     name: str
     call: Callable[[], object]
@@ -45,7 +45,7 @@ class Samples:
 
 
 class Clock(Protocol):
-    """The device, as ``measure`` needs it: ``CudaClock`` on a GPU, a simulated one in tests."""
+    """The device interface of ``measure``: ``CudaClock`` on a GPU, a simulated one in tests."""
 
     def now(self) -> float:
         """Host seconds, for the length of the warm-up."""
@@ -57,14 +57,14 @@ class Clock(Protocol):
         """Mark the start of a timed region; the host may enqueue its work before the device gets there."""
 
     def stop(self, mark: int) -> None:
-        """Mark its end."""
+        """Mark the end of a timed region."""
 
     def turn(self) -> tuple[float, ...]:
-        """End a round: wait for the one before. Seconds of its regions in the order of their starts; none
-        where it was drained."""
+        """End a round, and wait for the previous one. Returns the seconds of its regions in order; none if it
+        was drained."""
 
     def drain(self) -> tuple[float, ...]:
-        """Wait for the round that ended last; seconds of its regions."""
+        """Wait for the round that ended last; return the seconds of its regions."""
 
 
 def measure(
@@ -80,19 +80,18 @@ def measure(
 ) -> dict[str, Samples]:
     """Seconds of every arm in every round, by name.
 
-    ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order
-    of the arms in every round. ``on_round`` hears the number of rounds done. The warm-up runs whole
-    rounds and drops them: once for what compiles on its first call, then ``warmup_seconds`` more: a GPU
-    that reaches its power limit slows down over seconds, and not every kernel alike. Rounds end early,
-    though not before FEWEST, after ``longest`` seconds. Raises ValueError for no arms, names that
-    repeat, or no rounds.
+    ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order of the
+    arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
+    one for compiling on the first call, then ``warmup_seconds`` more, since a GPU slows down over seconds as
+    it reaches its power limit, and not equally for every kernel. After ``longest`` seconds no further round
+    begins, once there are FEWEST. Raises ValueError without arms or rounds, and for repeated names.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
     _warm_up(arms, warmup_seconds, cold, clock)
     shuffled = random.Random(seed)
     orders: list[Sequence[Arm]] = []
-    seconds = []  # the round before is timed while this one runs, so that the device always has work
+    seconds = []  # the previous round is timed while this one runs, so that the device always has work
     end = clock.now() + longest
     while len(orders) < rounds and (len(orders) < FEWEST or clock.now() < end):
         orders.append(shuffled.sample(arms, len(arms)))
@@ -128,7 +127,7 @@ def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> N
 
 
 def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
-    """Enqueue every arm once; seconds of the round before."""
+    """Enqueue every arm once; return the seconds of the previous round."""
     for arm in arms:
         if arm.before is not None:
             arm.before()
@@ -143,16 +142,16 @@ def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
 class CudaClock:
     """CUDA events on the current stream of the current device.
 
-    The host has enqueued each region before the device enters it: launch latency is the host's and is
-    measured by ``host_time``. The host is ahead by a round; where one takes the device no longer than the
-    host, each region is also preceded by a spin on the device. Only regions count as the device's time, all
-    that a round enqueues as the host's: flushes, and what comes ``before``, lengthen the lead. Longer kernels
-    run back to back: an H100 that idles between them saves the power for clocks that no training step sees.
+    The host enqueues each region before the device enters it: launch latency belongs to the host and is
+    measured by ``host_time``. The host is a round ahead. If a round takes the device no longer than the host,
+    a spin on the device precedes each region. Only regions count as the device's time, but everything that a
+    round enqueues counts as the host's: flushes and ``before`` calls lengthen its lead. Longer kernels run
+    back to back: an H100 that idles between them saves power for clocks that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6
-    MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for as long
-    FLUSH_BYTES = 256 << 20  # as triton's do_bench; at least twice the L2, whatever its size
+    MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for this long
+    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; at least twice the L2
     CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that a spin is never too short
 
     def __init__(self) -> None:
@@ -172,7 +171,7 @@ class CudaClock:
         return time.perf_counter()
 
     def flush(self) -> None:
-        self._scratch.fill_(1)  # a kernel's writes; a memset might take another path
+        self._scratch.fill_(1)  # written by a kernel; a memset might take another path
 
     def start(self) -> int:
         import torch
@@ -210,9 +209,10 @@ class CudaClock:
 def host_time(
     call: Callable[[], object], n: int = 200, *, synchronize: Callable[[], object] | None = None
 ) -> float:
-    """Seconds the host spends in ``call``: the median of ``n``, the device drained between calls.
+    """Seconds that the host spends in ``call``: the median of ``n`` calls, with the device drained between
+    them.
 
-    With small inputs it is what a launch costs; a full launch queue would measure the device.
+    With small inputs this is the cost of a launch; a full launch queue would measure the device.
     """
     if n < 1:
         raise ValueError(f"{n} calls give no median; use at least 1")

@@ -1,4 +1,4 @@
-"""The gates in order, cheapest first: source -> Accepted | Checked | Rejected.
+"""Run the gates in order, cheapest first: source -> Accepted | Checked | Rejected.
 
 ``check`` runs on any machine; ``verifier.measure`` needs a GPU.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
     from coda_agent.verifier.measure import Checkpoint, Options
 
-MAX_STEPS = 16  # each is compiled and tuned by itself
+MAX_STEPS = 16  # each is compiled and tuned separately
 
 
 class Verdict(NamedTuple):
@@ -50,7 +50,7 @@ def check(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Verdict:
-    """Trace in the jail, then run contract, interpreter and a compile for sm_90a: no GPU needed.
+    """Trace in the jail, then run contract, interpreter and a compile for sm_90a, without a GPU.
     ``schedules`` by step are the author's."""
     gates = Gates(progress)
     try:
@@ -75,7 +75,7 @@ def check_edited(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """``check`` for an edited text of a program: it compiles in confinement, on the ``tuned`` schedules too.
+    """``check`` for an edited text of a program. It compiles in confinement, on the ``tuned`` schedules too.
     Only a GPU can tell what it computes."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", text
@@ -105,8 +105,8 @@ def verify(
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """Run all gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, which
-    keeps finished pieces in ``keep`` and starts from ``quack``'s known schedules."""
+    """Run all gates that this machine can run. With ``gpu``, that includes ``verifier.measure.measure``,
+    which stores finished stages in ``keep`` and starts from ``quack``'s known schedules."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure, started
@@ -154,7 +154,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Run contract and interpreter alone, on an existing program; None where it passes both."""
+    """Run only contract and interpreter, on an existing program; None if it passes both."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:
@@ -163,7 +163,7 @@ def check_program(spec: Spec, program: Program) -> Rejected | None:
 
 
 def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
-    """The schedules for the compile gate, those of the author included."""
+    """The schedules for the compile gate, including the author's."""
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
 
 
@@ -214,7 +214,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The node of the output, or the readers of the input, that a message begins with."""
+    """The nodes behind a message: of the output, or of the input's readers, that it begins with."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]
@@ -261,8 +261,8 @@ _VALUE = re.compile(r"\bn(\d+)_\d+ =")
 
 
 def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
-    """The line of the kernel file behind a compiler's message, which quotes the lowered text, whose values
-    are named after nodes."""
+    """The line of the kernel file behind a compiler's message. The message quotes the lowered text, which
+    names its values after nodes."""
     nodes = [int(found) for found in _VALUE.findall(words)]
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
@@ -281,7 +281,7 @@ def _compiled(
     schedules: Iterable[Schedule],
     lines: Sequence[int | None],
 ) -> Sequence[Resources]:
-    """The compiler's report; Failed with its message, and the line of the kernel file where known."""
+    """The compiler's report. Failed with its message, and the line of the kernel file if known."""
     from coda_agent.primitives.runtime.compile import report
 
     try:
@@ -299,7 +299,7 @@ def _compiled(
 def _left_out(
     program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
 ) -> list[str]:
-    """Findings on tiles whose epilogue takes the shared memory that their mainloop needs."""
+    """Findings on tiles whose epilogue leaves their mainloop too little shared memory."""
     return [
         f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at(shown)}: the tiles that it reads and "
         "returns leave that one no room in shared memory for the operands"
@@ -316,8 +316,8 @@ def compile_gate(
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
 ) -> None:
-    """Compile every step on those of the schedules that it fits, once for each set of static dims among the
-    spec's cases, and vectors once."""
+    """Compile every step on the schedules that it fits, once for each set of static dims among the spec's
+    cases, and vector kernels once."""
     schedules = tuple(schedules)
     several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
     resources: list[tuple[dict[str, int], Resources]] = []

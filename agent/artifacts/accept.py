@@ -1,9 +1,9 @@
-"""Accept a kernel that passed every gate: put it and its evidence into generated_kernels/, and commit.
+"""Accept a kernel that passed every gate: write it and its evidence to generated_kernels/, and commit.
 
-Four files a kernel: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the text that
-ran) and NAME.report.json. An edited text adds three: NAME.raw.py, NAME.raw.program.json (the same program, on
-its own schedules) and NAME.raw.report.json. The run that made it is kept for replay. The files are replaced
-atomically: a later reader completes an interrupted replacement.
+A kernel has four files: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the text
+that ran) and NAME.report.json. An edited text adds three: NAME.raw.py, NAME.raw.program.json (the same
+program with its own schedules) and NAME.raw.report.json. The run that made it is recorded for replay. The
+files are replaced atomically: a later reader completes an interrupted replacement.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_agent.verifier.spec.model import Spec
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
-# The fields of a run's header that a recording keeps: the rest is about the machine, such as local paths.
+# Fields of a run's header in a recording. The others describe the machine, such as local paths.
 HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
@@ -47,7 +47,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file s
 
 
 class KernelError(InvalidInput):
-    """A file of an accepted kernel that cannot be read: which, what is wrong, what to do."""
+    """A file of an accepted kernel is unreadable. The message says which file, what is wrong and what to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def settled(name: str, directory: Path | None = None, *, edited: bool = False) -
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
     """The accepted kernel of a spec, by default in generated_kernels/, or its edited text; None if there is
-    none. ``verifier.provenance`` checks whether the report is about these files. Raises KernelError."""
+    none. ``verifier.provenance`` checks that the report covers these files. Raises KernelError."""
     try:
         with settled(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
@@ -91,7 +92,7 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether an edited text's program was measured again after the edit: with better schedules it may now be
+    """Whether the program was measured again after its text was edited. With better schedules it may now be
     the faster one."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
@@ -106,14 +107,14 @@ def is_there(name: str) -> bool:
 
 
 def report(path: Path) -> Accepted:
-    """An accepted kernel's evidence. Raises KernelError; OSError where it cannot be read."""
+    """An accepted kernel's evidence. Raises KernelError, and OSError if it cannot be read."""
     try:
         found = REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise KernelError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
     if not isinstance(found, Accepted):
-        raise KernelError(f"{path}: is of a kernel that is {found.status}, not accepted; remove it")
+        raise KernelError(f"{path}: its kernel is {found.status}, not accepted; remove it")
     return found
 
 
@@ -123,14 +124,14 @@ def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) 
 
 
 def recorded(journal: Record) -> str:
-    """A run as a recording: without the machine's own data, and without what its report has."""
+    """A run as a recording: without machine-specific data, and without data that its report has."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})
 
 
 def export(run: str, path: Path) -> Path:
-    """Write all events of a run at present, in any state and while another process has it open, to ``path``,
-    with its header except for local paths. Raises JournalError and OSError."""
+    """Write all events of a run to ``path``, with its header except for local paths. The run may be in any
+    state, and open in another process. Raises JournalError and OSError."""
     journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
@@ -161,7 +162,7 @@ def accept(
     name, edited = report.identity.spec, kernel.edited is not None
     if edited and not looked:
         raise Refused(
-            f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
+            f"{name}: this is edited CuTeDSL, code that no one vouches for: read it (coda-agent review "
             f"{given}), then say --looked"
         )
     lowered = kernel.lowered
@@ -180,14 +181,14 @@ def accept(
         atomic_files.put(directory, evidence.name, written)
     except OSError as error:
         place = error.filename or directory  # a failed write names no file
-        remedy = "make room" if error.errno in FULL else "see that it can be written,"
+        remedy = "make room" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's kept kernel to this one, after completing an interrupted acceptance; ""
-    if there is none, or no change."""
+    """A unified diff from the spec's accepted kernel to this one, after completing an interrupted acceptance;
+    "" if there is none, or no change."""
     if isinstance(outcome.report, Rejected):
         return ""
     kernel = outcome.kernel
@@ -209,7 +210,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
 
 
 def message(report: Accepted, authorship: Authorship) -> str:
-    """The commit message: what was accepted, by whom, with the figures."""
+    """The commit message: what was accepted, by which author, with the measurements."""
     lines = [
         f"Accept {report.identity.spec}" + (", raw CuTeDSL" if report.identity.raw else ""),
         "",
@@ -230,7 +231,7 @@ def commit(paths: list[Path], words: str) -> str:
     names = [str(p) for p in paths]
     _git("add", "--", *names)
     if not _git("diff", "--cached", "--name-only", "--", *names):
-        return _git("rev-parse", "--short", "HEAD").strip()  # exactly these files were committed before
+        return _git("rev-parse", "--short", "HEAD").strip()  # these files were committed before
     _git("commit", "--quiet", "-m", words, "--", *names)
     return _git("rev-parse", "--short", "HEAD").strip()
 

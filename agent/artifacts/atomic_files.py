@@ -1,7 +1,7 @@
 """Replace several files atomically: after a crash a reader sees all old files, or completes the replacement.
 
-New files go into a draft folder, whose renaming decides. From there each is renamed to its place, which needs
-no space on the disk.
+New files go into a draft folder. Renaming that folder decides; then each file is renamed to its path, which
+needs no disk space.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
 STATES = ("draft", "whole", "done")  # of a folder: being written, complete, and emptied
-PLACES = "places.json"  # a file in a folder: the places of its files, in order
+PLACES = "places.json"  # a file in a folder that lists the paths of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace files by these, in order. The last vouches for the others: it is missing while they are
+    """Replace files by these, in order. The last file vouches for the others, so it is missing while they are
     replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError; then all files are old, or
     the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,15 +42,15 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def settled(directory: Path, name: str = "*") -> Iterator[None]:
-    """Within, files are from one replacement, and stay so. One that was interrupted after its decision is
-    completed first; one that was interrupted before leaves nothing; without a ``name``, any. Raises OSError,
-    FileNotFoundError without ``directory``."""
+    """Guarantee in the block that files come from one replacement. A replacement that was interrupted after
+    its decision is completed first; one that was interrupted before it is discarded. Without ``name``, all
+    replacements. Raises OSError, FileNotFoundError without ``directory``."""
     while True:
         _end(directory, name)
         with together(directory):
             if not any(
                 folder.is_dir() for folder in directory.glob(f".{name}.whole")
-            ):  # otherwise it was decided, and interrupted, just now
+            ):  # otherwise another process has just decided it
                 yield
                 return
 
@@ -69,7 +69,7 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        whole.rename(done)  # a kill from here on must not leave files without the list of their places
+        whole.rename(done)  # a kill from here on must not leave files without the list of their paths
         shutil.rmtree(done)
 
 
@@ -84,7 +84,7 @@ def _replace(directory: Path, whole: Path) -> None:
 
 
 def _way(directory: Path, path: Path) -> str:
-    """The way to a file from a directory, through no link, since ``..`` leads away from a link's target."""
+    """The relative path from a directory to a file, without links, since ``..`` follows a link's target."""
     return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 

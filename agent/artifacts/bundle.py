@@ -1,7 +1,7 @@
-"""Two machines: pack checked kernels for an H100 elsewhere, measure there, continue the runs here.
+"""Work with two machines: pack checked kernels for an H100 elsewhere, measure there, continue the runs here.
 
-A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another. An
-author's Python does not travel: the measuring machine sees programs, and edited texts, which it compiles in
+A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result file is another. An
+author's Python does not travel: the measuring machine gets programs, and edited texts, which it compiles in
 confinement.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.measure import Options
 
 FORMAT = 1
-WHOLE = "whole"  # the piece of a finished entry
+WHOLE = "whole"  # the stage of a finished entry
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -57,7 +57,7 @@ Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
 class Rival(_File):
-    """An incumbent (``verifier.incumbent.Incumbent``) in JSON's terms."""
+    """An incumbent (``verifier.incumbent.Incumbent``) as JSON data."""
 
     program: str
     schedules: dict[str, dict[str, dict[str, Any]]]
@@ -117,9 +117,8 @@ class Results(_File):
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
-    """Write the runs' last checked kernels to ``path``. InvalidInput for a run that awaits no measurement. An
-    edited text is compiled, which takes minutes where tuning searches widely: ``progress`` hears of each
-    case."""
+    """Write the last checked kernels of runs to ``path``. InvalidInput for a run that awaits no measurement.
+    Compiling an edited text takes minutes if tuning searches widely; ``progress`` is told of each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     _write(path, bundle)
     return bundle
@@ -195,8 +194,8 @@ def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
 
 
 def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """The tuning of the spec's accepted kernel, if it has the same program and text: tuning need only time
-    these again."""
+    """The tuning of the spec's accepted kernel if program and text are the same, so that tuning only re-times
+    its schedules."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version's
@@ -218,16 +217,15 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
 
 
 def read(path: Path) -> Bundle:
-    """Read a bundle. Raises InvalidInput for another file, or one of another format."""
+    """Read a bundle. Raises InvalidInput for another kind of file, or another format."""
     return _read(path, Bundle)
 
 
 def measure(
     path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
 ) -> Results:
-    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Finished pieces in
-    ``out``.partial are not measured again. InvalidInput, which names ``path``, for another version's bundle.
-    """
+    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Stages in
+    ``out``.partial are not measured again. InvalidInput, naming ``path``, for another version's bundle."""
     from coda_agent.verifier.measure import started
 
     done, here, waiting = Results(results=()), [], started()
@@ -242,7 +240,7 @@ def measure(
             result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = Results(results=(*done.results, result))
             _write(out, done)
-            _close(here)  # a finished entry took none
+            _close(here)  # a finished entry did not take the worker
     finally:
         _close([*here, *waiting])
     shutil.rmtree(_partial(out), ignore_errors=True)
@@ -255,7 +253,8 @@ def _close(workers: Iterable[Worker]) -> None:
 
 
 def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
-    """One that was whole before a cut stays as it was written then, word for word: it may be imported."""
+    """The stored result of an entry that was finished before an interruption, unchanged: it may have been
+    imported already."""
     kept = keep.load(WHOLE)
     if kept is not None:
         return kept
@@ -366,7 +365,7 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, KernelSource]:
 
 
 def _spec(path: Path, entry: Entry) -> Spec:
-    try:  # without running it: its hash is that of the spec which was checked
+    try:  # parse without running: its hash equals that of the checked spec
         return of_text(path, entry.spec_text, Spec, lambda spec: None)
     except SpecError as error:
         place = f"line {error.line} of its spec" if error.line else "its spec"
@@ -374,8 +373,8 @@ def _spec(path: Path, entry: Entry) -> Spec:
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:
-    """Put the measurements of a result file into their runs' journals; again does nothing. One that is void
-    leaves its run awaiting measurement.
+    """Copy the measurements of a result file into their runs' journals. A second call does nothing. An
+    invalid measurement leaves its run awaiting measurement.
 
     InvalidInput for a result of another kernel than the run's.
     """
@@ -419,20 +418,20 @@ def _write(path: Path, content: BaseModel) -> None:
     try:
         write_atomic(path, content.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}; give a place that can be written") from None
+        raise InvalidInput(f"{path}: {error.strerror}; give a writable path") from None
 
 
 def _read(path: Path, kind: type[T]) -> T:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
+        raise InvalidInput(f"{path}: {error.strerror}; give a file written by bundle or measure") from None
     try:
         tree = json.loads(content)
         if isinstance(tree, dict) and kind is Results and "coda_agent_bundle" in tree:
-            raise InvalidInput(f"{path}: this is a bundle: measure it first, coda-agent measure {path}")
+            raise InvalidInput(f"{path}: this is a bundle; measure it first: coda-agent measure {path}")
         found = kind.model_validate(tree)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, or other fields
         words = str(error).splitlines()[0]
         if isinstance(error, ValidationError):
             first = error.errors()[0]
@@ -442,5 +441,5 @@ def _read(path: Path, kind: type[T]) -> T:
         ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:
-        raise InvalidInput(f"{path}: format {version}, this version reads {FORMAT}: make it again")
+        raise InvalidInput(f"{path}: format {version}, but this version reads {FORMAT}; make it again")
     return found

@@ -1,4 +1,4 @@
-"""A measurement's finished pieces as files, so that an interrupted one goes on."""
+"""Store a measurement's finished stages as files, so that an interrupted measurement continues."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class FilePieces:
-    """Finished pieces of one measurement, each a file written atomically."""
+    """The finished stages of one measurement, one atomically written file each."""
 
     directory: Path
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
-        """The pieces of this kernel, this spec's sizes, these options and ``more`` dependencies, and of no
-        other measurement."""
+        """The stages for exactly this kernel, spec, sizes, options and ``more`` dependencies."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        """A piece; None also where it is unreadable: it is measured again."""
+        """A stage's result; None if it is missing or unreadable, so that it is measured again."""
         try:
             found = json.loads(self._path(piece).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -47,7 +46,7 @@ class FilePieces:
         write_atomic(self._path(piece), json.dumps(found))
 
     def written(self) -> list[datetime]:
-        """The times of all pieces, earliest first."""
+        """The times of all stages, earliest first."""
         files = self.directory.glob("*.json")
         return sorted(datetime.fromtimestamp(path.stat().st_mtime) for path in files)
 
@@ -62,9 +61,9 @@ class FilePieces:
 def resumed(
     options: Options, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Within, a kernel's measurement on this card has a folder for its pieces, and the GPU to itself among
-    our commands. Pieces of an interrupted measurement count, unless ``again`` starts anew. Afterwards no
-    piece is left, whatever the result: the next measurement draws its own inputs."""
+    """Hold in the block a folder for the stages of a kernel's measurement on this card, and the GPU
+    exclusively among our commands. Stages of an interrupted measurement count, unless ``again`` starts over.
+    Afterwards all stages are deleted, whatever the result: the next measurement draws its own inputs."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 
@@ -81,8 +80,8 @@ def resumed(
                 found.clear()
             elif times := found.written():
                 say(
-                    f"going on with {len(times)} piece(s) of a measurement that was begun at "
-                    f"{times[0]:%Y-%m-%d %H:%M} and cut off; --again starts anew"
+                    f"continuing with {len(times)} finished stage(s) of a measurement started at "
+                    f"{times[0]:%Y-%m-%d %H:%M} and interrupted; --again starts over"
                 )
             kept.append(found)
             return found

@@ -1,4 +1,5 @@
-"""The lock of this machine's GPU: one command measures at a time, since two would time each other."""
+"""Lock this machine's GPU: one command measures at a time, since concurrent commands would slow each
+other."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from coda_agent.primitives.system.files import cache_dir
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Within, no other command of this user measures. ``say`` hears when one does, and is waited for. Raises
-    filelock's Timeout where it still does at ``deadline``, a moment of ``time.monotonic``."""
+    """Exclude other measuring commands of this user. Waits for a running one, and tells ``say``. Raises
+    filelock's Timeout if it still runs at ``deadline``, a moment of ``time.monotonic``."""
     lock = FileLock(cache_dir() / "gpu.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say("another command measures on this GPU: waiting for it")
+        say("another command is measuring on this GPU; waiting for it")
         lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Locks on directories. The kernel drops a lock when its holder dies, and no lock file appears among people's
+"""Lock directories. The kernel drops a lock when its holder dies, and no lock file is left among a user's
 files."""
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Within, no other process of ours is ``alone`` or ``together`` with others there. Raises OSError."""
+    """Exclude other processes that are ``alone`` or ``together`` in this directory. Raises OSError."""
     with _locked(directory, fcntl.LOCK_EX):
         yield
 
 
 @contextmanager
 def together(directory: Path) -> Iterator[None]:
-    """Within, no process of ours is ``alone`` there; other readers may be. Raises OSError."""
+    """Exclude processes that are ``alone`` in this directory; other readers may share it. Raises OSError."""
     with _locked(directory, fcntl.LOCK_SH):
         yield
 
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    # the directory itself: files in it are replaced, and a lock on one with them
+    # lock the directory itself: its files, and locks on them, are replaced
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)

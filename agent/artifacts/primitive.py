@@ -1,7 +1,7 @@
-"""``coda-agent primitive``: the vocabulary gains an elementwise primitive that it lacks.
+"""``coda-agent primitive``: add a missing elementwise primitive to the vocabulary.
 
-A person says what it means, in ``specs/primitives/NAME.yaml``; an author writes its CuTeDSL as an answer of a
-run; a person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
+A person defines its meaning in ``specs/primitives/NAME.yaml``. An author writes its CuTeDSL in a run. A
+person merges the resulting patch. Nothing here changes a file of the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"
-HEADER = "proposes"  # of a run: the proposal's YAML, as it was
+HEADER = "proposes"  # in a run's header: the proposal's YAML as it was
 VOCABULARY, FAMILY, LANGUAGE = (
     f"primitives/{n}.py" for n in ("__init__", "lang/ops/elementwise", "raw/names")
 )
@@ -51,11 +51,11 @@ VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = (
     "from coda_agent.primitives.lang.ops.elementwise import (\n",
     "__all__ = [\n",
-)  # what opens lists of names
+)  # the lines that open lists of names
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
-FORM = re.compile(  # of a primitive's page, its paragraphs unwrapped
+FORM = re.compile(  # of a primitive's page, with unwrapped paragraphs
     r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
     r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
     re.DOTALL,
@@ -67,7 +67,7 @@ Answer with the functions in one ```python block, in full each time; only the la
 
 
 def formed(page: str) -> re.Match[str] | None:
-    """The parts of a page that has all that the vocabulary's pages have; None for another."""
+    """The parts of a page in the vocabulary's form; None for another page."""
     return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", page))
 
 
@@ -75,27 +75,27 @@ def formed(page: str) -> re.Match[str] | None:
 
 
 def path_of(name: str, directory: Path | None = None) -> Path:
-    """Where the proposal of a primitive lies."""
+    """The path of a primitive's proposal."""
     return (directory or PROPOSED) / f"{name}.yaml"
 
 
 def proposed(name: str) -> Path:
-    """Where the proposal of a primitive lies. Raises InvalidInput where there is none."""
+    """The path of a primitive's proposal. Raises InvalidInput if it does not exist."""
     path = path_of(name)
     if not path.is_file():
         raise InvalidInput(
-            f"{path}: there is no such proposal; scaffold it: coda-agent primitive {name} --reference "
+            f"{path}: no such proposal; scaffold it: coda-agent primitive {name} --reference "
             "'x / (1 + abs(x))' --arguments x"
         )
     return path
 
 
 def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
-    """Write the proposal of a primitive for its owner to complete. Raises InvalidInput, and then
-    has written nothing."""
+    """Write the proposal of a primitive, for its owner to complete. Raises InvalidInput before anything is
+    written."""
     path = path_of(name)
     if path.exists():
-        raise InvalidInput(f"{path} is there already: edit it, or remove it first")
+        raise InvalidInput(f"{path} already exists: edit it, or remove it first")
     names = list(arguments)
     every = ", ".join(f"{n}: [-inf, inf]" for n in names)
     text = (
@@ -118,8 +118,8 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
-    """A run that authors the primitive proposed at ``path``, or plays the recording of one back, which the
-    vocabulary may have by now. Raises SpecError before anything is written."""
+    """Start a run that authors the primitive proposed at ``path``, or that replays its recording, whose
+    primitive may be in the vocabulary by now. Raises SpecError before anything is written."""
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
@@ -135,7 +135,7 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
 
 @dataclass(frozen=True)
 class Proposing:
-    """Device functions of a proposed primitive (``agent.run.task.Work``). ``text``: the proposal's YAML."""
+    """The task of writing a proposed primitive (``agent.run.task.Work``). ``text``: the proposal's YAML."""
 
     spec: Spec
     text: str
@@ -170,7 +170,7 @@ class Proposing:
         return proposal_gates.check(self.proposal, self.spec, source, progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """A primitive is right or wrong: nothing is timed."""
+        """A primitive is right or wrong, so nothing is timed."""
 
         def measure(
             spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
@@ -185,7 +185,7 @@ class Proposing:
 
 
 def pack() -> str:
-    """What every author of a primitive is given: the rules, the language, primitives that are there."""
+    """The stable prompt for authors of primitives: the rules, the language, existing primitives."""
     from coda_agent.primitives.compiler.lower import exports
 
     language = (
@@ -202,7 +202,7 @@ def pack() -> str:
 
 
 def _examples() -> Iterable[str]:
-    """Primitives that are there: page, rule and templates, then the device functions, as they stand."""
+    """Existing primitives: page, rule and templates, then the unchanged device functions."""
     entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
     yield (
         f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
@@ -214,7 +214,7 @@ def _examples() -> Iterable[str]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """The functions of a module, decorators included, by name."""
+    """The functions of a module by name, with decorators."""
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:
@@ -228,7 +228,7 @@ def _sources(text: str) -> dict[str, str]:
 
 
 def latest(name: str) -> str:
-    """The last run that proposes a primitive. Raises InvalidInput."""
+    """The last run that authors a primitive. Raises InvalidInput."""
     for run in reversed(runs.names()):
         if run.startswith(f"{name}-"):
             opened = runs.reopen(run)
@@ -239,12 +239,12 @@ def latest(name: str) -> str:
 
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
-    """Write the patch that adds the primitive of its last run to the vocabulary; how that run stands; and
-    what its page lacks. Raises InvalidInput."""
+    """Write a patch that adds the primitive of its last run to the vocabulary. Return that run's state, and
+    what the primitive's page lacks. Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
-        raise InvalidInput(f"primitives has {name!r} already: there is nothing to merge")
+        raise InvalidInput(f"primitives already has {name!r}: nothing to merge")
     run = runs.reopen(latest(name))
     try:
         outcome = loop.standing(run.journal, run.spec)
@@ -262,12 +262,12 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether numbers were held against the truth: earlier runs could be checked without any."""
+    """Whether the run compared numbers with the reference: early versions could skip that."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
 def lacking(page: str) -> str:
-    """What a page must gain to have the form; empty where it has it."""
+    """What a page needs to have the right form; empty if nothing."""
     if formed(page):
         return ""
     parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")
@@ -276,9 +276,9 @@ def lacking(page: str) -> str:
 
 
 def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
-    """A unified diff from the vocabulary under ``root`` to one that has the primitive, and the run that wrote
-    it. Its functions get a module of their own: kernels that others are part of stay what their evidence is
-    for. Raises RawError where the source has not the form of its functions."""
+    """A unified diff that adds the primitive, and its run, to the vocabulary under ``root``. Its functions
+    get a module of their own, since existing modules are bound to the evidence of kernels. Raises RawError if
+    the source lacks the functions' form."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
@@ -310,26 +310,26 @@ def _module(proposal: Proposal, source: str, fast: bool) -> str:
 
 
 def _permitted(text: str, name: str) -> str:
-    """The language of raw modules with the new one among the modules that it lists."""
+    """The language of edited modules, with the new module in its list."""
     place = text.index('    "primitives.device.values": ')
     return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
 
 
 def _listed(text: str, opening: str, closing: str, name: str) -> str:
-    """The text with a name in a sorted list of one a line."""
+    """The text with a name added to a sorted list, one name per line."""
     head, begin, rest = text.partition(opening)
     body, end, tail = rest.partition(closing)
     return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
 
 
 def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
-    """The family's text with the operation's entry behind the other activations."""
+    """The family's text with the operation's entry after the other activations."""
     exact, coarse = proposal.templates(fast)
     given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
     decorator = f"@elementwise({', '.join(given)})"
     if len(decorator) > LINE:
         decorator = "@elementwise(\n" + "".join(f"    {one},\n" for one in given) + ")"
-    shown = proposal.example and not formed(page)  # a page that has the form has an example of its own
+    shown = proposal.example and not formed(page)  # a page in the right form has its own example
     words = f"{page}\n\n``{proposal.example}``" if shown else page
     quoted = f'"""{words}"""' if "\n" not in words else f'"""{words}\n"""'
     entry = (

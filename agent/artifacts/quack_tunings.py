@@ -1,4 +1,4 @@
-"""Known schedules of a spec's rivals, from earlier reports."""
+"""Known schedules of QuACK's arms, from earlier reports."""
 
 from __future__ import annotations
 

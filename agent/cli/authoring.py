@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.history import Past
     from coda_agent.agent.run.runs import Run
 
-Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
+Directory = Annotated[Path | None, typer.Option(help="Folder for a handoff's files. Default: the run's.")]
 Improve = Annotated[int, IMPROVE]
 
 
@@ -46,17 +46,18 @@ def generate(
     directory: Directory = None,
     improve: Improve = 0,
     candidates: Annotated[
-        int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
+        int, typer.Option(min=1, max=9, help="Number of independent runs at once. They share the budget "
+                                             "equally.")
     ] = 1,
     weak_jail: WeakJail = False,
     as_json: Json = False,
 ) -> None:
-    """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
+    """Have a model author a kernel for SPEC: draft, verify and repeat with feedback until it passes."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
     spec = typed.spec_file(spec)
-    name = load(spec, check=False).name  # an unreadable spec is reported first
+    name = load(spec, check=False).name  # report an unreadable spec first
     limits = budget.limits().shared(candidates)
     header = setup.new_header(name, authoring, limits, directory)
     header |= {"improve": improve, "weak_jail": weak_jail}
@@ -78,7 +79,7 @@ def optimize(
     improve: Improve = 0,
     as_json: Json = False,
 ) -> None:
-    """Have an accepted kernel's CuTeDSL edited, and keep what is measured to be faster."""
+    """Have a model edit an accepted kernel's CuTeDSL, and keep an edit that is measured to be faster."""
     from coda_agent.agent.run import runs
     from coda_agent.agent.run.optimize import base
     from coda_agent.verifier.loading import load
@@ -111,14 +112,14 @@ def primitive(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
+    """Have a model write a missing elementwise primitive in CuTeDSL, and check it against PyTorch."""
     from coda_agent.agent.artifacts import primitive as proposals
 
     name = typed.name_in(proposals.PROPOSED, name)
     if reference is None:
-        typed.refuse_unused("it is of what --reference proposes; leave it out", arguments=arguments != "x")
+        typed.refuse_unused("it belongs to --reference; leave it out", arguments=arguments != "x")
     if not merge:
-        typed.refuse_unused("it is where --merge writes; leave it out", out=out)
+        typed.refuse_unused("it belongs to --merge; leave it out", out=out)
     if merge or reference is not None:
         done = "--merge only writes a patch" if merge else "--reference only writes a proposal"
         asked = {"gpu": gpu is not None, "directory": directory, "json": as_json}
@@ -142,15 +143,15 @@ def primitive(
 
 @grouped
 def resume(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
     budget: Budget,
     further: Further,
     measuring: Measuring,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported; with several
-    at once. What is given replaces each run's own."""
+    """Continue runs that were interrupted, ran out of budget, or got an imported measurement. Several
+    continue at once. Options replace those of each run."""
     from coda_agent.agent.run import runs
 
     setup.need_gpu(gpu, *spelled(measuring))
@@ -191,7 +192,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
         with candidates.started(names, flags) as started:
             best, *others = candidates.attend(started, console)
     except KeyboardInterrupt:
-        echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
+        echo(f"continue with: coda-agent resume {' '.join(names)}", err=True)
         raise
     none = best.past.status == UNDECIDED
     for ended in [*others, best] if none else others:
@@ -200,7 +201,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
         again = f"coda-agent resume {' '.join(names)}"
         echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
         raise typer.Exit(best.status if best.status > 0 else ABSENT)
-    console.print(f"the best: {best.past.run}")
+    console.print(f"best run: {best.past.run}")
     finish(setup.standing(best.past.run).report, as_json, best.past.run)
 
 
@@ -227,7 +228,7 @@ def _go(
         with progress.Watch(console, run.name) as watch:
             outcome = setup.author(run, watch, setup.measurer(gpu, measuring.options(), watch), given)
     except KeyboardInterrupt:
-        echo(f"coda-agent resume {run.name} goes on", err=True)
+        echo(f"continue with: coda-agent resume {run.name}", err=True)
         raise
     finally:
         run.journal.close()

@@ -1,4 +1,4 @@
-"""``coda-agent compare``: measure what is missing of a comparison, and draw it."""
+"""``coda-agent compare``: measure the missing parts of a comparison, and draw it."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def compare(
     effort: Effort,
     drawing: Drawing,
     drawn_from: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULTS", help="Draw these results; needs no GPU.")
+        Path | None, typer.Option("--from", metavar="RESULTS", help="Draw these results, without a GPU.")
     ] = None,
     install: Annotated[
-        bool, typer.Option("--install", help="Only make the environment that CODA's own package needs.")
+        bool, typer.Option("--install", help="Only create the environment for CODA's own package.")
     ] = False,
 ) -> None:
-    """Compare accepted kernels with people's, and with what is used today, on this H100."""
+    """Compare accepted kernels on this H100 with hand-written kernels, libraries and torch.compile."""
     from coda_agent.comparison import environment
 
     if install:
-        why = "--install only makes an environment; leave it out, and compare then"
+        why = "--install only creates an environment; compare afterwards, without it"
         arguments.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from})
         echo(environment.install())
     elif drawn_from:
-        why = "--from draws what was measured; to measure more, leave --from out and give --out its folder"
+        why = "--from draws existing results; to measure more, leave --from out and give its folder to --out"
         arguments.refuse_unused(why, *spelled(effort))
         _redraw(drawn_from, choice, drawing)
     else:
@@ -56,7 +56,7 @@ def compare(
 
 
 def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
-    """Results that are there already."""
+    """Draw existing results."""
     from coda_agent.comparison import results
     from coda_agent.comparison.competitors import MATMUL
 
@@ -67,7 +67,7 @@ def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
 
 
 def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
-    """Measure what is missing, and draw all that there is then."""
+    """Measure missing results, then draw all results."""
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, results
     from coda_agent.comparison.drawing.cells import NAMES
@@ -76,17 +76,18 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     _check(drawing)
     path = drawing.out / RESULTS
     if not setup.use_gpu(None):
-        raise Absent("comparing takes an H100, and there is none here; results are drawn by --from")
+        raise Absent("comparing needs an H100, and none is here; draw existing results with --from")
     with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
-        found = results.read(path) if path.exists() else results.Results()  # another may have added to them
+        # another process may have added results
+        found = results.read(path) if path.exists() else results.Results()
         found, ended = _measured(asked, found, path, quiet=drawing.as_json)
     _shown(View(found, NAMES), drawing)
     if found.failed() and not drawing.as_json:
-        echo("Arms that failed are not tried again but with --again.")
+        echo("Failed arms are retried only with --again.")
     if isinstance(ended, measuring.OutOfTime):
         raise ended
     if ended:
-        raise Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
+        raise Absent(f"the comparison ended early; the results so far are drawn: {ended}")
 
 
 def _asked(choice: Choice, effort: Effort) -> Asked:
@@ -110,7 +111,7 @@ def _asked(choice: Choice, effort: Effort) -> Asked:
 
 @dataclass(frozen=True)
 class View:
-    """What is drawn: results, and names of columns."""
+    """The results to draw, and the names of their columns."""
 
     results: Results
     columns: Sequence[str]
@@ -123,18 +124,19 @@ class View:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """Those that are named, a name being one or the begin of some, in whatever case; without names, all."""
+    """The named columns. A name may be the beginning of a column's name, in any case. All columns without
+    names."""
     from coda_agent.comparison.competitors import COLUMNS, ROOFLINE
 
     begun = {name: _begun(name.lower()) for name in names}
     for name, found in begun.items():
         if name.lower() == ROOFLINE:
             raise InvalidInput(
-                f"{ROOFLINE} needs no choice: every table has it, whatever columns; leave it out of --columns"
+                f"every table has {ROOFLINE}; leave it out of --columns"
             )
         if not found:
             known = ", ".join(column.name for column in COLUMNS)
-            raise InvalidInput(f"there is no column {name!r}; --columns takes {known}")
+            raise InvalidInput(f"no column {name!r}; --columns takes {known}")
     return [c for c in COLUMNS if not names or any(c in found for found in begun.values())]
 
 
@@ -146,7 +148,7 @@ def _begun(name: str) -> list[Column]:
 
 
 def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...]:
-    """What these columns have; of a quick look, what is soon ready, or was ``named``."""
+    """The arms of these columns. A quick look leaves out slow ones unless ``named``."""
     from coda_agent.comparison.competitors import AUTOTUNED, UPSTREAM
 
     left_out = (*AUTOTUNED, *(() if named else (UPSTREAM,))) if quick else ()
@@ -154,7 +156,7 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
 
 
 def _measured(asked: Asked, found: Results, path: Path, *, quiet: bool) -> tuple[Results, Exception | None]:
-    """What there is, and why there is no more."""
+    """All results so far, and why there are not more."""
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed
     from coda_agent.verifier.gpu.worker import WorkerError
@@ -175,7 +177,7 @@ def _measured(asked: Asked, found: Results, path: Path, *, quiet: bool) -> tuple
 
 @contextmanager
 def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
-    """Where progress goes, and new results: a table on a terminal, else a line for each arm."""
+    """Report progress and new results: a table on a terminal, otherwise one line per arm."""
     from rich.live import Live
 
     from coda_agent.comparison.drawing.terminal import table
@@ -199,7 +201,7 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
 
 
 def _drawn(view: View, out: Path) -> None:
-    """Every file of a comparison but its results."""
+    """Write every file of a comparison except its results."""
     from coda_agent.comparison.drawing import charts, html_page, markdown
     from coda_agent.comparison.drawing.summary import measured
     from coda_agent.primitives.system.files import write_atomic
@@ -218,7 +220,7 @@ def _drawn(view: View, out: Path) -> None:
 
 
 def _check(drawing: Drawing) -> None:
-    """That results can be written where they are to be, while nothing is measured or drawn yet."""
+    """Check that results can be written to their path before anything is measured or drawn."""
     from coda_agent.comparison.drawing import markdown
 
     if drawing.write:

@@ -27,18 +27,20 @@ def derive(
         Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
     ] = None,
     wrt: Annotated[
-        str | None, typer.Option(help="Inputs whose gradients are wanted, as x,w. Default: all of floats.")
+        str | None, typer.Option(help="Inputs to differentiate, such as x,w. Default: all floating-point "
+                                      "inputs.")
     ] = None,
     of: Annotated[
-        str | None, typer.Option(help="Outputs whose gradients come in, as act. Default: all.")
+        str | None, typer.Option(help="Outputs with incoming gradients, such as act. Default: all.")
     ] = None,
     behind: Annotated[
         str | None,
-        typer.Option(metavar="OUTPUT", help="The output whose gradient the next operator's product makes."),
+        typer.Option(metavar="OUTPUT", help="The output whose gradient comes from the next operator's "
+                                            "product."),
     ] = None,
     save_bytes: Annotated[
         int | None,
-        typer.Option(help="At most so many bytes a row are stored for the backward, beside the inputs."),
+        typer.Option(help="The most bytes per row to store for the backward, besides the inputs."),
     ] = None,
     check: Annotated[
         bool,
@@ -131,8 +133,8 @@ def _told(derived: Derived, spec: Spec) -> list[str]:
     for name, node in derived.saves.items():
         lines.append(f"the forward must also store node {node} as {name}")
     if derived.head:
-        lines.append(f"without a product to ride on, for torch.compile: {', '.join(derived.head.outputs)}")
-    lines += [f"{name} is {other} as it is" for name, other in derived.same.items()]
+        lines.append(f"without a product, for torch.compile: {', '.join(derived.head.outputs)}")
+    lines += [f"{name} equals {other}" for name, other in derived.same.items()]
     lines += [f"no gradient of {name}: {why}" for name, why in derived.left.items()]
     return lines + list(derived.notes)
 
@@ -147,7 +149,7 @@ def _step(program: Program, step: Any) -> str:
         return str(node.attribute) if node.op == "input" else names.get(index, f"node {index}")
 
     operands = ", ".join(said(i) for i in program.nodes[step.gemm].args)
-    parts = [f"gemm({operands})", f"{len(step.body) - 1} operations ride on it"]
+    parts = [f"gemm({operands})", f"{len(step.body) - 1} operations in its epilogue"]
     if step.stores:
         parts.append(f"stores {', '.join(map(said, step.stores))}")
     if step.reductions:

@@ -1,7 +1,7 @@
 """The checks of ``coda-agent doctor``: everything that tracing, compiling, measuring and authoring need.
 
-``missing`` is something that this machine does without (a GPU, a key), so that some commands cannot run.
-``broken`` is something that is here and does not work. Each has a remedy. Nothing secret is printed.
+``missing``: this machine lacks something (a GPU, a key), so some commands cannot run. ``broken``: something
+is installed but does not work. Each has a remedy. No secret is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.ir import Signature
 
 PYTHON = (3, 11)
-FREE_BYTES = 1 << 30  # a compiled kernel takes 0.1 MB, a tuning run some hundred of them
+FREE_BYTES = 1 << 30  # a compiled kernel takes 0.1 MB, a tuning has some hundreds of them
 TOOLS = ("cuobjdump", "nvdisasm")
 ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
 PROJECT = "coda-agent"
@@ -37,7 +37,7 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def check() -> list[Finding]:
-    """Run all checks, in a few seconds, most of them PyTorch's import."""
+    """Run all checks, in a few seconds, mostly for PyTorch's import."""
     return [
         python(),
         *packages(),
@@ -58,12 +58,12 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is broken; what is missing may not be needed."""
+    """Whether nothing is broken. A missing item may not be needed."""
     return all(f.status != "broken" for f in findings)
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One row a finding, its remedy below its detail."""
+    """One row per finding, its remedy below its detail."""
     from rich.table import Table
     from rich.text import Text
 
@@ -91,7 +91,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package with the oldest version known to work, and the first that is not."""
+    """A package with its version range: the oldest known to work, and the first known not to."""
 
     name: str
     at_least: str = ""
@@ -129,7 +129,7 @@ def requirements() -> list[Requirement]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """``"2.13.0+cpu"`` -> (2, 13): the numbers of a version, without trailing zeros, tags and builds."""
+    """The numbers of a version such as "2.13.0+cpu", without trailing zeros, tags and builds."""
     numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -137,7 +137,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def packages() -> list[Finding]:
-    """Each declared package: installed, and within the versions known to work together."""
+    """Check that each declared package is installed, in a version known to work."""
     try:
         return [package(r) for r in requirements()]
     except importlib.metadata.PackageNotFoundError:
@@ -146,21 +146,21 @@ def packages() -> list[Finding]:
 
 
 def package(wanted: Requirement) -> Finding:
-    """One package against the range that is known to work."""
+    """Compare one package with the range known to work."""
     remedy = f"pip install '{wanted}'"
     try:
         found = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(wanted.name, "missing", "not installed", remedy)
     if release(found) < release(wanted.at_least):
-        return Finding(wanted.name, "broken", f"{found}; what works is {wanted.at_least} or later", remedy)
+        return Finding(wanted.name, "broken", f"{found}; needs {wanted.at_least} or later", remedy)
     if wanted.below and release(found) >= release(wanted.below):
-        return Finding(wanted.name, "broken", f"{found}; what works is below {wanted.below}", remedy)
+        return Finding(wanted.name, "broken", f"{found}; needs a version below {wanted.below}", remedy)
     return Finding(wanted.name, "ok", found)
 
 
 def optional() -> list[Finding]:
-    """Each extra that users install: whether all of its packages are here."""
+    """Each user-facing extra: whether all of its packages are installed."""
     from importlib.util import find_spec
 
     found = []
@@ -183,7 +183,7 @@ def torch_build() -> Finding:
         remedy = "pip install --force-reinstall torch"
         return Finding("torch build", "broken", f"does not import: {error}", remedy)
     cuda = torch.version.cuda
-    use = f"CUDA {cuda}" if cuda else "CPU only: kernels can be checked and compiled, not measured"
+    use = f"CUDA {cuda}" if cuda else "CPU only: kernels can be checked and compiled, but not measured"
     return Finding("torch build", "ok", f"{torch.__version__}, {use}")
 
 
@@ -200,11 +200,11 @@ def device() -> Finding:
         return Finding(name, "missing", f"cannot look: {error}", "install torch first")
     except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused a context
         words = str(error).partition("\n")[0]
-        return Finding(name, "broken", words, "see nvidia-smi: is the driver up, and is the GPU free?")
+        return Finding(name, "broken", words, "check nvidia-smi: is the driver loaded, and the GPU free?")
     if seen:
         detail = f"driver {driver} sees {seen}, but PyTorch {torch.__version__} cannot use it"
         return Finding(name, "broken", detail, "install a CUDA build of PyTorch that this driver supports")
-    return Finding(name, "missing", "none here: kernels can be checked, not measured or accepted", ELSEWHERE)
+    return Finding(name, "missing", "none here: kernels can be checked, but not measured", ELSEWHERE)
 
 
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
@@ -216,7 +216,7 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
 
 
 def _driver() -> tuple[str, str]:
-    """The driver's version and its first GPU's name, regardless of PyTorch; "unknown" and ""."""
+    """The driver's version and its first GPU's name, without PyTorch; "unknown" and ""."""
     try:
         import pynvml
     except ImportError:
@@ -236,7 +236,7 @@ def _driver() -> tuple[str, str]:
 
 
 def tools() -> list[Finding]:
-    """The CUDA binary tools that the resource report needs."""
+    """The CUDA binary tools for the resource report."""
     from importlib.util import find_spec
 
     spec = find_spec("triton")  # find it without importing it
@@ -247,7 +247,7 @@ def tools() -> list[Finding]:
 
 
 def tool(path: Path) -> Finding:
-    """One program, run for its version."""
+    """Run one program for its version."""
     if not path.exists():
         return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
     try:
@@ -268,7 +268,7 @@ def tiny(a, b):
 
 
 def jail() -> Finding:
-    """Trace a tiny kernel in the real jail: which layers hold here, and how long it takes."""
+    """Trace a tiny kernel in the real jail; report the active layers and the time."""
     try:
         from coda_agent.verifier.report import Rejected
         from coda_agent.verifier.sandbox import jail as real
@@ -277,7 +277,7 @@ def jail() -> Finding:
     try:
         traced = real.trace(_TINY, _tiny_signature())
     except real.JailUnavailable as error:
-        return Finding("jail", "broken", str(error), "use a Linux, 5.13 or later, with Landlock or seccomp")
+        return Finding("jail", "broken", str(error), "use Linux 5.13 or later, with Landlock or seccomp")
     if isinstance(traced, Rejected):
         return Finding(
             "jail",
@@ -301,7 +301,7 @@ def _tiny_signature() -> Signature:
 
 
 def cache() -> Finding:
-    """The cache directory: created, written to, and with space left."""
+    """Check the cache directory: it exists, is writable and has free space."""
     from coda_agent.primitives.system.files import cache_dir
 
     path = cache_dir()

@@ -1,4 +1,4 @@
-"""How a command ends: the report it prints, the words of what went wrong, and its exit status."""
+"""End a command: print its report or error, and exit with its status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OK, REJECTED, USAGE, ABSENT, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
-    """Print a report, and what to do next with ``run``, and leave with its status."""
+    """Print a report and the next command for ``run``, then exit with the report's status."""
     from coda_agent.agent.reporting import render
 
     if as_json:
@@ -33,7 +33,8 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
 
 
 def explained(error: Exception) -> int:
-    """The exit status of an error that has words for the user; any other is our bug and goes on."""
+    """Handle an error with a message for the user: its exit status. Any other error is a bug, and
+    propagates."""
     if isinstance(error, CodaError):
         status = error.exit_status
     elif isinstance(error, OSError):

@@ -1,7 +1,7 @@
 """The coda-agent command. Heavy imports stay inside the commands, so that --help is quick.
 
-Exit status: 0 accepted, or checked where no GPU was asked for; 1 rejected; 2 wrong usage, spec or file;
-3 what was asked for is not here; 4 a comparison's seconds are used up; 130 interrupted.
+Exit status: 0 accepted, or checked if no GPU was requested; 1 rejected; 2 wrong usage, spec or file; 3
+something required is missing here; 4 out of time in a comparison; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Let a language model author CODA kernels for H100, and decide without trusting it whether they are "
-    "right and fast.",
+    help="Let a language model write CODA kernels for H100, and decide without trusting it whether they are "
+         "correct and fast.",
 )
 app.add_typer(tips, name="tips")
 
 
-Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
+Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read the text, which edited "
+                                                       "CuTeDSL requires.")]
 
 for _command in (generate, optimize, primitive, resume, derive, tune):
     app.command()(_command)
@@ -60,11 +61,11 @@ def verify(
     ] = None,
     weak_jail: WeakJail = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure anew, whatever is left of one that was cut off.")
+        bool, typer.Option("--again", help="Measure from the start, and discard an interrupted measurement.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run every gate on a kernel file that this machine can run; a measurement that was cut off goes on."""
+    """Run every gate that this machine can run on a kernel file. An interrupted measurement continues."""
     from coda_agent.agent.artifacts.checkpoint import resumed
     from coda_agent.agent.artifacts.quack_tunings import quack
     from coda_agent.agent.reporting import progress
@@ -73,7 +74,7 @@ def verify(
 
     arguments.refuse_no_source(kernel, "verify")
     kernel = arguments.accepted(kernel, "py")
-    source = arguments.kernel_source(kernel)  # one that is not there says so before its spec
+    source = arguments.kernel_source(kernel)  # a missing source is reported before its spec
     loaded = load(arguments.spec_for(kernel, spec))
     setup.need_gpu(gpu, *spelled(measuring), *(["--again"] if again else ()))
     options, here = measuring.options(), setup.use_gpu(gpu)
@@ -105,24 +106,24 @@ def bundle(
     from coda_agent.agent.run.runs import folder
 
     with progress.Watch(setup.console(False)) as watch:
-        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each once
+        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each run once
     echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
 
 
 @app.command()
 @grouped
 def measure(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What bundle wrote.")],
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle.")],
     measuring: Measuring,
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
 ) -> None:
-    """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
+    """Measure a bundle on this machine's H100. A second call continues an interrupted one."""
     from coda_agent.agent.artifacts import bundle as bundles
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.agent.reporting import progress
 
     if not path.is_file():
-        raise typer.BadParameter(f"{path}: there is no such file; give one that bundle wrote")
+        raise typer.BadParameter(f"{path}: no such file; give a file written by bundle")
     bundle = bundles.read(path)
     if not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
@@ -145,23 +146,23 @@ def measure(
 
 @app.command("import")
 def import_results(
-    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="What measure wrote.")],
+    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="A result file of coda-agent measure.")],
 ) -> None:
-    """Carry runs on with measurements made elsewhere."""
+    """Import measurements from another machine into their runs."""
     from coda_agent.agent.artifacts.bundle import take
 
     for name, found in take(path):
         if found.status == "measured":
             echo(f"{name}: measured. Look at it: coda-agent review {name}")
         elif found.status == "unmeasured":
-            echo(f"{name}: void, {found.reason}. Measure again: coda-agent bundle {name}")
+            echo(f"{name}: invalid measurement, {found.reason}. Measure again: coda-agent bundle {name}")
         else:
             echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
 
 
 @app.command()
 def runs(as_json: Json = False) -> None:
-    """List past runs and those under way, oldest first: how each stands, who wrote, what it took."""
+    """List all runs, oldest first, with status, author and cost."""
     from coda_agent.agent.run import history
     from coda_agent.agent.run.runs import runs_dir
 
@@ -176,15 +177,16 @@ def runs(as_json: Json = False) -> None:
 
 @app.command()
 def report(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
     jsonl: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write its events there as JSON lines, and no page.")
+        Path | None, typer.Option(metavar="FILE", help="Write its events to this file as JSON lines, "
+                                                       "instead of a page.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run, as it stands, as one HTML page, or its events as JSON lines. Several runs, or the
-    candidates of one command, are also compared: what each cost and came to, and what paid."""
+    """Write a run in its current state as one HTML page, or its events as JSON lines. Several runs, or the
+    candidates of one command, are also compared: cost, outcome, and gain per round."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.reporting import compared
     from coda_agent.agent.run.runs import folder
@@ -196,7 +198,7 @@ def report(
         with arguments.named(jsonl):
             echo(accepting.export(run[0], jsonl))
     elif as_json:
-        arguments.refuse_unused("--json prints, and writes no page; leave one of the two out", out=out)
+        arguments.refuse_unused("--json prints instead of writing a page; leave one of the two out", out=out)
         echo(json.dumps(compared.as_dict(run), indent=1))
     else:
         with arguments.named(out or folder(run[0])):
@@ -205,7 +207,7 @@ def report(
 
 @app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
-    """Show a run's kernel, its report, and what it changes; at a terminal, ask whether to accept it."""
+    """Show a run's kernel, its report and its changes. At a terminal, ask whether to accept it."""
     outcome = setup.standing(run)
     if as_json:
         finish(outcome.report, as_json)
@@ -222,7 +224,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
         console.print(Syntax(changes, "diff", word_wrap=True))
     if outcome.report.status == "accepted" and sys.stdin.isatty():
         with arguments.asking():
-            agreed = typer.confirm("you have read it: accept it and commit?")
+            agreed = typer.confirm("Have you read it? Accept it and commit?")
         if agreed:
             _accept(run, commit=True, looked=True, shown=outcome)
     raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
@@ -231,7 +233,8 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
 @app.command()
 def accept(
     run: Annotated[str, typer.Argument(metavar="RUN")],
-    commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the figures.")] = False,
+    commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the measurements in the "
+                                                          "message.")] = False,
     looked: Looked = False,
 ) -> None:
     """Put an accepted kernel and its evidence into generated_kernels/."""
@@ -239,7 +242,8 @@ def accept(
 
 
 def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
-    """``shown``: what a person has read of it, which is accepted or nothing."""
+    """Accept a run's kernel. ``shown`` is the kernel that a person has read, which must be the one accepted;
+    or nothing."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
 
@@ -249,11 +253,11 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
     shown = shown or setup.standing(run)
-    opened = runs.reopen(run)  # from here on it stands as it is
+    opened = runs.reopen(run)  # from here on the run cannot change
     try:
         outcome = loop.standing(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
-            raise Refused(f"run {run} went on while it was read: coda-agent review {run}")
+            raise Refused(f"run {run} changed while you read it; review it again: coda-agent review {run}")
         paths = accepting.accept(outcome, opened.journal, looked=looked)
     finally:
         opened.journal.close()
@@ -272,16 +276,17 @@ def new(
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="A tensor's shape, such as x=M,K.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, such as x=bf16.")] = None,
-    dim: Annotated[list[str] | None, typer.Option(help="A measured size, such as M=16384.")] = None,
+    dim: Annotated[list[str] | None, typer.Option(help="A size to measure at, such as M=16384.")] = None,
     init: Annotated[
-        list[str] | None, typer.Option(help="How an input is drawn, such as x='{uniform: [0.5, 1.5]}'.")
+        list[str] | None, typer.Option(help="An input's distribution, such as x='{uniform: [0.5, 1.5]}'.")
     ] = None,
     ask: Annotated[
         bool | None,
-        typer.Option("--input/--no-input", " /--yes", help="Ask for the rest. Default: at a terminal."),
+        typer.Option("--input/--no-input", " /--yes", help="Ask for missing values. Default: only at a "
+                                                           "terminal."),
     ] = None,
 ) -> None:
-    """Scaffold a spec from a PyTorch function, which is read and never imported."""
+    """Draft a spec from a PyTorch function. The file is parsed, never imported."""
     from coda_agent.agent import scaffold
 
     asking = sys.stdin.isatty() if ask is None else ask
@@ -292,7 +297,7 @@ def new(
 
 @app.command()
 def prompt(spec: SpecPath) -> None:
-    """Print what an author of SPEC is given."""
+    """Print the prompt for authors of SPEC."""
     from coda_agent.agent.prompts.prompt import assemble
     from coda_agent.verifier.loading import load
 
@@ -303,11 +308,11 @@ def prompt(spec: SpecPath) -> None:
 @app.command()
 def table(
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's table comments.")
+        Path | None, typer.Option(metavar="FILE", help="Write the tables between the table comments in FILE.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what accepted kernels' reports and recorded runs say, as Markdown tables."""
+    """Print Markdown tables of accepted kernels' reports and recorded runs."""
     from coda_agent.agent.reporting import table as tables
 
     if write:
@@ -324,9 +329,9 @@ def table(
 
 @app.command()
 def mcp(
-    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most, of each run.")] = 6,
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="The most attempts of each run.")] = 6,
 ) -> None:
-    """Serve MCP clients on stdin and stdout: they author, and a person reviews."""
+    """Serve MCP clients on stdin and stdout. They author kernels; a person reviews."""
     from coda_agent.agent.cli.mcp import server
 
     server(attempts).run("stdio")
@@ -334,7 +339,7 @@ def mcp(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say what works on this machine, and what to do about the rest."""
+    """Check what works on this machine, and say how to fix the rest."""
     from coda_agent.agent.cli import doctor as doctors
 
     findings = doctors.check()
@@ -356,12 +361,12 @@ def _why(measurement: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the command; turn what can go wrong into one clear message and an exit status."""
-    # PyTorch's threads on a CPU wait for each other spinning: where another process wants the cores, two runs
-    # at once say, a second of the interpreter takes half a minute so. PyTorch reads it when it is imported.
+    """Run the command. Turn expected errors into one clear message and an exit status."""
+    # PyTorch's CPU threads spin while they wait for each other. If another process needs the cores, such as a
+    # second run, one second of the interpreter takes half a minute. PyTorch reads this setting at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
+        app()  # exits by itself: with OK, with a command's own status, or with 2 for wrong usage
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
             echo("coda-agent: interrupted", err=True)

@@ -1,7 +1,7 @@
-"""``coda-agent mcp``: a client of the Model Context Protocol authors kernels here, in runs like any other.
+"""``coda-agent mcp``: serve the Model Context Protocol. A client authors kernels in runs like any other.
 
-It may look, draft, submit and have measured, which writes nothing but journals. Specs, and what is accepted,
-are a person's.
+A client may read, draft, submit and measure, which writes only journals. Only a person changes specs and
+accepts kernels.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Author a CODA kernel for a spec. `prompt` starts a run and gives you the languag
 of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
 and says what is wrong. Where the server has an H100, `measure` what passed. What you learned from a rejection
 that you mended, `propose_tip`. You cannot accept a kernel or change a spec: a person reviews."""
-FAILURES = (CodaError, OSError)  # their words are for whoever asked; any other exception is our bug
+FAILURES = (CodaError, OSError)  # their messages are for the client; any other exception is our bug
 
 
 def server(attempts: int) -> MCPServer:
-    """The server, for any transport; a run that it starts has so many ``attempts``."""
+    """The server, for any transport. A run that it starts has ``attempts`` attempts."""
     made = MCPServer(
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
@@ -72,7 +72,7 @@ def server(attempts: int) -> MCPServer:
 
 
 def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """A tool whose failures are tool errors."""
+    """A tool whose failures become tool errors."""
 
     @functools.wraps(tool)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -89,18 +89,18 @@ class Bench:
     """The tools. The SDK calls each in a thread, and gives its docstring to clients."""
 
     attempts: int
-    alone: threading.Lock = field(default_factory=threading.Lock)  # compilers here are not made for threads
+    alone: threading.Lock = field(default_factory=threading.Lock)  # the compilers here are not thread-safe
 
     def list_specs(self) -> dict[str, Any]:
-        """The specs that kernels can be authored for, and whether a kernel was accepted for each."""
+        """List the specs that kernels can be authored for, and whether each has an accepted kernel."""
         return {"specs": [_spec(name, path) for name, path in _specs().items()]}
 
     def prompt(self, spec: str, ctx: Context) -> list[str]:
-        """Start a run of a spec, by its name or path. Gives the run's name, then language and task."""
+        """Start a run of a spec, by name or path. Returns the run's name, then the language and the task."""
         paths = _specs()
         spec = next((name for name, path in paths.items() if spec == str(path)), spec)
         if spec not in paths:
-            raise ToolError(f"{SPECS}: there is no spec {spec!r}; there are {', '.join(paths) or 'none'}")
+            raise ToolError(f"{SPECS}: no spec {spec!r}; there are {', '.join(paths) or 'none'}")
         header = {
             "provider": NAME,
             "attempts": self.attempts,
@@ -119,7 +119,7 @@ class Bench:
         return [f"run: {run.name}", text, words]
 
     def check(self, run: str, source: str, ctx: Context) -> str:
-        """Try a draft of a run's kernel, the whole Python file, without making an attempt: trace, contract,
+        """Check a draft of a run's kernel (the whole Python file) without using an attempt: trace, contract,
         numerics against PyTorch on the CPU, compilation for sm_90a."""
         with self._opened(run) as opened:
             if over := _over(opened, standing(opened.journal, opened.spec)):
@@ -127,17 +127,17 @@ class Bench:
             return _used(opened, tools.CHECK, ctx, source=extract(_answer(source)))
 
     def verify(self, run: str, source: str, ctx: Context) -> str:
-        """Submit a run's kernel, the whole Python file, as one of its attempts. Says which gate rejects it
-        and why, or that it passes all gates which need no GPU."""
+        """Submit a run's kernel (the whole Python file) as one of its attempts. Returns which gate rejects it
+        and why, or that it passes all gates without a GPU."""
         with self._opened(run) as opened:
             submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
             outcome = _loop(opened, Progress(ctx), submission).run()
-            if not submission.taken:  # nor was it before an attempt that was cut off and is now judged
+            if not submission.taken:  # nor was it taken before an interrupted attempt that is judged now
                 raise ToolError(_over(opened, outcome))
             return _judged(opened, outcome)
 
     def measure(self, run: str, ctx: Context) -> str:
-        """Measure a run's checked kernel on this machine's H100: right on the GPU, stable, and faster than
+        """Measure a run's checked kernel on this machine's H100: correct on the GPU, stable, and faster than
         torch.compile. Takes minutes."""
         with self._opened(run) as opened:
             outcome = standing(opened.journal, opened.spec)
@@ -159,14 +159,14 @@ class Bench:
             return _used(opened, tools.READ, ctx, page=page)
 
     def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
-        """Propose one lesson for later authors of other kernels, learned from a rejection that was mended in
-        this run: one line in the imperative of at most 200 characters, the gate and reason that it failed at,
-        and what mended it. A person decides whether it is kept."""
+        """Propose one lesson for later authors of other kernels, from a rejection that this run has fixed:
+        one imperative line of at most 200 characters, the gate and reason of the failure, and the fix. A
+        person decides whether to accept it."""
         with self._opened(run) as opened:
             return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 
     def report(self, run: str) -> dict[str, Any]:
-        """How a run stands: its status, the gates passed, the verifier's message, attempts and tokens."""
+        """The state of a run: status, gates passed, the verifier's message, attempts and tokens."""
         read = run_summary.read(runs.runs_dir() / _known(run))
         reports = [attempt.report for attempt in read.attempts if attempt.report]
         judged = [report for report in reports if report.status == read.past.status]
@@ -182,7 +182,7 @@ class Bench:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[runs.Run]:
-        """A run of this server's kind. Raises JournalError where another process has it."""
+        """A run of this server's kind. Raises JournalError if another process has it open."""
         with self.alone:
             run = runs.reopen(_known(name))
             with run.journal:
@@ -195,7 +195,7 @@ class Bench:
 
 
 class Progress:
-    """A listener that tells the client which gate is at work."""
+    """A listener that tells the client which gate runs."""
 
     def __init__(self, ctx: Context):
         self._ctx = ctx
@@ -214,7 +214,7 @@ class Progress:
 def _loop(
     run: runs.Run, progress: Progress, submission: Submission | None = None, measure: Measure | None = None
 ) -> Loop:
-    """The run's loop, to go as far as it has come, and one attempt further with a submission."""
+    """The run's loop, to replay its journal, and to make one more attempt with a submission."""
     header = run.journal.header
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
@@ -223,7 +223,7 @@ def _loop(
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
-    """What a tool of the authors says, as used before the run's next answer."""
+    """The result of an author's tool, used before the run's next answer."""
     keys = [event.key for event in run.journal.events()]
     turn = 1 + sum(key.startswith("answer/") for key in keys)
     used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
@@ -232,17 +232,17 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
 
 
 def _over(run: runs.Run, outcome: Outcome | None) -> str:
-    """Why a run takes no more sources; empty where it does."""
+    """Why a run takes no more sources; empty if it does."""
     if outcome is None:
         return ""
     made, limit = outcome.authorship.attempts, run.journal.header["attempts"]
     if not isinstance(outcome.report, Rejected):
-        return f"run {run.name} is {outcome.report.status} since attempt {made}: it takes no more sources"
-    return f"run {run.name} has used its {limit} attempts up" if made >= limit else ""
+        return f"run {run.name} is {outcome.report.status} since attempt {made}: it accepts no more sources"
+    return f"run {run.name} has used all {limit} attempts" if made >= limit else ""
 
 
 def _answer(source: str) -> str:
-    """A source as an author's answer has it; one that came as an answer stays as it is."""
+    """A source in the form of an author's answer; one that already has this form is unchanged."""
     if extract(source) is not None:
         return source
     answer = f"```python\n{source.rstrip()}\n```\n"
@@ -257,7 +257,7 @@ def _judged(run: runs.Run, outcome: Outcome) -> str:
 
 
 def _words(run: str, report: Accepted | Checked | Rejected) -> str:
-    """The verifier's words, and what comes next."""
+    """The verifier's message, and the next step."""
     if isinstance(report, Rejected):
         return prompt.rejection(report)
     if isinstance(report, Checked):
@@ -280,15 +280,15 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
 
 
 def _known(name: str) -> str:
-    """The name of a run that there is: never a path."""
+    """The name of an existing run, never a path."""
     known = runs.names()
     if name not in known:
-        raise ToolError(f"there is no run {name!r}; the latest are: {', '.join(known[-5:]) or 'none'}")
+        raise ToolError(f"there is no run {name!r}; the latest runs are {', '.join(known[-5:]) or 'none'}")
     return name
 
 
 def _client(ctx: Context) -> str:
-    """Who is at the other end, by its own account."""
+    """The client's name, as it reports it."""
     params = ctx.session.client_params
     if params is None:
         return "unnamed client"

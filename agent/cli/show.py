@@ -30,29 +30,33 @@ def show(
     spec: Annotated[
         Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
     ] = None,
-    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
+    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="Also print the lowered CuTeDSL text.")] = False,
     sass: Annotated[
-        bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
+        bool, typer.Option("--sass", help="Also count the machine instructions of each lowered line.")
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="With --sass: the instructions themselves, not only how many.")
+        bool, typer.Option("--full", help="With --sass: print the instructions themselves.")
     ] = False,
     counters: Annotated[
-        bool, typer.Option("--counters", help="Hardware counters too, from NAME.counters.csv beside KERNEL.")
+        bool, typer.Option("--counters", help="Also show hardware counters from NAME.counters.csv beside "
+                                              "KERNEL.")
     ] = False,
     counters_from: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Hardware counters from this CSV export of ncu.")
+        Path | None, typer.Option(metavar="FILE", help="Also show hardware counters from this CSV export of "
+                                                       "ncu.")
     ] = None,
     case: Annotated[
         str | None,
         typer.Option(
-            help="Whose schedules and bytes are shown. Default: the first; of --counters the export's."
+            help="The case whose schedules and bytes are shown. Default: the first; with --counters the "
+                 "export's."
         ),
     ] = None,
     weak_jail: WeakJail = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show what a kernel does: its steps, resources on sm_90a and roofline; its machine code and counters."""
+    """Show a kernel: steps, resources on sm_90a and roofline; with options its machine code and hardware
+    counters."""
     from coda_agent.agent import show as showing
     from coda_agent.agent.show import counters as counting
     from coda_agent.agent.show import sass as listing
@@ -89,10 +93,10 @@ def show(
 def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> None:
     """Raise BadParameter for an option without effect."""
     if not sass:
-        arguments.refuse_unused("it is of the machine code; give --sass too", full=full)
+        arguments.refuse_unused("it applies to machine code; add --sass", full=full)
     if not (sass or counters):
         arguments.refuse_unused(
-            "it chooses what --sass and --counters show; give one of these too", case=case
+            "it applies to --sass and --counters; add one of these", case=case
         )
 
 

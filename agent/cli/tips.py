@@ -31,35 +31,36 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(Budget):
-    """The limits of a whole measurement. Its runs, with a tip and without, get equal parts: a run that spends
-    less leaves the rest unspent."""
+    """The limits of a whole measurement. Its runs, with and without a tip, get equal parts; unspent parts are
+    not shared."""
 
     budget_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that all runs may cost together; each gets an equal part."),
+        typer.Option(min=1, help="Tokens for all runs together; each gets an equal part."),
     ] = None
     budget_dollars: Annotated[
         float | None,
-        typer.Option(min=0.0, help="US dollars that all runs may cost together; each gets an equal part."),
+        typer.Option(min=0.0, help="US dollars for all runs together; each gets an equal part."),
     ] = None
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of measuring here, of all runs; each gets an equal part."),
+        typer.Option(min=0.0, help="Seconds of GPU measurement for all runs together; each gets an equal "
+                                   "part."),
     ] = None
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds that this command may take; each run gets a part.")
+        float | None, typer.Option(min=0.0, help="Seconds for this command; each run gets a part.")
     ] = None
 
 
 @tips.callback(invoke_without_command=True)
 def listing(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """List all tips: state, verdict of measuring, lesson, evidence."""
+    """List all tips: state, verdict of its measurement, lesson, evidence."""
     if context.invoked_subcommand:
         word = context.invoked_subcommand
-        arguments.refuse_unused(f"it is of the list, and {word} prints words; leave it out", json=as_json)
+        arguments.refuse_unused(f"it belongs to the list, not to {word}; leave it out", json=as_json)
         return
     known = log.read_tips(log.TIPS)
     if as_json:
@@ -79,14 +80,14 @@ def propose(
         str | None, typer.Option(help="The lesson of the run's failure, in the imperative. Default: asks.")
     ] = None,
     failed: Annotated[
-        str | None, typer.Option(metavar="GATE/REASON", help="Of which failure, where the run has several.")
+        str | None, typer.Option(metavar="GATE/REASON", help="The failure, if the run has several.")
     ] = None,
 ) -> None:
-    """Propose tips from what a run failed at and then fixed, and those that its author proposed."""
+    """Propose tips from the failures that a run fixed, and the tips that its author proposed."""
     from coda_agent.agent.tips.lessons import learned
 
     found = learned(run)
-    # Raise, or ask a person, before any is written.
+    # Raise errors and ask before anything is written.
     given = _asked(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
@@ -104,13 +105,13 @@ def propose(
 
 @tips.command()
 def accept(ids: Ids) -> None:
-    """Have prompts read tips."""
+    """Add tips to the prompt."""
     _set(ids, log.ACCEPTED)
 
 
 @tips.command()
 def retire(ids: Ids) -> None:
-    """Have prompts read tips no more. They stay in the log, so that they are not proposed again."""
+    """Remove tips from the prompt. They stay in the log, so that they are not proposed again."""
     _set(ids, log.RETIRED)
 
 
@@ -122,16 +123,17 @@ def measure(
     authoring: Authoring,
     budget: Total,
     runs: Annotated[
-        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without.")
+        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and the same number without.")
     ] = 5,
     weak_jail: WeakJail = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
+        bool, typer.Option("--gpu/--no-gpu", help="Require the GPU gates to pass too. Default: only the "
+                                                  "other gates.")
     ] = False,
 ) -> None:
-    """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
-    the first was cut off; with more --runs, and as much more of the budgets, it adds to them. Recorded runs
-    answer the same with a tip and without: replay is refused."""
+    """Author specs with a tip and without it, and record how much the tip helps. A second call continues an
+    interrupted one; with more --runs and larger budgets, it adds runs. Replay is refused, since a recording
+    answers the same with and without a tip."""
     from coda_agent.agent import setup
     from coda_agent.agent.tips import trials
     from coda_agent.agent.tips.watch import Watch
@@ -156,28 +158,28 @@ def measure(
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
-        echo(f"{tip.id} {trial}")  # reported before it is kept: nothing is lost if the log refuses it
+        echo(f"{tip.id} {trial}")  # print before writing: nothing is lost if the log refuses it
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
 
 
 @contextmanager
 def _told_how_to_go_on() -> Iterator[None]:
-    """A remark after whatever ends a measurement early; the error follows."""
+    """After a measurement ends early, say how to continue; the error follows."""
     try:
         yield
     except BaseException:
-        echo("stopped; what was measured is kept: the same command goes on from here", err=True)
+        echo("stopped; finished runs are kept: repeat the command to continue", err=True)
         raise
 
 
 def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
-    """The tips to measure. Raises TipsError before any run where one of them cannot be."""
+    """The tips to measure. Raises TipsError before any run if one of them cannot be measured."""
     from coda_agent.agent.tips import trials
 
     for stray in ids:
         if stray.endswith((".yaml", ".yml")):
-            raise TipsError(f"{stray} is no tip; write --specs before each spec: --specs {stray}")
+            raise TipsError(f"{stray} is not a tip; write --specs before each spec: --specs {stray}")
     known = log.read_tips(log.TIPS)
     tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
     for tip in tried:
@@ -196,7 +198,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) 
 
 
 def _writer(authoring: Authoring, provider: str) -> str:
-    """The author's name for the log: another author may need other tips."""
+    """The author's name for the log, since another author may need other tips."""
     known = authoring.author if providers.named(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
@@ -216,19 +218,19 @@ def _provider(name: str, specs: list[Path]) -> str:
 
 
 def _asked(found: Learned, failed: str | None) -> list[Lesson]:
-    """The person's lessons from failures that the run's author proposed no tip for. Raises TipsError where
-    nobody answers."""
+    """A person's lessons from failures for which the run's author proposed no tip. Raises TipsError if nobody
+    answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
         with arguments.asking():
             return [lesson for failure in untold if (lesson := _ask(failure))]
     except EOFError:
         many = " with --failed GATE/REASON" if len(untold) > 1 else ""
-        raise TipsError(f"{found.run}: nobody answered; give the lesson by --lesson '...'{many}") from None
+        raise TipsError(f"{found.run}: no answer; give the lesson with --lesson '...'{many}") from None
 
 
 def _ask(failure: Failure) -> Lesson | None:
-    """The person's lesson from a failure; None without one, or where the log has it."""
+    """A person's lesson from a failure; None without an answer, or if the log has a tip on it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(
@@ -260,7 +262,7 @@ def _say(added: Added) -> None:
 
 def _set(ids: list[str], state: str) -> None:
     for id in ids:
-        log.find(id, log.TIPS)  # change none where one is wrong
+        log.find(id, log.TIPS)  # check all before changing any
     for id in ids:
         before = log.change(id, log.TIPS, state=state)
         echo(f"{id} {state}, was {before.state}: {before.lesson}")

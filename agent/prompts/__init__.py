@@ -1,1 +1,1 @@
-"""The prompt pack: everything that an author reads."""
+"""The prompt pack: all text for authors."""

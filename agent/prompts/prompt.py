@@ -1,8 +1,8 @@
-"""The prompt pack: everything that an author is given.
+"""Assemble the prompt pack.
 
-The system text is a stable prefix (rules, the vocabulary's own docstrings, examples, tips); the task is the
+The system text is a stable prefix: rules, the vocabulary's own docstrings, examples, tips. The task is the
 spec. No part derives from the spec it is for: examples are other operators, and tips learned on this spec are
-left out. All of it stays within a budget of tokens.
+left out. All of it fits a token budget.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the pack, and the task's share of them
+BUDGET, TASK_BUDGET = 25_000, 3_000  # of the pack, and the task's share of it
 CHARACTERS_A_TOKEN = 3.5  # for these prompts: English, YAML and Python
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
 
@@ -94,12 +94,12 @@ class Prompt:
 
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
-    """The prompt for a spec, with its YAML as ``text``. Tips default to tips_log.md; those that are not
-    accepted are left out, and the least helpful where the budget is short."""
+    """The prompt for a spec, with its YAML as ``text``. Tips default to tips_log.md. Only accepted tips
+    count; the least helpful are dropped if the budget is short."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # Dropped before any is left out for its spec, so that all specs' prompts share one prefix.
+    # Dropped before the spec's own are left out, so that all specs' prompts share one prefix.
     shared = kept(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = kept((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
@@ -108,7 +108,7 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
 
 
 def lessons(tips: Iterable[Tip]) -> str:
-    """The lessons of earlier attempts, as a prompt states them."""
+    """The lessons of earlier attempts in the form of the prompt."""
     return TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in tips)
 
 
@@ -118,7 +118,7 @@ def tokens(text: str) -> int:
 
 
 def _room(parts: Iterable[str], reserved: int) -> int:
-    """Characters left for tips beside parts of the prefix, with ``reserved`` tokens for the task."""
+    """Characters left for tips besides parts of the prefix, with ``reserved`` tokens for the task."""
     beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
@@ -138,7 +138,8 @@ def vocabulary() -> str:
 
 
 def read(name: str, exclude: str = "") -> str | None:
-    """A primitive's page or a worked example, by name; None for another. ``exclude``: as for examples."""
+    """A primitive's page or a worked example, by name; None for an unknown name. ``exclude``: as for
+    examples."""
     if name in primitives.__all__ and name != "kernel":
         return _page(name, getattr(primitives, name))
     named = [path for path in EXAMPLES.glob("*.yaml") if path.stem == name != exclude]
@@ -176,12 +177,12 @@ def task(spec: Spec, text: str) -> str:
 
 
 def feedback(report: Rejected) -> str:
-    """The verifier's words on a rejected attempt, as the next message."""
+    """The verifier's message on a rejected attempt, as the next message."""
     return f"{rejection(report)}\n\n{ANSWER}"
 
 
 def rejection(report: Rejected) -> str:
-    """The verifier's words on a rejected source."""
+    """The verifier's message on a rejected source."""
     place = f" (line {report.line} of your file)" if report.line else ""
     passed = ", ".join(g.gate for g in report.gates) or "none"
     return (

@@ -1,7 +1,7 @@
-"""Providers of answers: one method, one file a provider.
+"""Providers of answers. Each provider is one file with one method.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
-Each file in this package that exports a `SPEC` is a provider; nothing else lists them.
+Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the conversation; the first is the user's, and the roles alternate.
+    """One message of the conversation. The first is the user's, and roles alternate.
 
-    ``blocks``: the message as the provider's API has it, where that is more than its text (tool calls, their
-    results, thinking)."""
+    ``blocks``: the message in the format of the provider's API, if that holds more than its text (tool calls,
+    their results, thinking).
+    """
 
     role: Literal["user", "assistant"]
     text: str
@@ -55,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """What an author may use before it answers; ``schema`` is its input's, as JSON Schema."""
+    """A tool that an author may use before it answers. ``schema`` describes its input, as JSON Schema."""
 
     name: str
     description: str
@@ -64,7 +65,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Call:
-    """An answer's use of a tool."""
+    """A tool call in an answer."""
 
     id: str
     name: str
@@ -73,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as they are billed; `input_tokens` leaves out what the cache gave or took."""
+    """Tokens as billed. `input_tokens` excludes cache reads and cache writes."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -94,17 +95,17 @@ class Usage:
 
     @property
     def given(self) -> int:
-        """What was read: anew, from the cache and into it."""
+        """All input tokens: uncached, read from the cache, and written to it."""
         return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One finished assistant turn; never a truncated one.
+    """One complete assistant turn, never truncated.
 
-    `author` says who wrote it and how it came here, such as "claude-opus-5-5 via anthropic". `usage` is its
-    own: requests that failed before are the meter's. `blocks`: as in Message. `dollars`: what it cost by the
-    provider's account, where it gives one; the ledger keeps that.
+    `author` says who wrote it and through which provider, such as "claude-opus-5-5 via anthropic". `usage`
+    covers this request only; the meter accounts for failed ones. `blocks`: as in Message. `dollars`: its cost
+    as the provider reports it, if known; the ledger records it.
     """
 
     text: str
@@ -116,13 +117,14 @@ class Turn:
     dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event, but for what the ledger adds."""
+        """The payload of a journal's "answer" event, without the ledger's fields."""
         told = {key: value for key, value in asdict(self).items() if key != "dollars"}
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Turn:
-        """The inverse of `to_json`. Raises ValueError naming the field that is missing or of a wrong type."""
+        """The inverse of `to_json`. Raises ValueError naming the field that is missing or has a wrong
+        type."""
         for field in ("text", "author", "stop_reason"):
             if not isinstance(data.get(field), str):
                 raise ValueError(f"an answer needs {field!r} as a string, not {data.get(field)!r}")
@@ -140,20 +142,20 @@ class Turn:
 
 
 class Charge(Protocol):
-    """One request's reservation. The turn's usage settles that of the request which gave it; any other stays
-    charged, for nobody knows what it cost, unless it is settled. ``dollars``: as in Turn."""
+    """One request's reservation. The turn's usage settles the request that produced it. A failed request
+    stays charged unless it is settled, since its cost is unknown. ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
-        """What the answer may have: at most what was asked for."""
+        """The limit of the answer's tokens: at most the requested number."""
         ...
 
     def settle(self, usage: Usage, dollars: float | None = None) -> None: ...
 
 
 class Meter(Protocol):
-    """What each request is paid from, those that fail and are tried again included. ``model``: "" where only
-    the answer tells it; then tokens alone are reserved."""
+    """Pays for each request, including failed and repeated ones. ``model``: "" if only the answer names it;
+    then only tokens are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -179,13 +181,13 @@ def _unheard(text: str) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """What a provider is asked: the turn that follows `messages`.
+    """A question to a provider: it asks for the turn that follows `messages`.
 
-    `system` is the prompt's stable prefix, the same in every question of a run, so that it can be cached.
-    `tools` are there to use, for a provider that can. `meter` pays; a provider whose author's tokens nobody
-    sees leaves it alone. `say` hears text as it arrives, for a person to watch; only the turn counts.
-    `deadline`: the moment of `time.monotonic` from which no answer is of use; a provider gives up then, by a
-    ProviderError.
+    `system` is the prompt's stable prefix, equal in every question of a run, so that it can be cached.
+    `tools` are offered to providers that support tools. `meter` pays; a provider that cannot see its author's
+    tokens ignores it. `say` receives text as it arrives, for a person to watch; only the turn counts.
+    `deadline`: the moment of `time.monotonic` after which an answer is useless; a provider then gives up with
+    a ProviderError.
     """
 
     system: str
@@ -197,22 +199,22 @@ class Question:
 
     @property
     def number(self) -> int:
-        """Which turn of the conversation it asks for, from 1: names a handoff's files, a replay's answer."""
+        """The number of the turn that it asks for, from 1. Names a handoff's files and a replay's answer."""
         return sum(message.role == "user" for message in self.messages)
 
 
 class Provider(Protocol):
-    """What the loop asks for turns."""
+    """The interface through which the loop asks for turns."""
 
     name: str
 
     def next_turn(self, question: Question) -> Turn:
-        """The turn that answers. Raises ProviderError when there is no whole one."""
+        """The next turn. Raises ProviderError if there is no complete one."""
         ...
 
 
 class ProviderError(Absent):
-    """No answer. `retryable`: asking the same again later may succeed."""
+    """There is no answer. `retryable`: the same request may succeed later."""
 
     def __init__(self, message: str, remedy: str, *, retryable: bool = False):
         super().__init__(f"{message}; {remedy}")
@@ -230,14 +232,14 @@ def specs() -> Mapping[str, ProviderSpec]:
 
 
 def named(name: str) -> ProviderSpec:
-    """The spec of the provider called `name`. Raises ProviderError where there is none."""
+    """The spec of the provider called `name`. Raises ProviderError for an unknown name."""
     if name not in specs():
         raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(specs())}")
     return specs()[name]
 
 
 def automatic() -> list[tuple[str, Auto]]:
-    """The providers that `auto` chooses among, by name, the first choice first."""
+    """The providers that `auto` chooses from, by name, first choice first."""
     found = [(spec.name, spec.auto) for spec in specs().values() if spec.auto]
     return sorted(found, key=lambda choice: choice[1].rank)
 
@@ -248,9 +250,9 @@ def used_by(option: str) -> list[str]:
 
 
 def make(name: str, **options: Any) -> Provider:
-    """The provider called `name`; `options` are the keyword arguments of its class.
+    """Create the provider called `name`. `options` are the keyword arguments of its class.
 
-    Raises ProviderError for an unknown name, a package that is not installed, or what the provider refuses.
+    Raises ProviderError for an unknown name, a missing package, or options that the provider rejects.
     """
     spec = named(name)
     try:

@@ -1,10 +1,10 @@
-"""The provider that asks Claude through Anthropic's SDK, streaming.
+"""Ask Claude through Anthropic's SDK, streaming.
 
-All faults are handled here, in one place. The SDK's own retries are off: they obey a Retry-After of an hour
-and stop where the stream begins. A fault of the line (no connection, 408, 409, 429, 5xx, an overload inside
-the stream, a cut, stalled, endless or early-ended stream) is tried again for as long as patience lasts, but
-only a few times where it may have cost something or the answer is empty. Faults that no retry mends (a wrong
-key or model, an answer cut at max_tokens, a refusal) are raised at once with their remedy.
+This module handles all faults. The SDK's own retries are off: they obey a Retry-After of an hour, and they
+end once the stream begins. A transient fault (no connection, 408, 409, 429, 5xx, an overload inside the
+stream, a cut, stalled, endless or early-ended stream) is retried for as long as patience lasts. If the failed
+request may have cost something, or its answer is empty, only a few retries follow. A fault that no retry
+mends (a wrong key or model, an answer cut at max_tokens, a refusal) is raised at once with its remedy.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 KEY = "ANTHROPIC_API_KEY"
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # includes thinking
-ANSWER_TIME = 1800.0  # seconds for an answer of at most this many tokens; in proportion for more
+ANSWER_TIME = 1800.0  # seconds for an answer of DEFAULT_MAX_TOKENS or fewer; more in proportion
 
 CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # seconds for optional requests: counting tokens, and describing the model
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
-# The SDK's parser raises these on a stream that is no Messages stream; they have no common base.
+# The SDK's parser raises these for a malformed stream; they have no common base.
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
 class Anthropic:
-    """Claude by the Messages API, with adaptive thinking where the model has it; prefix and conversation are
-    cached.
+    """Claude through the Messages API, with adaptive thinking if the model has it. Prefix and conversation
+    are cached.
 
-    `model`: or CODA_AGENT_MODEL, or the default. `max_tokens` bounds one answer, thinking included. `effort`
-    and `thinking=False` are for models that take them. `api_key`: or ANTHROPIC_API_KEY. `timeout`: seconds of
-    silence that count as a stall. `answer_time`: seconds for a whole answer. `patience`: how long a fault of
-    the line is tried again. Raises ProviderError without a key.
+    `model`: by default CODA_AGENT_MODEL, else the module's default. `max_tokens` bounds one answer, thinking
+    included. `effort` and `thinking=False` are for models that accept them. `api_key`: by default
+    ANTHROPIC_API_KEY. `timeout`: seconds of silence that count as a stall. `answer_time`: seconds for a whole
+    answer. `patience`: how long transient faults are retried. Raises ProviderError without a key.
     """
 
     name = "anthropic"
@@ -91,8 +91,8 @@ class Anthropic:
         self._client = anthropic.Anthropic(api_key=key, base_url=base_url, max_retries=0)
 
     def next_turn(self, question: Question) -> Turn:
-        """One whole answer. Raises ProviderError for the module's faults and at the question's deadline, and
-        OutOfBudget where the meter has too little for a whole answer."""
+        """One complete answer. Raises ProviderError for the faults above and at the question's deadline, and
+        OutOfBudget if the meter has too little left for an answer."""
         self._learn()
         request = self._request(question)
         read = self._count(request)
@@ -109,8 +109,8 @@ class Anthropic:
         return turn
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """The request without its answer's length. Two cache marks: after the prefix that all runs share, and
-        after the conversation, which the next request repeats."""
+        """The request without its answer's length. It has two cache marks: after the prefix that all runs
+        share, and after the conversation, which the next request repeats."""
         conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
@@ -127,8 +127,8 @@ class Anthropic:
         return request
 
     def _learn(self) -> None:
-        """Ask once for the model's capabilities: thinking that it lacks would be refused. A model that the
-        API does not describe counts as having those of today's models."""
+        """Ask once for the model's capabilities, since a request for missing thinking would be refused. A
+        model that the API does not describe counts as having today's capabilities."""
         if self._learned:
             return
         import anthropic
@@ -142,7 +142,7 @@ class Anthropic:
             self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
 
     def _count(self, request: dict[str, Any]) -> int:
-        """A request's tokens, as the API counts them; where it does not, an upper bound."""
+        """A request's tokens as the API counts them, else an upper bound."""
         import anthropic
         import httpx2
 
@@ -154,7 +154,7 @@ class Anthropic:
     def _attempt(
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """One request, cut off after this many seconds. Settled where its cost is known, else it stays
+        """Make one request, cut off after ``seconds``. It is settled if its cost is known; otherwise it stays
         charged."""
         import anthropic
         import httpx2
@@ -169,14 +169,14 @@ class Anthropic:
                     return _broken("the response holds no message")
                 message = stream.get_final_message()
                 result = self._judge(message, charge.max_tokens)
-                if not isinstance(result, Turn) and message.stop_reason:  # complete and useless
+                if not isinstance(result, Turn) and message.stop_reason:  # complete but useless
                     charge.settle(_usage(message))
                 return result
         except anthropic.APIStatusError as error:
             if stream is None:  # refused before it began
                 charge.settle(Usage())
             return replace(_status_fault(error), unknown=stream is not None)
-        except anthropic.APIConnectionError as error:  # before the stream; its own text names no cause
+        except anthropic.APIConnectionError as error:  # before the stream; its own message names no cause
             sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
             if sent_none:
                 charge.settle(Usage())
@@ -190,7 +190,7 @@ class Anthropic:
             return _broken(f"the stream is malformed: {error}")
 
     def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
-        """Judge a stream that came to its end."""
+        """The turn of a complete stream, or its fault."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = tuple(Call(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
@@ -209,7 +209,7 @@ class Anthropic:
             case "max_tokens" if max_tokens < self._max_tokens:
                 return OutOfBudget.within_an_answer(max_tokens)
             case "max_tokens":
-                cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
+                cut = f"the answer was cut off at {max_tokens} tokens (thinking counts)"
                 return Fault(cut, "resume the run with a larger --max-tokens")
             case "refusal":
                 details = message.stop_details
@@ -221,15 +221,15 @@ class Anthropic:
                 full = f"the conversation is longer than {message.model} can read"
                 return Fault(full, "start a new run, or allow fewer rounds")
             case other:
-                odd = f"the answer ended with stop_reason {other!r}, which no request here leads to"
+                odd = f"the answer ended with the unexpected stop_reason {other!r}"
                 return Fault(odd, "choose another --model in a new run")
 
     def _scrubbed(self, turn: Turn) -> Turn:
         return Turn.from_json(self._scrub.data(turn.to_json()))
 
     def _kept(self, message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
-        """An answer's blocks, as the next request has to repeat them. Thinking that led to a call is signed,
-        so one that contains the key can only be left out."""
+        """An answer's blocks as the next request must repeat them. Signed thinking cannot be changed, so a
+        block that contains the key is left out."""
         return tuple(
             {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
             for block in message.content
@@ -239,8 +239,8 @@ class Anthropic:
         )
 
     def _remark(self, turn: Turn, question: Question) -> None:
-        """Say, once, when the cache marks have no effect, which no error tells. The first answer fills the
-        cache."""
+        """Report, once, that the cache marks have no effect, which raises no error. The first answer fills
+        the cache."""
         cached = turn.usage.cache_read_tokens or turn.usage.cache_write_tokens
         if question.number > 1 and not cached and not self._remarked:
             self._remarked = True
@@ -252,9 +252,9 @@ def _check_key(key: str) -> str:
     remedy = "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none"
     if not key:
         raise ProviderError("provider 'anthropic' has no API key", remedy)
-    # otherwise the HTTP client quotes it in an error
+    # otherwise the HTTP client quotes the key in an error
     if not all("!" <= character <= "~" for character in key):
-        raise ProviderError("the API key holds characters that no key has", remedy)
+        raise ProviderError("the API key contains invalid characters", remedy)
     return key
 
 
@@ -264,7 +264,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _blank(text: str) -> bool:
-    """Whether the API refuses this text, which it may itself put before a call."""
+    """Whether the API refuses this text. It may itself send such text before a call."""
     return not text.strip()
 
 
@@ -277,11 +277,11 @@ _REPEATED = {
 
 
 class _MalformedStream(Exception):
-    """The server's events form no message."""
+    """The server's events do not form a message."""
 
 
 def _drain(stream: MessageStream[None], heard: Stream) -> bool:
-    """Read the stream to its end; return whether a message began in it."""
+    """Read the stream to its end; return whether a message began."""
     started = False
     for event in _events(stream):
         started = started or event.type == "message_start"
@@ -292,7 +292,7 @@ def _drain(stream: MessageStream[None], heard: Stream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # a generator, so that only the SDK's errors are caught, not its reader's
+    # a generator, so that only the SDK's errors are caught, not those of its consumer
     try:
         yield from stream
     except _MALFORMED as error:
@@ -325,13 +325,13 @@ def _status_fault(error: anthropic.APIStatusError) -> Fault:
     return Fault(message, _REMEDIES.get(status, "see the API's message"))
 
 
-#: errors inside a stream that pass with time
+# : errors inside a stream that pass with time
 _PASSING = {"overloaded_error", "api_error", "rate_limit_error", "timeout_error"}
 
 _REMEDIES = {
-    400: "check --model and --max-tokens against what the model takes, in a new run",
+    400: "check --model and --max-tokens, in a new run",
     401: "check ANTHROPIC_API_KEY",
-    402: "see to the account's billing, and resume the run",
+    402: "check the account's billing, then resume the run",
     403: "use a key that may use this model",
     404: "check --model or CODA_AGENT_MODEL",
     413: "allow fewer rounds, or shorten the tips",
@@ -343,7 +343,7 @@ def _name(error: BaseException) -> str:
 
 
 def _check() -> Finding:
-    """Whether there is a key; its value is never shown."""
+    """Whether a key is set; its value is never shown."""
     if os.environ.get(KEY, "").strip():
         return Finding("anthropic key", "ok", f"{KEY} is set")
     remedy = f"set {KEY}, or use --provider handoff, which needs none"

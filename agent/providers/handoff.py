@@ -1,11 +1,12 @@
-"""The provider that hands prompts over as files: any agent or person can be the author.
+"""Hand prompts over as files, so that any agent or person can be the author.
 
-Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` beside it. An answer that ends in the
-line END is whole. One without it may be its writer's pause: it counts after a while without changes, a long
-while if it has no block of code or its last one is open. A file named `stop` in the directory ends the wait.
+Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` there. An answer is complete if its
+last line is END. Without END its writer may be pausing: then it counts after some time without changes, and
+after a longer time if it has no code block or its last one is open. A file named `stop` in the directory ends
+the wait.
 
-The author need not be trusted with more than this directory: an answer must be a regular file there, never a
-link to another, whose text would go into the next prompt, and its size is limited.
+The author needs no more trust than access to this directory: an answer must be a regular file of limited
+size. A link is refused, since its target's text would enter the next prompt.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ END = "<!-- end -->"
 HOW = "<!-- how to answer -->"
 LARGEST = 1 << 20  # bytes of an answer
 LARGEST_PROMPT = 1 << 26
-FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # Markdown's opening or closing line of a block of code
+FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # the opening or closing line of a Markdown code block
 
 
 class Handoff:
-    """Prompts and answers as files in `directory`, which is created if missing.
+    """Exchange prompts and answers as files in `directory`, which is created if missing.
 
     `author` names the author in reports. `time_limit` bounds the wait for one answer. `settle`: how long an
-    answer without END must stay unchanged; `patience`: the same for one that looks unfinished; `poll`: how
-    often to look. All in seconds.
+    answer without END must stay unchanged; `patience`: the same for an answer that looks unfinished; `poll`:
+    the time between looks. All in seconds.
     """
 
     name = "handoff"
@@ -63,11 +64,11 @@ class Handoff:
         self._poll = poll
 
     def next_turn(self, question: Question) -> Turn:
-        """The content of the answer file; usage is unknown and counts as zero.
+        """The contents of the answer file; its usage is unknown and counts as zero.
 
-        An answer that is already there is used without writing its prompt again. Raises ProviderError on the
-        time limit or the question's deadline (retryable), a `stop` file, or files that cannot be used;
-        KeyboardInterrupt passes after a word to `say`.
+        An answer that exists already is used, and its prompt is not written again. Raises ProviderError at
+        the time limit or the question's deadline (retryable), for a `stop` file, or for unusable files.
+        KeyboardInterrupt passes after a message to `say`.
         """
         say, number = question.say, question.number
         prompt, answer = self._directory / f"prompt-{number}.md", self._directory / f"answer-{number}.md"
@@ -79,7 +80,7 @@ class Handoff:
             remedy = "give a directory that can be read and written"
             raise ProviderError(f"handoff: {error}", remedy) from error
         except KeyboardInterrupt:
-            say(f"interrupted; {prompt} stays, and a resumed run goes on waiting for {answer}\n")
+            say(f"interrupted; {prompt} remains, and a resumed run waits for {answer}\n")
             raise
         return Turn(text, Usage(), f"{self._author} via handoff", "end_turn")
 
@@ -90,8 +91,8 @@ class Handoff:
         elif prompt.exists() and _asked(_read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")) != _asked(
             text
         ):
-            raise ProviderError(  # otherwise an old run's answer would pass for this one's
-                f"{answer} answers another prompt than the present one ({prompt} differs)",
+            raise ProviderError(  # otherwise an old run's answer would count for this one
+                f"{answer} answers an older prompt ({prompt} has changed)",
                 "use a fresh directory, or remove both files",
             )
 
@@ -111,7 +112,7 @@ class Handoff:
             time.sleep(self._poll)
 
     def _whole(self, answer: Path, still: float) -> str:
-        """The answer, if it is whole; ``still``: seconds since its last change."""
+        """The answer, if it is complete. ``still``: seconds since its last change."""
         content = _read(answer, LARGEST)
         ended = _ended(content)
         if not ended and still < self._settle:
@@ -127,25 +128,25 @@ class Handoff:
         if not there:
             late, remedy = "did not come", "resume the run to wait again"
         elif _ended(content):
-            late, remedy = f"has no more than the line {END}", "write the answer above it and resume the run"
+            late, remedy = f"has only the line {END}", "write the answer above it and resume the run"
         else:
-            late = f"is not known to be whole ({lacks or 'it still changed'})"
+            late = f"looks incomplete ({lacks or 'it was still changing'})"
             remedy = f"end it with the line {END} and resume the run"
         return ProviderError(
             f"{answer} {late} within {self._time_limit:g} s",
-            f"{remedy}, with a larger --time-limit where that is too short",
+            f"{remedy}, with a larger --time-limit if needed",
             retryable=True,
         )
 
     def _check_stop(self) -> None:
         stop = self._directory / "stop"
         if stop.exists():
-            raise ProviderError(f"stopped by {stop}", "remove that file and resume the run to go on")
+            raise ProviderError(f"stopped by {stop}", "remove that file and resume the run")
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes with the file; None where it is missing or empty. Raises ProviderError for
-    anything but a file."""
+    """A value that changes with the file; None if it is missing or empty. Raises ProviderError for anything
+    but a file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -158,7 +159,7 @@ def _read(path: Path, largest: int) -> bytes:
     """A file's bytes. Raises ProviderError unless it is a regular file within the size limit."""
     if path.is_symlink():
         _refuse_other(path, stat.S_IFLNK)
-    # O_NOFOLLOW: a link may have replaced it meanwhile; O_NONBLOCK: a pipe's other end may be missing.
+    # O_NOFOLLOW: a link may have replaced the file; O_NONBLOCK: a pipe may have no other end.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _refuse_other(path, os.fstat(file.fileno()).st_mode)
         content = file.read(largest + 1)
@@ -179,13 +180,13 @@ def _ended(content: bytes) -> bool:
 
 
 def _before_end(text: str) -> str:
-    """An answer without the line END; "" where nothing precedes it."""
+    """An answer without its line END; "" if nothing precedes it."""
     said = text.rstrip().removesuffix(END)
     return said if said.strip() else ""
 
 
 def _text(answer: Path, content: bytes) -> str:
-    """The answer; "" while it is blank."""
+    """The answer; "" if it is blank."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -195,7 +196,7 @@ def _text(answer: Path, content: bytes) -> str:
 
 
 def _lacks(text: str) -> str:
-    """Why an answer looks unfinished; "" where it does not."""
+    """Why an answer looks unfinished; "" if it does not."""
     blocks, closed = _blocks(text)
     if not closed:
         return "its last block of code is open"
@@ -203,7 +204,7 @@ def _lacks(text: str) -> str:
 
 
 def _blocks(text: str) -> tuple[int, bool]:
-    """The number of blocks of code, and whether the last is closed."""
+    """The number of code blocks, and whether the last is closed."""
     fence, blocks = "", 0
     for found in map(FENCE.fullmatch, text.splitlines()):
         if found is None:
@@ -218,20 +219,21 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _asked(prompt: str) -> str:
-    """A prompt without the instructions for answering it, whose words may differ between versions."""
+    """A prompt without the instructions for answering, which differ between versions."""
     return prompt.partition(HOW)[0]
 
 
 def _render(number: int, system: str, messages: Sequence[Message], run: str) -> str:
-    # The run's name tells its prompts, and so its answers, from those of another run of the same spec.
+    # The run's name distinguishes its prompts, and so its answers, from those of another run of the same
+    # spec.
     parts = [f"<!-- run {run} -->"] if run else []
     parts.append(f"<!-- system -->\n\n{system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]
     name = f"answer-{number}.md"
     parts.append(
         f"{HOW}\n\nWrite your next message, and nothing else, to `{name}` in this directory, and end it with"
-        f" the line\n\n{END}\n\nby which it is known to be whole: without that line it is waited for until"
-        " it has stood still for a while."
+        f" the line\n\n{END}\n\nwhich marks it as complete. Without that line the reader waits until the "
+        "file has not changed for a while."
     )
     return "\n\n".join(parts) + "\n"
 

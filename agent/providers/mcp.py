@@ -1,4 +1,4 @@
-"""The provider of runs that an MCP client authors through ``coda-agent mcp``."""
+"""The provider for runs that an MCP client authors through ``coda-agent mcp``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "mcp"
 
 @dataclass
 class Submission:
-    """One answer, which is there before it is asked for; or none. ``taken``: whether it was asked for."""
+    """One answer that arrives before the loop asks for it; or none. ``taken``: whether the loop has asked."""
 
     answer: str = ""
     author: str = NAME
@@ -20,8 +20,8 @@ class Submission:
     name: str = NAME
 
     def next_turn(self, question: Question) -> Turn:
-        """The answer; only the client knows its cost, which counts as zero. Raises ProviderError where there
-        is none."""
+        """Return the answer. Only the client knows its cost, which counts as zero. Raises ProviderError
+        without an answer."""
         if not self.answer:
             raise ProviderError("the author of this run is an MCP client", "let it verify another source")
         self.taken = True

@@ -1,8 +1,8 @@
-"""Patience of a provider that asks over a network: from one request to the next, and within one answer.
+"""Wait and retry for a provider that asks over a network, between requests and within one answer.
 
-Outages last from seconds to hours, and runs are left alone overnight, so time bounds the retries of a fault
-of the line, not a number of attempts. Faults that no waiting mends never get here. A stream is bounded too:
-the API's pings keep an empty one from falling silent.
+Outages last from seconds to hours, and runs are left alone overnight. So time bounds the retries of a
+transient fault, not a number of attempts. Faults that no waiting mends never get here. A stream is bounded
+too, because the API's pings keep an empty stream from falling silent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from coda_agent.agent.run.budget import OutOfBudget
 if TYPE_CHECKING:
     import httpx2
 
-EMPTY = 3  # empty answers to one question, before it is given up
-# requests that break off at unknown cost, before their question is given up: a night of them is dear
+EMPTY = 3  # empty answers to one question before it is given up
+# requests of unknown cost that break off before their question is given up: a night of them is expensive
 UNKNOWN = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason that a request gave no answer. `most`: requests for one answer that may end like this before
-    it is given up; `retry_after`: the server's wish in seconds, or 0; `unknown`: its cost is unknown."""
+    """The reason why a request gave no answer. `most`: how many requests for one answer may fail like this;
+    `retry_after`: the server's wish in seconds, or 0; `unknown`: its cost is unknown."""
 
     message: str
     remedy: str
@@ -44,8 +44,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds: how long one question is asked again, the first wait, which doubles each time, and the
-    longest, which also bounds a Retry-After."""
+    """In seconds: how long one question is retried, the first wait, which doubles each time, and the longest
+    wait, which also bounds a Retry-After."""
 
     total: float = 2 * 3600.0
     backoff: float = 1.0
@@ -55,9 +55,9 @@ class Patience:
 
 
 class Asking:
-    """One question's requests: how many there were, and how long more may follow.
+    """The requests for one question: their number, and the time left for more.
 
-    `deadline`: the moment of the clock from which an answer is useless, or None.
+    `deadline`: the moment of the clock after which an answer is useless, or None.
     """
 
     def __init__(self, patience: Patience, deadline: float | None):
@@ -67,19 +67,19 @@ class Asking:
         self.requests = 0
 
     def time_left(self) -> float:
-        """Seconds to the deadline."""
+        """Seconds until the deadline."""
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience has ended. The last wait ends with it, so that one more request is made then."""
+        """Whether patience has ended. The last wait ends with it, so one more request follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request, as long as the server asks or backoff demands, within patience and
-        deadline; `say` hears the reason and the time."""
+        """Sleep before the next request, for as long as the server asks or the backoff demands, within
+        patience and deadline. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
-        # the jitter keeps parallel runs from returning in step
+        # jitter keeps parallel runs from retrying together
         wished = retry_after or min(doubled, patience.longest) * random.uniform(0.75, 1.0)
         left, time_left = patience.total - self._taken(), self.time_left()
         seconds = max(0.0, min(wished, patience.longest, left, time_left))
@@ -99,15 +99,15 @@ class Asking:
 def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
-    """The turn of the first attempt that gives one; each attempt gets the seconds to the deadline. Raises
-    ProviderError for a lasting fault, or at the question's deadline, and OutOfBudget."""
+    """The turn of the first successful attempt. Each attempt gets the seconds until the deadline. Raises
+    ProviderError for a lasting fault or at the question's deadline, and OutOfBudget."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # raised here, without an SDK exception as its context, which may hold the key in a header
+        # raised here without an SDK exception as context, which may hold the key in a header
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1
@@ -117,21 +117,21 @@ def persist(
             made = f" ({asking})" if asking.requests > 1 else ""
             raise ProviderError(why + made, result.remedy, retryable=result.most > 1)
         asking.wait(why, result.retry_after, question.say)
-    late = "the run's time ended before there was an answer" + (f": {why} ({asking})" if why else "")
+    late = "the run's time ended before an answer came" + (f": {why} ({asking})" if why else "")
     raise ProviderError(late, "resume the run with a larger --budget-seconds", retryable=True)
 
 
 class TookTooLong(Exception):
-    """A response was incomplete at the end of its time."""
+    """A response was incomplete at its time limit."""
 
 
 @contextmanager
 def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
-    """Shut the connection of a response that is still being read at the end of its time; then raise
+    """At the time limit, shut down the connection of a response that is still being read; then raise
     TookTooLong.
 
-    The reader may be waiting for bytes, or receive endless pings that the SDK swallows: only the connection's
-    end reaches it in both cases.
+    The reader may be waiting for bytes, or receive endless pings that the SDK swallows. Only closing the
+    connection ends both.
     """
     import httpx2
 
@@ -140,7 +140,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
     def shut() -> None:
         late.set()
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # it has ended already
             line.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, shut)
@@ -157,8 +157,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
 
 def retry_after(headers: httpx2.Headers) -> float:
-    """The seconds that the server asks to wait: Retry-After as a number or a date, or its variant in
-    milliseconds; 0 without one."""
+    """The wait that the server asks for, in seconds: Retry-After as a number or a date, or in milliseconds; 0
+    without one."""
     for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
         try:
             return max(0.0, float(value or "") * scale)  # NaN counts as 0

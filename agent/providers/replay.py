@@ -1,4 +1,4 @@
-"""The provider that plays a recorded run back: no model, no cost, the same answers in the same order."""
+"""Replay a recorded run: no model, no cost, the same answers in the same order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from coda_agent.agent.run.journal import JournalError
 
 
 class Replay:
-    """Answers turn n of a conversation with the n-th "answer" event of a journal's export.
+    """Answer turn n of a conversation with the n-th "answer" event of an exported journal.
 
-    n is the number of user messages, so a resumed run goes on where it was. Author and usage are the
+    n is the number of user messages, so a resumed run continues at the right answer. Author and usage are the
     recording's. Raises ProviderError for a file that is missing, damaged or without answers.
     """
 
@@ -29,15 +29,16 @@ class Replay:
             raise ProviderError(str(error), "give the export of a recorded run") from error
         self._turns = [Turn.from_json(event.payload) for event in events if event.kind == "answer"]
         if not self._turns:
-            raise ProviderError(f"{self._path} records no answer", "give the export of a run that got one")
+            raise ProviderError(f"{self._path} has no recorded answer", "give the export of a run with an "
+                                                                        "answer")
 
     def next_turn(self, question: Question) -> Turn:
-        """The recorded turn. Raises ProviderError where the run asks for more turns than were recorded."""
+        """The recorded turn. Raises ProviderError if the run asks for more turns than were recorded."""
         number = question.number
         if not 1 <= number <= len(self._turns):
             raise ProviderError(
-                f"{self._path} records {len(self._turns)} answers, and the run asks for number {number}",
-                "a verdict differs from the recorded run's: look at the last report, or record the run anew",
+                f"{self._path} has {len(self._turns)} recorded answers, but the run asks for number {number}",
+                "a verdict differs from the recorded run's: look at the last report, or record a new run",
             )
         turn = self._turns[number - 1]
         question.say(turn.text)
@@ -45,7 +46,7 @@ class Replay:
 
 
 def _header(run: RunContext) -> dict[str, Any]:
-    """The name of the recorded run. Raises ProviderError where none is recorded, JournalError for a damaged
+    """The name of the recorded run. Raises ProviderError if there is none, JournalError for a damaged
     file."""
     from coda_agent.agent.run.record import recording
 

@@ -1,4 +1,4 @@
-"""Keep a key out of everything that is kept or shown, since servers and proxies may repeat it."""
+"""Remove a key from everything that is stored or shown, since servers and proxies may repeat it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scrub:
-    """Removes `secret` from strings, and from JSON data wherever strings occur in it."""
+    """Remove `secret` from strings, and from all strings in JSON data."""
 
     secret: str
 
@@ -28,8 +28,8 @@ class Scrub:
 
 
 class Stream:
-    """Text on its way to a listener, piece by piece: an end that may begin the secret waits for the next
-    piece."""
+    """Text on its way to a listener. The end of a piece waits for the next piece if it may begin the
+    secret."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub

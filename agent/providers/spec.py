@@ -1,7 +1,7 @@
 """The description that each provider's file exports as ``SPEC``.
 
-Options, budgets, doctor, ``auto`` and the journal's header read it, so that one file in this package adds a
-provider. ``--help`` imports that file, which therefore imports its SDK inside the functions that need it.
+Options, budgets, doctor, ``auto`` and the journal's header read it, so one file in this package adds a
+provider. ``--help`` imports that file, so it imports its SDK inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Auto", "ProviderSpec", "RunContext"]
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a provider is chosen or made for.
+    """The run for which a provider is chosen or created.
 
-    ``task``: what it authors, for messages. ``folder``: the run's, which need not exist yet. ``recording``:
-    the file that holds the recorded run of the same task, which need not exist either.
+    ``task``: the name of the spec or primitive, for messages. ``folder``: the run's folder, which need not
+    exist yet. ``recording``: the file with the recorded run of the same task, which need not exist either.
     """
 
     task: str
@@ -32,9 +32,9 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Auto:
-    """How ``--provider auto`` comes to a provider: the lowest ``rank`` that lacks nothing wins.
+    """The rule by which ``--provider auto`` chooses: the available provider with the lowest ``rank`` wins.
 
-    ``help`` ends "auto: ..."; ``lacks`` says what is missing here, or "".
+    ``help`` completes "auto: ..."; ``lacks`` says what is missing here, or "".
     """
 
     rank: int
@@ -55,15 +55,15 @@ class ProviderSpec:
     """One provider, as the rest of the agent sees it."""
 
     name: str
-    make: Callable[..., Provider]  # takes what `arguments` returns
-    arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # of a run's header
+    make: Callable[..., Provider]  # called with the result of `arguments`
+    arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # from a run's header
     header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields that it adds to a new run's header
-    options: tuple[str, ...] = ()  # of the command's options for some providers, those it uses
-    package: str = ""  # installs what it imports lazily
-    offered: bool = True  # at --provider
-    counted: bool = True  # whether the tokens that it costs are known here
-    objection: Callable[[str | None], str] = _no_objection  # to limiting a model's dollars; "" for none
-    by_hand: bool = False  # somebody outside answers: shown where, and named by --author
+    options: tuple[str, ...] = ()  # options that only some providers use, among them this one
+    package: str = ""  # pip package with its lazy imports
+    offered: bool = True  # whether --provider offers it
+    counted: bool = True  # whether its token cost is known here
+    objection: Callable[[str | None], str] = _no_objection  # to a dollar limit for a model; "" for none
+    by_hand: bool = False  # someone outside answers; the run shows where, and --author names them
     replays: bool = False  # answers come from a recording, whatever the prompt says
     auto: Auto | None = None
     check: Callable[[], Finding] | None = None  # for doctor

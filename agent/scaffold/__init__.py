@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-It reads the function's source (``function``, ``words``), asks for the rest or takes it from options, and
-finds the outputs by running the body as a reference (``infer``).
+It reads the function's source (``function``, ``words``), takes missing facts from options or the user, and
+infers the outputs by running the body as a reference (``infer``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
 class Options(NamedTuple):
-    """The command's options: values by name of a dim, an input or an output. ``ask``: for the rest."""
+    """The command's options: values by the name of a dim, an input or an output. ``ask``: whether to ask for
+    the rest."""
 
     dim: Mapping[str, str]
     shape: Mapping[str, str]
@@ -54,9 +55,10 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     function = read(target, {*options.shape, *options.dtype})
     path = out or Path("specs") / f"{function.name}.yaml"
     if path.exists():
-        raise ScaffoldError(f"{path}: there is such a file already; remove it, or choose another with --out")
+        raise ScaffoldError(f"{path}: this file already exists; remove it, or choose another with --out")
     if not VALUE_NAME.fullmatch(path.stem):
-        raise ScaffoldError(f"{path.stem!r} is no name for a spec; choose one of a-z, 0-9 and _ with --out")
+        raise ScaffoldError(f"{path.stem!r} is not a valid spec name; choose one of a-z, 0-9 and _ with "
+                            "--out")
     draft = _drafted(path.stem, function, options)
     for name, found in infer(draft).items():
         draft.outputs[name] = _output(draft, options, name, found)
@@ -67,14 +69,14 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     try:
         write_atomic(path, str(draft))
     except OSError as error:
-        raise ScaffoldError(f"{path}: {error.strerror}; choose another place with --out") from None
+        raise ScaffoldError(f"{path}: {error.strerror}; choose another path with --out") from None
     for note in draft.notes():
         echo(f"note: {note}", err=True)
     return path, draft
 
 
 def _drafted(name: str, function: Function, options: Options) -> Draft:
-    """A spec with made-up outputs and sizes, enough to run its reference."""
+    """A spec with placeholder outputs and sizes, enough to run its reference."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
     dims = _dims(inputs)
@@ -115,7 +117,7 @@ def _inputs(function: Function, options: Options) -> dict[str, Entry]:
 
 
 def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """The dims of shapes, in order, with a description each."""
+    """The dims of shapes in order, with a description of each."""
     words = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
@@ -128,7 +130,7 @@ def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _index(draft: Draft, options: Options) -> None:
-    """Give integers a range, which they need before anything runs."""
+    """Give integers a range, without which nothing can run."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
             own = {n for extent in entry.shape for n in extent.names}
@@ -154,14 +156,14 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
 
 
 def _multiplied(draft: Draft, dim: str, number: int) -> dict[str, str]:
-    """The shapes of the inputs with this dim, as products where it is a part of a larger one."""
+    """The inputs' shapes with this dim multiplied, because an output holds a fraction of it."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: Draft, options: Options) -> None:
-    """Choose inits: weights that keep a product's size, vectors around one."""
+    """Choose inits: weights that preserve a product's magnitude, vectors around one."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
@@ -178,7 +180,7 @@ def _initialise(draft: Draft, options: Options) -> None:
 
 
 def _domain(name: str, entry: Entry, init: str) -> str:
-    """The legal values, as far as a name and a range tell: integers within their range, scales above zero."""
+    """The legal values, inferred from a name and a range: integers within their range, scales above zero."""
     if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{found[1]}, {found[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
@@ -218,7 +220,7 @@ def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
 def _answer(
     options: Options, kind: str, name: str, question: str, default: str | None, parse: Callable[[str], Any]
 ) -> Any:
-    """An option's value, or the user's answer, or the default."""
+    """An option's value, else the user's answer, else the default."""
     given = getattr(options, kind).get(name, None if options.ask else default)
     try:
         if given is not None:
@@ -228,7 +230,7 @@ def _answer(
     except typer.BadParameter as error:
         raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None
     except EOFError:
-        raise ScaffoldError(f"no answer to {question!r}; give --{kind} {name}=...") from None
+        raise ScaffoldError(f"no answer to {question!r}; use --{kind} {name}=...") from None
 
 
 def _shape(text: str) -> tuple[Dim, ...]:
@@ -245,14 +247,14 @@ def _shape(text: str) -> tuple[Dim, ...]:
 
 def _size(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
-        raise typer.BadParameter(f"{text!r} is no size; write a positive integer")
+        raise typer.BadParameter(f"{text!r} is not a size; write a positive integer")
     return int(text)
 
 
 def _one_of(words: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.strip() not in words:
-            raise typer.BadParameter(f"{text!r} will not do here; use one of {', '.join(words)}")
+            raise typer.BadParameter(f"{text!r} is not valid here; use one of {', '.join(words)}")
         return text.strip()
 
     return parse

@@ -1,4 +1,4 @@
-"""A draft of a spec: written as YAML in the layout of the shipped ones, and read back by the loader."""
+"""A draft of a spec: written as YAML in the layout of the shipped specs, and read back by the loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
-PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # prose that needs no quotes in YAML
+PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
 class Entry(NamedTuple):
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Draft:
-    """A draft of a spec. ``sizes``: of the dims, in the measured case."""
+    """A draft of a spec. ``sizes``: the dims in the measured case."""
 
     name: str
     function: Function
@@ -42,7 +42,7 @@ class Draft:
     cases: list[dict[str, Any]] = field(default_factory=list)
 
     def text_of(self, key: str) -> list[Line]:
-        """The lines of reference or baseline, preceded by the integers that no shape names."""
+        """The lines of reference or baseline, preceded by integers that no shape determines."""
         lines: tuple[Line, ...] | None = getattr(self.function, key)
         fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
         return (
@@ -66,12 +66,12 @@ class Draft:
         return "\n".join([*parts, "cases:", *_table(self.cases), "accept: {speedup: 1.0}\n"])
 
     def notes(self) -> list[str]:
-        """Remarks for the person who has the file."""
+        """Remarks for the owner of the file."""
         told = ((n.number, "; ".join(filter(None, [n.text, n.remedy]))) for n in self.function.notes)
         return [f"{self.function.path}:{number}: {words}".replace("\n", " ") for number, words in told]
 
     def spec(self, check: bool = False) -> Spec:
-        """The draft as the loader reads it; ScaffoldError at the user's line where the loader objects."""
+        """The draft as the loader reads it. ScaffoldError, with the user's line, if the loader objects."""
         from coda_agent.verifier.loading import load
         from coda_agent.verifier.spec.file import SpecError
 
@@ -85,20 +85,19 @@ class Draft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """An error at the line of the user's file that this line of the text comes from, or else at the def.
-        """
+        """An error at the line of the user's file that this line of the text comes from, else at the def."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
 
     def rows(self) -> frozenset[str]:
-        """Dims that count rows; if none leads two tensors, the first dim."""
+        """Dims that count rows: those that lead two tensors, else the first dim."""
         from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """Dims that only multiply static ones, as a number of heads does."""
+        """Dims that appear only in products with static dims, such as a number of heads."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products = [set(m) for d in extents for m, _ in d.terms]
         static = set(self.static)
@@ -134,7 +133,7 @@ def _number(value: float) -> str:
 
 
 def _entries(kind: str, entries: Mapping[str, Entry]) -> list[str]:
-    """One line an entry, its columns aligned."""
+    """One line per entry, in aligned columns."""
     shapes = {name: f"[{', '.join(map(str, e.shape))}]," for name, e in entries.items()}
     wide = max(map(len, shapes.values())), max(map(len, entries)) + 1
     return [f"{kind}:"] + [

@@ -1,6 +1,6 @@
 """Read a PyTorch function's source for a spec: parameters, outputs, a reference.
 
-The file is parsed, never imported, since importing runs its code. Needs no torch.
+The file is parsed, never imported, since an import runs its code. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
 
-DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states an assert's shapes
+DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states the shapes of asserts
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 DECORATORS = ("compile", "inference_mode", "no_grad")
 ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
@@ -38,7 +38,7 @@ REMEDIES = {
 
 
 class ScaffoldError(InvalidInput):
-    """No spec can be made of this; ``str`` of it names the place, the value and what would do."""
+    """A function cannot become a spec. The message names the place, the value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Size:
-    """An integer parameter: a dim where a shape names it (static if keyword-only), else a number."""
+    """An integer parameter: a dim if a shape names it (static if keyword-only), else a number."""
 
     value: int | None
     static: bool
@@ -60,7 +60,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a reference, and its place in the user's file."""
+    """A line of a reference, and its position in the user's file."""
 
     text: str
     number: int
@@ -68,9 +68,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Note:
-    """A remark on line ``number`` of the file: ``text``, whose second line, if any, is code that goes into
-    the spec as a comment; ``remedy`` is for the person who has the file. ``swaps`` and ``otherwise`` are
-    those of an ``Advice``."""
+    """A remark on line ``number`` of the file. The second line of ``text``, if any, is code for a comment
+    in the spec. ``remedy`` is for the owner of the file. ``swaps`` and ``otherwise`` are those of an
+    ``Advice``."""
 
     text: str
     number: int
@@ -81,7 +81,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a file. ``baseline``: its body with casts, where it has any."""
+    """One function of a file. ``baseline``: its body with casts, if it has any."""
 
     path: Path
     name: str
@@ -97,8 +97,8 @@ class Function:
 
 
 def read(target: str, wanted: Collection[str] = ()) -> Function:
-    """The function of ``path/to/file.py:function``; ScaffoldError where no spec can be made of it. A
-    parameter with default None is left out, with all code that uses it, unless it is ``wanted``."""
+    """The function ``path/to/file.py:function``. ScaffoldError if it cannot become a spec. A parameter with
+    default None is left out, with all code that uses it, unless it is ``wanted``."""
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
@@ -113,11 +113,11 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ScaffoldError(f"{path}: there is no such file") from None
+        raise ScaffoldError(f"{path}: no such file") from None
     except OSError as error:
         raise ScaffoldError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ScaffoldError(f"{path}: is no UTF-8 text: byte {error.start}") from None
+        raise ScaffoldError(f"{path}: is not UTF-8 text: byte {error.start}") from None
 
 
 def _parsed(path: Path, source: str) -> ast.Module:
@@ -126,7 +126,7 @@ def _parsed(path: Path, source: str) -> ast.Module:
     except SyntaxError as error:
         raise ScaffoldError(f"{path}:{error.lineno or 1}: {error.msg}; correct it") from None
     except (ValueError, RecursionError) as error:
-        raise ScaffoldError(f"{path}: is no Python that can be read: {error}") from None
+        raise ScaffoldError(f"{path}: is not readable as Python: {error}") from None
 
 
 def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
@@ -139,7 +139,7 @@ def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
         if named:
             kind = "lambda" if isinstance(getattr(node, "value", None), ast.Lambda) else type(node).__name__
             raise ScaffoldError(
-                f"{path}:{node.lineno}: {name} is no function but {kind}; write def {name}(...)"
+                f"{path}:{node.lineno}: {name} is not a function but {kind}; write def {name}(...)"
             )
     close = get_close_matches(name, defined, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(defined) or 'none'}"
@@ -147,7 +147,7 @@ def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
 
 
 class _Reader:
-    """Analyses one function; its methods raise ScaffoldError with a line of the file."""
+    """Analyse one function. Its methods raise ScaffoldError with a line of the file."""
 
     def __init__(
         self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
@@ -169,7 +169,7 @@ class _Reader:
         for decorator in self.node.decorator_list:
             said = ast.unparse(decorator).partition("(")[0]
             if said.rpartition(".")[2] not in DECORATORS:
-                raise self.fail(decorator, f"@{said} may change what the function computes; take it off")
+                raise self.fail(decorator, f"@{said} may change what the function computes; remove it")
         self._parameters()
         self._specialise()
         self._check(self.body)
@@ -198,7 +198,7 @@ class _Reader:
         args = self.node.args
         for star in (args.vararg, args.kwarg):
             if star:
-                raise self.fail(star, f"*{star.arg} may be any number of inputs; name each")
+                raise self.fail(star, f"*{star.arg} stands for any number of inputs; name each")
         plain = [*args.posonlyargs, *args.args]
         absent: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
         for arg, default in zip(plain, [*absent, *args.defaults], strict=True):
@@ -206,7 +206,7 @@ class _Reader:
         for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
             self._parameter(arg, default, keyword=True)
         if not self.tensors:
-            raise self.fail(self.node, f"{self.node.name} has no tensor among its parameters; give it one")
+            raise self.fail(self.node, f"{self.node.name} has no tensor parameter; add one")
 
     def _parameter(self, arg: ast.arg, default: ast.expr | None, keyword: bool) -> None:
         said = ast.unparse(arg.annotation) if arg.annotation else ""
@@ -226,7 +226,7 @@ class _Reader:
             self.notes.append(Note(f"{arg.arg} is left out: it is None by default", arg.lineno, remedy))
         elif default and not none:
             message = f"parameter {arg.arg}={ast.unparse(default)} is neither a tensor nor a number"
-            raise self.fail(arg, f"{message}; take its default away, or give it a number")
+            raise self.fail(arg, f"{message}; remove its default, or make it a number")
         elif said in ("float", "bool", "str"):
             raise self.fail(arg, f"parameter {arg.arg} has no value; give it a default, such as 1.0e-6")
         else:
@@ -234,17 +234,17 @@ class _Reader:
 
     def _named(self, arg: ast.arg) -> str:
         if not VALUE_NAME.fullmatch(arg.arg):
-            raise self.fail(arg, f"parameter {arg.arg!r} is no name for a value; use a-z, 0-9 and _")
+            raise self.fail(arg, f"parameter {arg.arg!r} is not a valid name for a value; use a-z, 0-9 and _")
         return arg.arg
 
     def _specialise(self) -> None:
-        """Write helpers out, and reduce the body to the branches taken where left-out parameters are None."""
+        """Inline helpers, and keep only the branches taken when left-out parameters are None."""
         special = Specialised(self.absent, {t.name for t in self.tensors})
         names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
         names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
         body = list(inlined.body(list(special.body(self.body))))
-        # Again, since a helper may ask whether its argument is None.
+        # again, since a helper may test its argument for None
         self.body = list(Specialised(self.absent, special.present).body(body))
         self.skipped = special.skipped
 
@@ -297,7 +297,7 @@ class _Reader:
                 for key, each in zip(keys, values, strict=True):
                     if not (isinstance(key, ast.Constant) and VALUE_NAME.fullmatch(str(key.value))):
                         said = ast.unparse(key) if key else "**"
-                        raise self.fail(key or each, f"output {said} has no name; use text of a-z, 0-9 and _")
+                        raise self.fail(key or each, f"output {said} has no valid name; use a-z, 0-9 and _")
                     yield str(key.value), each
             case ast.Tuple(elts=values) | ast.List(elts=values):
                 for index, each in enumerate(values):
@@ -310,7 +310,7 @@ class _Reader:
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
     def _reworded(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
-        """Each statement in a reference's words; None for those that it does not need."""
+        """Each statement with a reference's names; None for a statement that it does not need."""
         words = Words(self.names, casts)
         changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
         return changed if casts else without_idle_dtypes(changed)
@@ -336,7 +336,7 @@ class _Reader:
                 yield Line(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
-        """A statement's own lines, which keep parentheses and comments; None where they contain more."""
+        """A statement's own lines, with parentheses and comments; None if the lines contain more."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]
         if node not in self.body and isinstance(node, ast.Assign):  # an assignment that replaces the return
             value = ast.get_source_segment("\n".join(self.lines), node.value) or ""

@@ -1,4 +1,5 @@
-"""Contiguous parts of a tile in a reference: usual in PyTorch, but no kernel splits a tile there."""
+"""Contiguous parts of a tile in a reference: common in PyTorch, but kernels split tiles only into adjacent
+columns."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ Swap = tuple[str, str]  # a text, and its replacement
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for ``place``: the form that a kernel needs there. ``swaps``: text changes that test the advice;
-    it holds where the reference still runs. ``otherwise``: the advice where it does not."""
+    """Advice at ``place``: the form that a kernel needs there. ``swaps``: text changes to test the advice,
+    which holds if the reference still runs with them. ``otherwise``: the advice if it does not."""
 
     place: ast.AST
     text: str
@@ -99,7 +100,7 @@ def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int
 
 def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
     """The number of parts of a cut, from its argument, its list of sizes, or its assignment, and whether they
-    may be alike."""
+    may be equal."""
     match next(iter(given), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True
@@ -111,7 +112,7 @@ def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int,
 
 
 def _blocks(node: ast.expr, count: int) -> bool:
-    """Whether it is ``z.unflatten(-1, (count, -1))`` or such a view: contiguous blocks."""
+    """Whether it is ``z.unflatten(-1, (count, -1))`` or a similar view: contiguous blocks."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=[*args]) if name in SHAPES:
             last = args[-1] if args else None
@@ -163,7 +164,7 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """Advice on a rotation's cosines and sines, by its first tile; empty for no rotation."""
+    """Advice on a rotation's cosines and sines, from its first tile; empty for anything but a rotation."""
     match first:
         case ast.UnaryOp(op=ast.USub()):  # it meets cos and sin of both halves later
             return (
@@ -180,7 +181,7 @@ def _tables(first: ast.expr) -> str:
 
 
 class _Adjacent(ast.NodeTransformer):
-    """Turns contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into adjacent columns."""
+    """Turn contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into adjacent columns."""
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
@@ -193,7 +194,7 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice where a tile is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without parts between."""
+    """Advice for a tile that is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without parts between."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):
@@ -217,7 +218,7 @@ def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterato
             text = _columns(said, first.value, prefix, ()) if prefix else _rows(said, first.value)
             base, comma = f"({ast.unparse(first.value)})", f"{prefix}, " if prefix else ""
             one, other = ast.unparse(first), ast.unparse(second)
-            alike = f"0 * ({one} + {other})"  # it fails where they are no halves
+            alike = f"0 * ({one} + {other})"  # fails unless they are halves
             swaps = (one, f"({base}[{comma}0::2] + {alike})"), (other, f"{base}[{comma}1::2]")
             yield Advice(first, text, swaps, _parts(said, 2))
 

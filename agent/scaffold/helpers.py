@@ -1,4 +1,4 @@
-"""Write out calls of a file's own helpers, where a helper is one return expression."""
+"""Inline calls of a file's own helpers, if a helper is one return expression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 class Helper:
-    """A function or lambda of the file's top level; ``value``: its return expression, None where it does
+    """A function or lambda of the file's top level. ``value``: its return expression, None if it does
     more."""
 
     def __init__(self, args: ast.arguments, value: ast.expr | None):
@@ -33,7 +33,7 @@ class Helper:
         self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
-        """Its parameters' values in a call; None where they cannot be told."""
+        """The values of its parameters in a call; None if they are unknown."""
         if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
             return None
         given: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
@@ -46,7 +46,7 @@ class Helper:
 
 
 def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
-    """A file's helpers by name; ``decorators`` change nothing."""
+    """A file's helpers by name. ``decorators`` lists decorators without an effect."""
     found: dict[str, Helper] = {}
     for node in tree.body:
         match node:
@@ -62,7 +62,7 @@ def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
 
 
 class Inlined(ast.NodeTransformer):
-    """Statements with helpers' calls written out. ``own``: the function's names, which hide the file's;
+    """Statements with helpers' calls inlined. ``own``: the function's names, which hide the file's.
     ``taken``: all names of the file, since a value that a helper reads twice gets a new name."""
 
     def __init__(self, known: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
@@ -112,7 +112,7 @@ class Inlined(ast.NodeTransformer):
         return made
 
     def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
-        """Refuse a name that means something else here than in the helper."""
+        """Refuse a name that has another meaning here than in the helper."""
         for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
             if read in self.own:
                 raise self.fail(
@@ -120,7 +120,7 @@ class Inlined(ast.NodeTransformer):
                 )
 
     def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-        """The arguments, named where the helper reads one twice, so that it is computed once."""
+        """The arguments, each with a name if the helper reads it twice, so that it is computed once."""
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
         given = dict(bound)
         for parameter, argument in bound.items():

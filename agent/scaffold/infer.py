@@ -1,4 +1,4 @@
-"""Infer outputs' shapes and dtypes by running a draft's reference at sizes that tell all dims apart."""
+"""Infer outputs' shapes and dtypes by running a draft's reference at sizes that distinguish all dims."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """An output as computed: its extents at the two ``trial_sizes``, and its sizes over the dims (None for
-    those that match no known formula)."""
+    """An output as computed: its extents at the two ``trial_sizes``, and its sizes over the dims (None
+    without a known formula)."""
 
     extents: tuple[list[int], list[int]]
     shape: tuple[Dim | None, ...]
@@ -28,13 +28,13 @@ class Found(NamedTuple):
 
 
 def infer(draft: Draft) -> dict[str, Found]:
-    """Outputs by name; ScaffoldError for a reference that does not run, with the user's line."""
+    """Outputs by name. ScaffoldError for a reference that does not run, with the user's line."""
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
     spec = draft.spec()
     try:
-        check_reference(spec.model_copy(update={"outputs": {}}))  # their shapes are not known yet
+        check_reference(spec.model_copy(update={"outputs": {}}))  # shapes are not known yet
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
@@ -42,7 +42,7 @@ def infer(draft: Draft) -> dict[str, Found]:
 
 
 def proven(draft: Draft) -> tuple[Note, ...]:
-    """The notes: each proposal runs with the same shapes, or gives way to its alternative."""
+    """The notes, each tested: a proposal must run with the same shapes, else its alternative replaces it."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -66,7 +66,7 @@ def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: Draft, message: str) -> str:
-    """The remedy where PyTorch needs integers: vectors are floats unless their dtype is given."""
+    """The remedy if PyTorch needs integers: vectors are floats unless their dtype is given."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""
@@ -74,7 +74,7 @@ def _indices(draft: Draft, message: str) -> str:
 
 
 def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in their natural dtypes, or in fp64 where this machine cannot tell."""
+    """The outputs in their natural dtypes, or in fp64 if this machine cannot compute those."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -138,8 +138,8 @@ def _formula(draft: Draft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: Draft, found: Found) -> tuple[str, int] | None:
-    """The dim that an extent of unknown size is a part of, as with ``chunk(3)``, and the number of parts. A
-    third may be rounded: the trial sizes are even."""
+    """The dim that an extent is a fraction of, as with ``chunk(3)``, and the number of parts. A third may be
+    rounded, since the trial sizes are even."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:
@@ -160,7 +160,7 @@ def _divided(formula: Dim, number: Dim) -> Dim | None:
 
 
 def trial_sizes(draft: Draft) -> list[dict[str, int]]:
-    """Two sets of small even sizes, all of them different."""
+    """Two sets of small even sizes, all different."""
     count = len(draft.dims)
     primes = [p for p in range(5, 500) if all(p % q for q in range(2, p))][: 2 * count]
     halves = primes[:count], primes[: -1 - count : -1]

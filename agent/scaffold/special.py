@@ -1,4 +1,4 @@
-"""Specialise a function's body to parameters that are None, which decides branches and choices."""
+"""Specialise a function's body for parameters that are None, by resolving branches and choices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 class Specialised(ast.NodeTransformer):
-    """``absent``: names that are None until something is assigned to them; ``present``: names that are not.
-
-    ``skipped`` collects the numbers of the lines that are left out.
-    """
+    """``absent``: names that are None until something is assigned to them; ``present``: names that are not
+    None. ``skipped``: collects the line numbers of removed code."""
 
     def __init__(self, absent: Collection[str], present: Collection[str]):
         self.absent, self.present = set(absent), frozenset(present)

@@ -1,4 +1,4 @@
-"""Rewrite a function's statements in a reference's words, where only torch's names are in scope."""
+"""Rewrite a function's statements with a reference's names, since only torch's names are in scope there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half"
 @dataclass(frozen=True)
 class Names:
     """The meaning of a function's names. ``own``: its parameters and assignments, which hide the rest.
-
-    ``imported``: full names by alias. ``numbers``: of the file's top level, which has further names,
-    ``defined``, by line. ``fail``: an error with a line.
-    """
+    ``imported``: full names by alias. ``numbers``: from the file's top level. ``defined``: the line of other
+    top-level names. ``fail``: an error with a line."""
 
     own: Set[str]
     imported: Mapping[str, str]
@@ -38,7 +36,7 @@ class Names:
 
 
 class Words(ast.NodeTransformer):
-    """Rewrites a statement in the words in a reference's scope, with or without its casts to floats."""
+    """Rewrite a statement with the names in a reference's scope, with or without its casts to floats."""
 
     def __init__(self, names: Names, casts: bool):
         self.names, self.casts = names, casts
@@ -50,7 +48,7 @@ class Words(ast.NodeTransformer):
         return self.visit_Assign(made)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """None for ``h = h``, which remains of a cast on its own line."""
+        """Drop ``h = h``, the remains of a cast on its own line."""
         made = self.generic_visit(node)
         idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
             map(ast.unparse, made.targets)
@@ -185,7 +183,7 @@ def _is_named(node: ast.expr) -> bool:
 
 
 def _is_float(node: ast.expr) -> bool:
-    """Whether it reads as a floating dtype: torch.float32, x.dtype, or a name that contains dtype."""
+    """Whether it reads like a floating dtype: torch.float32, x.dtype, or a name that contains dtype."""
     if _is_named(node):
         return True
     match node:
@@ -197,7 +195,7 @@ def _is_float(node: ast.expr) -> bool:
 
 
 def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
-    """The statements without ``dtype = x.dtype`` where nothing reads it any more."""
+    """The statements without an unused ``dtype = x.dtype``."""
     present = [node for node in statements if node]
     names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}

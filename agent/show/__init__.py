@@ -1,6 +1,6 @@
 """``coda-agent show KERNEL``: a program's steps in words, its CuTeDSL, resources and roofline.
 
-Data first: ``Shown.to_dict`` needs the standard library only; ``Shown.render`` draws the same with rich.
+``Shown.to_dict`` returns the data with only the standard library; ``Shown.render`` draws the same with rich.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Cases = Mapping[str, Mapping[str, int]]
 
 
 def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) -> dict[str, Roofline]:
-    """The roofline at each case's sizes, by the case's name. ValueError for a case without one of the dims.
-    """
+    """The roofline at each case's sizes, by the case's name. ValueError for a case without a size for each
+    dim."""
     return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
@@ -44,7 +44,7 @@ def edited(kernel: Path) -> str | None:
 
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules of a measured case by step, from the report beside a kernel's file (NAME.report.json, or
-    NAME.raw.report.json), if it is about this program and has them. KernelError for an unreadable one."""
+    NAME.raw.report.json), if it covers this program. KernelError for an unreadable report."""
     from coda_agent.agent.artifacts import accept, atomic_files
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
@@ -108,7 +108,7 @@ class Shown:
 
 
 def step_table(step: StepText) -> Table:
-    """One step: a row a line, with the dtype and shape of the tensors in memory."""
+    """One step: one line per row, with the dtype and shape of tensors in memory."""
     from rich.table import Table
     from rich.text import Text
 
@@ -118,18 +118,18 @@ def step_table(step: StepText) -> Table:
     table.add_column(overflow="fold")
     table.add_column(style="green")
     for line in step.lines:
-        table.add_row(line.verb, Text(line.text), Text(line.tensor))  # Text: [M, N] is no markup
+        table.add_row(line.verb, Text(line.text), Text(line.tensor))  # Text: [M, N] is not markup
     return table
 
 
 def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofline]) -> list[Table]:
-    """The resource table and the roofline table, each only with content."""
+    """The resource table and the roofline table, if not empty."""
     found = [resource_table(resources)] if resources else []
     return found + ([roofline_table(rooflines)] if rooflines else [])
 
 
 def resource_table(resources: Sequence[Resources]) -> Table:
-    """One row a compiled kernel and configuration; spills, and a GEMM without HGMMA, stand out."""
+    """One row per compiled kernel and configuration; spills, and a GEMM without HGMMA, are highlighted."""
     from rich.text import Text
 
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
@@ -158,7 +158,7 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
 
 
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
-    """Per case and kernel: work, its time at the machine's ceilings, and the one that binds."""
+    """Per case and kernel: work, time at the machine's ceilings, and the binding ceiling."""
     machine = next(iter(rooflines.values())).machine
     title = (
         f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit} "

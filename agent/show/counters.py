@@ -2,7 +2,7 @@
 Nsight Compute, beside the roofline's bytes.
 
 An export is the output of ``ncu --csv --page raw`` (or ``details``); docs/performance.md has the command.
-Data first: ``read``, ``counters``, ``as_dict`` for programs, ``words`` for a prompt; ``as_table`` draws it.
+``read``, ``counters`` and ``as_dict`` return data, ``words`` a prompt's text, ``as_table`` a table.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show: the first of ncu's possible ``names`` that an export has. ``unit``: the unit shown;
-    ``scale``: how many base units (seconds, bytes, percent, a count) it has; ``label``: its name on the
-    details page."""
+    """A figure to show: the first of ncu's possible ``names`` in an export. ``unit``: the unit shown;
+    ``scale``: its size in base units (seconds, bytes, percent, a count); ``label``: its name on the details
+    page."""
 
     title: str
     unit: str
@@ -96,7 +96,7 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# Reasons for waiting: the average number of stalled warps whenever one issues.
+# Stall reasons: the average number of warps that wait for this reason at each issue.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
@@ -106,8 +106,8 @@ _NO_STALL = ("selected", "not_selected")  # these issue, or could
 
 
 def wanted(available: Collection[str] = ()) -> list[str]:
-    """The metrics to request from ncu: each figure's first name, and every stall reason. ``available``: names
-    without suffixes, where a GPU's are known; missing figures are left out."""
+    """The metrics to request from ncu: each figure's first name, and every stall reason. ``available``: a
+    GPU's names without suffixes, if known; other figures are left out."""
 
     def there(name: str) -> bool:
         return not available or name.startswith("launch__") or name.partition(".")[0] in available
@@ -119,10 +119,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Counters:
-    """One kernel's figures by the keys of METRICS, in base units, absent ones left out, and ``stalls`` by
+    """One kernel's figures by the keys of METRICS, in base units, without missing ones, and ``stalls`` by
     reason, most first: medians over its ``launches``. ``floor``: the roofline at the export's case.
-    ``other_text``: the export is of another lowering. ``schedule``: the one it was counted on, ``tuned``: the
-    one in the kernel's report for that case, as ``spelled``; "" if unknown, None for a kernel without one."""
+    ``other_text``: the export covers another lowering. ``schedule``: the counted one; ``tuned``: the one in
+    the kernel's report for that case; both as ``spelled``; "" if unknown, None for a kernel without
+    schedules."""
 
     kernel: str
     launches: int
@@ -135,15 +136,15 @@ class Counters:
 
     @property
     def other_schedule(self) -> bool | None:
-        """Whether it was counted on another schedule than the report's; None if unknown."""
+        """Whether the counted schedule differs from the report's; None if unknown."""
         return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a file: its program and case, if named, and each launch's kernel with its values by
+    """The contents of a file: its program and case, if named, and each launch's kernel with its values by
     ncu's names, in seconds, bytes, percent or counts. For an edited text the program's name ends in .raw, and
-    ``text`` begins its hash. ``schedules`` by step, as ``spelled``; older files have none."""
+    ``text`` is the beginning of its hash. ``schedules`` by step, as ``spelled``; older files have none."""
 
     path: Path
     program: str | None
@@ -154,7 +155,7 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Raise InvalidInput unless it is a CSV export of ncu, of ``case`` where it names one."""
+    """Read a CSV export of ncu. Raises InvalidInput for another file, or for another case than ``case``."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -187,7 +188,7 @@ _STEP = re.compile(r"; step (\d+): ([^;]+)")
 def heading(
     name: str, case: str, sizes: Mapping[str, int], schedules: Mapping[int, Schedule], text: str = ""
 ) -> str:
-    """The line of an export that says what was counted; ``text``: the beginning of an edited text's hash."""
+    """The line of an export that names the kernel; ``text``: the beginning of an edited text's hash."""
     what = f"{name}.raw at {case}, text {text}" if text else f"{name} at {case}"
     steps = "".join(f"; step {step}: {spelled(s)}" for step, s in sorted(schedules.items()))
     return f"# {what}: {', '.join(f'{dim} {size}' for dim, size in sizes.items())}{steps}"
@@ -203,7 +204,7 @@ def spelled(schedule: Schedule) -> str:
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """A row a launch, a column a metric; the first row has the units."""
+    """Parse one row per launch, one column per metric; the first row has the units."""
     units = rows.pop(0) if rows and not rows[0]["ID"] else {}
     for row in rows:
         values = {name: _value(text, units.get(name, "")) for name, text in row.items() if "__" in name}
@@ -211,7 +212,8 @@ def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _details(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """A row a metric; rows of one ID are one launch. Metrics have their own names, or sections' labels."""
+    """Parse one row per metric; rows of one ID are one launch. Metrics have their own names, or sections'
+    labels."""
     names = {metric.label: metric.names[0] for metric in METRICS.values() if metric.label}
     launches: dict[str, tuple[str, dict[str, float]]] = {}
     for row in rows:
@@ -228,7 +230,7 @@ _UNIT = re.compile(r"([numKMGT]?)(second|s|byte|sector|inst)$")
 
 
 def _value(text: str, unit: str) -> float | None:
-    """The value in the base unit; None for what is no number. ``1,234.5 usecond``."""
+    """The value in the base unit, such as ``1,234.5 usecond``; None if it is not a number."""
     try:
         number = float(text.replace(",", ""))
     except ValueError:
@@ -275,7 +277,7 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of each part of a step, told apart by their grids; a ``split`` step has two."""
+    """The launches of each part of a step, distinguished by their grids; a ``split`` step has two."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -315,7 +317,7 @@ def _summary(
 
 
 def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
-    """One entry a kernel: figures in base units (seconds, bytes, percent, counts), None where absent."""
+    """One entry per kernel: figures in base units (seconds, bytes, percent, counts), None if missing."""
     return [
         {
             "kernel": c.kernel,
@@ -343,8 +345,8 @@ def _scheduled(c: Counters) -> str:
     if c.schedule is None:
         return MISSING
     if c.other_schedule:
-        return f"{c.schedule}: ANOTHER than the report's, {c.tuned}"
-    return c.schedule or "not said by this export: it may be another than the report's"
+        return f"{c.schedule}: NOT the report's, {c.tuned}"
+    return c.schedule or "not in this export; it may differ from the report's"
 
 
 def _figure(c: Counters, key: str) -> str:
@@ -378,7 +380,7 @@ def counted(
 
 
 def words(found: Sequence[Counters]) -> str:
-    """Compact Markdown for a prompt: a table, a column a kernel."""
+    """Compact Markdown for a prompt: a table with one column per kernel."""
     lines = zip(*map(rows, found), strict=True)
     table = ([cells[0][0], *(text for _, text in cells)] for cells in lines)
     return markdown_table(["hardware counter", *map(_title, found)], table).rstrip("\n")
@@ -390,7 +392,7 @@ def _title(c: Counters) -> str:
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:
-    """The same as a table, for people."""
+    """The same as a table for people."""
     said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
     drawn = new_table(said, ["counter", *map(_title, found)], [])
     for cells in zip(*map(rows, found), strict=True):

@@ -30,7 +30,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 class Line:
     """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
-    A ``sweep`` goes over the accumulator before the epilogue, for a statistic of heads.
+    A ``sweep`` runs over the accumulator before the epilogue, for a head statistic.
     """
 
     verb: Verb
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class StepText:
-    """A kernel in words. ``step`` is the GEMM step, or the one that a vector kernel follows (-1: none)."""
+    """A kernel in words. ``step`` is the GEMM step, or the step before a vector kernel (-1: none)."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -49,15 +49,15 @@ class StepText:
 
 
 def steps(program: Program) -> list[StepText]:
-    """The loads, computations, stores and reductions of each kernel of a checked program, in the order they
-    run."""
+    """The loads, computations, stores and reductions of each kernel of a checked program, in launch order."""
     writer = _Writer(program)
     texts = [(float(s.index), writer.gemm(s)) for s in writer.steps.gemms]
     texts += [(v.stage + 0.5, writer.vector(v)) for v in finish_writers(program, writer.steps)]
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 
-# Signs and their precedence. fp32 sums and products do not associate: the right side binds one tighter.
+# Signs and their precedence. fp32 sums and products do not associate, so the right side binds one level
+# tighter.
 _COMPARE = {
     "greater": ">", "greater_equal": ">=", "less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!=",
 }  # fmt: skip
@@ -70,7 +70,8 @@ _LANES = ("even", "odd")
 
 
 class _Writer(Writer):
-    """Expressions from the graph. A value in memory has a name, and so has one that a step uses twice."""
+    """Write expressions from the graph. A value in memory has a name, and so has one that a step uses
+    twice."""
 
     def __init__(self, program: Program):
         super().__init__(program, cut(program))

@@ -1,11 +1,11 @@
-"""The running tips log: lessons of failed attempts. Every prompt reads the accepted tips, except those of its
-own spec.
+"""The tips log: lessons of failed attempts. Every prompt contains the accepted tips, except those learned on
+its own spec.
 
 People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` followed by ``-
 field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, versions; state (accepted
-by default, since a person means what they write); level (cutedsl for editors of CuTeDSL, left out for the
-vocabulary's authors); and the result of measuring it. An edit changes or adds lines of one entry and leaves
-every other byte.
+by default, since a person wrote it on purpose); level (cutedsl for editors of CuTeDSL, left out for the
+vocabulary's authors); and its measurement. An edit changes or adds lines of one entry, and leaves every other
+byte.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERDICTS = ("hurts", "undecided", "helps")
 
 
 class TipsError(InvalidInput):
-    """The tips log, or what is asked of it, cannot be used: file and line, what is wrong, what to do."""
+    """The tips log, or a request on it, is invalid: file and line, fault, remedy."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Tip:
-    """One entry of the log. ``measured``: a verdict and its figures, empty where there are none."""
+    """One entry of the log. ``measured``: a verdict and its figures, empty without a measurement."""
 
     id: str
     lesson: str
@@ -91,7 +91,7 @@ class Tip:
 
     @property
     def help(self) -> tuple[int, float, int]:
-        """The sort key of tips by help: verdict, then difference, then the newer."""
+        """The sort key by help: verdict, then difference, then the newer tip."""
         return VERDICTS.index(self.verdict), self.difference, self.number
 
     def _measured(self) -> tuple[str, float]:
@@ -101,8 +101,8 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """The entry of a lesson: new, or one of the same words that gained its evidence; ``alike``: others, in
-    any state, that may mean the same."""
+    """The entry of a lesson: new, or an entry with the same words that gained its evidence. ``alike``: other
+    entries, in any state, that may mean the same."""
 
     tip: Tip
     merged: bool
@@ -115,13 +115,13 @@ def read_tips(path: Path = TIPS) -> list[Tip]:
 
 
 def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
-    """The tips that prompts of a level read."""
+    """The tips for prompts of a level."""
     return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
-    """The tips that a run's header demands: without some, or with others that are not accepted. None: the
-    log's, as usual."""
+    """The tips that a run's header asks for: without some, or with others that are not accepted. None: the
+    log's accepted tips."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -131,8 +131,8 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 
 def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
-    """Tips whose lessons fit into ``length`` characters, list markers included: the least helpful are dropped
-    first, among equals the oldest."""
+    """Tips whose lessons fit into ``length`` characters, including list markers. The least helpful are
+    dropped first, among equals the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):
@@ -143,7 +143,7 @@ def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
 
 
 def check_lesson(lesson: str) -> None:
-    """Raise TipsError unless this is one short line that begins like a sentence: it goes into every prompt,
+    """Raise TipsError unless this is one short line that begins like a sentence. It goes into every prompt,
     where it must not look like a heading, a rule or code."""
     shown = repr(lesson if len(lesson) <= 60 else lesson[:60] + "…")
     if len(lesson) > LONGEST_LESSON:
@@ -162,7 +162,7 @@ def check_lesson(lesson: str) -> None:
 
 
 def one_line(words: str, longest: int = LONGEST_FIX) -> str:
-    """Evidence as a field's value: printable, on one line, cut off where it is too long."""
+    """Evidence as a field's value: printable, on one line, cut if too long."""
     plain = "".join(c if c.isprintable() else " " for c in words)
     text = " ".join(plain.split()) or "unknown"
     return text if len(text) <= longest else text[: longest - 1] + "…"
@@ -172,7 +172,7 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Add a lesson to the log as proposed, or its evidence to the entry of the same words, whose state and
+    """Add a lesson to the log as proposed, or its evidence to the entry with the same words, whose state and
     lesson stay. Raises TipsError, OSError."""
     with _changing(path):
         text = _text(path)
@@ -239,7 +239,7 @@ def _parts(value: str, between: str = ",") -> tuple[str, ...]:
 
 
 def _united(name: str, old: str, new: str) -> str:
-    """Both pieces of evidence, once each; ``old`` unchanged where ``new`` adds nothing."""
+    """Both pieces of evidence, once each; ``old`` unchanged if ``new`` adds nothing."""
     if name == "fix":
         return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
@@ -251,7 +251,7 @@ def _united(name: str, old: str, new: str) -> str:
 
 @dataclass
 class _Entry:
-    """An entry's place in the file: indices of lines."""
+    """An entry's position in the file: indices of lines."""
 
     path: Path
     line: int
@@ -312,7 +312,7 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Within, no other process of ours changes the log. Its folder is locked, since every change replaces the
+    """Exclude other processes from changing the log. Locks its folder, since every change replaces the
     log."""
     directory = path.resolve().parent
     with ExitStack() as stack:
@@ -325,7 +325,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """The file's text with its line ends as they are."""
+    """The file's text with unchanged line ends."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -361,8 +361,8 @@ def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
 
 
 def _appended(text: str, tip: Tip) -> str:
-    """The text with a new entry at its end, whose id is marked as used: a removed entry must not leave its id
-    to another."""
+    """The text with a new entry at its end, whose id is marked as used, so that a removed entry's id is never
+    reused."""
     newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
     lines = text.split("\n")
     marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]

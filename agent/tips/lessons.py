@@ -1,5 +1,5 @@
-"""Lessons of a run's journal: failures that a later attempt or draft fixed, changes that were no faster than
-their original, and tips that the author proposed."""
+"""Find the lessons in a run's journal: failures that a later attempt or draft fixed, changes that were no
+faster than their original, and tips that the author proposed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class Failure:
-    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and the fix; or the
+    """A rejection at ``failed`` (gate/reason) that a later source of the run passed, with the fix; or the
     rejection of a change that was no faster than its original."""
 
     spec: str
@@ -37,7 +37,7 @@ class Failure:
     level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
-        """Raises TipsError for a lesson that no prompt should read."""
+        """Raise TipsError for a lesson that no prompt should contain."""
         return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 
@@ -51,14 +51,14 @@ class Told:
 
 @dataclass(frozen=True)
 class Learned:
-    """All lessons of a run; ``told`` may be about the same failures."""
+    """All lessons of a run; ``told`` may concern the same failures."""
 
     run: str
     failures: tuple[Failure, ...]
     told: tuple[Told, ...]
 
     def untold(self) -> tuple[Failure, ...]:
-        """Failures that the author proposed no tip for."""
+        """Failures for which the author proposed no tip."""
         named = {told.failure.failed for told in self.told}
         return tuple(failure for failure in self.failures if failure.failed not in named)
 
@@ -75,7 +75,7 @@ class Learned:
 
 
 def learned(name: str) -> Learned:
-    """A run's lessons, by its journal at present. Raises JournalError."""
+    """A run's lessons by its current journal. Raises JournalError."""
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
@@ -101,7 +101,7 @@ def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
-    """The text that a run's edits started from; None where it edits none."""
+    """The text that a run's edits started from; None if it edits none."""
     found = next((event.payload for event in events if event.kind == "base"), None)
     if found is None:
         return None
@@ -113,7 +113,7 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[Failure]:
-    """For each reason, the last rejection that was fixed: the change after it is the fix. ``best``: the
+    """For each reason, the last rejection that was fixed; the change after it is the fix. ``best``: the
     incumbent text, until another is accepted."""
     found: dict[str, Failure] = {}
     for index, (report, source) in enumerate(judged):
@@ -130,24 +130,25 @@ def _failures(
 
 
 def _passed(report: Report, gate: str) -> bool:
-    """Whether a source got past a gate; one that never reached it did not."""
+    """Whether a source passed a gate; one that never reached it did not."""
     if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
         return GATES.index(report.gate) > GATES.index(gate)
     return any(passed.gate == gate for passed in report.gates)
 
 
 def changed(before: str, after: str) -> str:
-    """The lines that a fix removed and added, on one line, without indentation, comments and blanks."""
+    """The lines that a fix removed and added, in one line, without indentation, comments and blanks."""
     old, new = (
         [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         for text in (before, after)
     )
-    lines = [line for line in unified_diff(old, new, n=0, lineterm="")][2:]  # after the files' names
+    # skip the two lines with file names
+    lines = [line for line in unified_diff(old, new, n=0, lineterm="")][2:]
     return one_line(" ".join(f"{line[0]}`{line[1:]}`" for line in lines if not line.startswith("@@")))
 
 
 def _versions(events: Sequence[Event]) -> str:
-    """Packages of the last evidence that names some; a run that was never compiled has none."""
+    """Packages in the last evidence that names some; none if the run never compiled."""
     for event in reversed(events):
         if event.kind in SOURCES:
             report = REPORT.validate_python(event.payload["report"])
@@ -158,7 +159,7 @@ def _versions(events: Sequence[Event]) -> str:
 
 
 def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure], level: str) -> Told:
-    """An author's tip; its failure is the run's own where its words name one."""
+    """An author's tip; its failure is the run's own if the tip's words name one."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

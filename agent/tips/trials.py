@@ -1,8 +1,8 @@
-"""Measure whether a tip helps: author the same specs with it and without, at equal limits, and give an
-interval.
+"""Measure whether a tip helps: author the same specs with it and without it, with equal limits, and compute
+an interval.
 
-A verdict is about first attempts, since a known lesson need not be learned. It is "undecided" unless the 95%
-interval of the difference excludes 0.
+A verdict is about first attempts, since a known lesson should save the failure. It is "undecided" unless the
+95% interval of the difference excludes 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Author = Callable[[Path, Sequence[Tip]], "int | None"]
 
 @dataclass(frozen=True)
 class Effect:
-    """The number of ``runs`` that succeeded with the tip, and of as many without."""
+    """Successes in ``runs`` runs with the tip, and in the same number without it."""
 
     with_tip: int
     without: int
@@ -68,7 +68,7 @@ class Trial:
 
 def part(limits: Limits, runs: int) -> Limits:
     """One run's equal part of a whole measurement's limits, including its seconds, since the runs follow one
-    another. Rounded, so that a multiple of the runs at a multiple of the cost has the same part."""
+    another. Rounded, so that twice the runs at twice the cost have the same part."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
     parts = replace(shared, seconds=seconds).to_json()
@@ -76,14 +76,14 @@ def part(limits: Limits, runs: int) -> Limits:
 
 
 def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author) -> Trial:
-    """Author each spec ``repeats`` times with the tip and as often without, beside the other accepted tips of
-    ``known``, after ``refuse_without_effect``."""
+    """Author each spec ``repeats`` times with the tip and as often without it, besides the other accepted
+    tips of ``known``, after ``refuse_without_effect``."""
     with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # Alternate, each arm first equally often, so that changes meanwhile, such as of a provider's
-            # model, meet both.
+            # Alternate, with each arm first equally often, so that changes over time, such as of a provider's
+            # model, affect both.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
@@ -93,7 +93,7 @@ def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int,
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
-    """The tips of the prompts with it, and of those without."""
+    """The tips of the prompts with this tip, and of those without it."""
     without = [other for other in in_prompts(known) if other.id != tip.id]
     return sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number), without
 
@@ -121,7 +121,7 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An author that starts real runs, or continues those that an earlier call of the same measurement left:
+    """An author that starts real runs, or continues those of an interrupted call of the same measurement,
     with the same spec, prompt and ``options`` (of the header, as for ``generate``)."""
 
     tip: Tip
@@ -177,7 +177,7 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     """Whether a run was started with this header and has this prompt."""
     try:
         found, events = record.glance(runs.runs_dir() / name / runs.JOURNAL)
-    except JournalError:  # another run's, damaged or of another version
+    except JournalError:  # another run's journal, damaged or of another version
         return False
     if any(key not in found or found[key] != value for key, value in header.items()):
         return False
@@ -187,7 +187,7 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 def _ended(loop: Loop) -> tuple[int | None, int, str]:
     """The attempts that a run needed to pass (None: it did not), the judged attempts, and its end in words. A
-    run that its budget cut off did not pass, nor one that still awaits a requested measurement."""
+    run that its budget ended did not pass; neither did one that awaits a requested measurement."""
     try:
         outcome = loop.run()
     except OutOfBudget:

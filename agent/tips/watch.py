@@ -1,4 +1,4 @@
-"""A terminal's line on the current one of many runs in a row."""
+"""One line on a terminal about the current one of many runs in a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 class Watch:
     """A listener of loops that shows neither drafts nor gates. ``speaks``: show the provider's own messages,
-    which say where an answer is awaited."""
+    which say where it waits for an answer."""
 
     def __init__(self, console: Console, speaks: bool):
         self.console, self.speaks = console, speaks

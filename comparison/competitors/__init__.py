@@ -1,8 +1,7 @@
-"""The columns of the comparison: other ways to compute a spec's outputs, each installed as itself, at its
-best.
+"""The columns of the comparison: other ways to compute a spec's outputs, each in its best configuration.
 
-A column has one or more arms, ways to call the same library; the fastest stands in a cell. Importing this
-module imports nothing heavy.
+A column has one or more arms, which are ways to call the same library; its cell shows the fastest. Importing
+this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from coda_agent.verifier.spec.model import Spec
 
 TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
 APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
-LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second for layers only
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second only for layers
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
 PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
@@ -26,8 +25,8 @@ PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
 
 @dataclass(frozen=True)
 class Column:
-    """A column; ``what`` describes it in a legend. ``packages``: its arms' distributions. ``revision``:
-    raised when the way to call them changes, which makes their old figures stale."""
+    """A column. ``what`` describes it in a legend. ``packages``: its arms' distributions. ``revision``:
+    incremented when its calls change, which makes old figures stale."""
 
     name: str
     what: str
@@ -72,7 +71,7 @@ COLUMNS = (
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
 ANCHOR = CUBLAS  # in every session
-AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # arms that --quick leaves out
+AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
@@ -89,12 +88,13 @@ def entries(arm: str) -> Mapping[str, Entry]:
 
 
 def composed(spec: str) -> bool:
-    """Whether QuACK's kernel for this spec is composed by us from its operators, not its library's own."""
+    """Whether QuACK's kernel for this spec is composed by us from its operators, instead of coming from its
+    library."""
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
 
 def helped(spec: str) -> bool:
-    """Whether CODA's package leaves a part of this spec to PyTorch's passes over whole matrices."""
+    """Whether CODA's package computes a part of this spec by PyTorch, in passes over whole matrices."""
     from coda_agent.comparison.competitors import upstream
 
     return spec in upstream.HELPED
@@ -108,7 +108,7 @@ def note(spec: Spec, arm: str) -> str:
 
 
 def absent(spec: Spec, arm: str) -> str | None:
-    """Why an arm cannot compute a spec anywhere; None where it can, or nothing is known."""
+    """Why an arm cannot compute a spec on any machine; None if it can, or if nothing is known."""
     from coda_agent.comparison.competitors import flashinfer, liger, upstream
 
     if arm in LIBRARY_ARMS and not admitted(spec, [arm]):

@@ -1,6 +1,6 @@
-"""Slow imports of the libraries' arms, which a worker makes while the session before it runs.
+"""Slow imports of the libraries' arms, which a worker makes while the previous session runs.
 
-A library that is missing or does not load is reported by its arm.
+An arm reports a library that is missing or does not load.
 """
 
 from contextlib import suppress

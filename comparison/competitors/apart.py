@@ -1,7 +1,7 @@
-"""PyTorch, compiled and eager, at its best layout: the halves of a pair (gate and up, the sides of a
-rotation) lie apart, each contiguous, where the specs interleave them.
+"""PyTorch, compiled and eager, in its best layout: the halves of a pair (gate and up, the sides of a
+rotation) are separate and contiguous, while the specs interleave them.
 
-A user of PyTorch has no reason to interleave, so this is the layout to compare with. Importing this module
+A PyTorch user has no reason to interleave, so this is the layout to compare with. Importing this module
 imports nothing heavy.
 """
 
@@ -27,14 +27,14 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def rows_apart(w: Tensor) -> Tensor:
-    """A weight [2F, D] of interleaved rows, with all first rows before all second ones; contiguous."""
+    """A weight [2F, D] of interleaved rows as contiguous halves: all first rows, then all second ones."""
     import torch
 
     return torch.cat((w[0::2], w[1::2]))
 
 
 def columns_apart(z: Tensor) -> Tensor:
-    """[M, 2F] of interleaved columns, with all first columns before all second ones; contiguous."""
+    """[M, 2F] of interleaved columns as contiguous halves: all first columns, then all second ones."""
     return z.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1).contiguous()
 
 
@@ -44,19 +44,19 @@ def columns_together(z: Tensor) -> Tensor:
 
 
 def heads_apart(w: Tensor, pairs: int) -> Tensor:
-    """A weight or vector whose first dim is heads of adjacent pairs, with each head's first halves before its
-    second; contiguous."""
+    """A weight or vector whose first dim is heads of adjacent pairs, reordered so that each head's first
+    halves precede its second; contiguous."""
     return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def heads_together(q: Tensor, pairs: int) -> Tensor:
-    """[M, 2*H*P] of heads with halves apart, back as adjacent pairs."""
+    """[M, 2*H*P] with separate halves per head, back as adjacent pairs."""
     return q.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
 
 
 def tables(g: Given) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a case's rows, each [M, P], contiguous, fp32: given, or computed from positions.
-    """
+    """Cosines and sines of a case's rows, each [M, P], contiguous, fp32: from the inputs, or computed from
+    positions."""
     if (table := g.inputs.get("cos_sin")) is not None:
         return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
     angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()
@@ -72,8 +72,8 @@ SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``sca
 
 
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
-    """The operand x of a case's product, and the pass that a call makes first: where the case has rstd, one
-    compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch would cast mixed dtypes
+    """The operand x of a case's product, and the pass that a call makes first. If the case has rstd, it is
+    one compiled pass that scales x's rows into a buffer; else nothing. Eager PyTorch would cast mixed dtypes
     value by value, or take two passes."""
     import torch
 
@@ -251,7 +251,7 @@ def eager() -> dict[str, Entry]:
 
 
 def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Entry]:
-    """``made``: from a formulation's name and a case's sizes, the function to call."""
+    """Entries from ``made``, which maps a formulation's name and a case's sizes to the function to call."""
     return {name: Entry(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
 
 

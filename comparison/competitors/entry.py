@@ -18,9 +18,9 @@ class Prepared(NamedTuple):
     """A prepared arm.
 
     ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read`` turns
-    its result into the spec's outputs by name, as far as the library has them, outside the clock.
-    ``arranged``: operands in the library's own layout, made outside the clock; a user would keep them in
-    place of the spec's, so no call is charged with them.
+    its result, outside the clock, into the spec's outputs by name, as far as the library has them.
+    ``arranged``: operands in the library's own layout, made outside the clock. A user would store them in
+    place of the spec's, so they do not count as a call's memory.
     """
 
     call: Callable[[], Any]
@@ -35,8 +35,8 @@ class Prepared(NamedTuple):
 def followed(
     first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
 ) -> Prepared:
-    """``first``, then one more product: ``multiply(a, w.mT, out)`` with the [rows, K] that ``first`` gives
-    second and w [N, K]; its output has this name."""
+    """``first``, then one more product: ``multiply(a, w.mT, out)`` with a [rows, K], the second result of
+    ``first``, and w [N, K]. Its output has this name."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:
@@ -56,8 +56,8 @@ def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One library's way to compute one spec. ``note`` tells a reader what is prepared outside the clock, what
-    PyTorch adds, and what replaces an output."""
+    """One library's way to compute one spec. ``note`` tells readers what is prepared outside the clock, what
+    PyTorch computes, and what replaces an output."""
 
     build: Callable[[Given], Prepared]
     note: str = ""

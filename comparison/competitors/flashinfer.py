@@ -1,7 +1,7 @@
-"""flashinfer-python on our specs: its norms, activations and rotary embedding after PyTorch's products, into
-buffers made beforehand.
+"""Run flashinfer-python on our specs: its norms, activations and rotary embedding after PyTorch's products,
+into buffers made beforehand.
 
-It is a library for inference: it keeps no rstd. Importing this module imports nothing heavy.
+It is a library for inference: it returns no rstd. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 def _added(g: Given, w: Tensor) -> Prepared:
     """A projection with its residual, and RMSNorm: a call gives (h, the normalised stream). The kernel adds
-    to the stream in place, so this arm has a stream of its own, which grows from call to call."""
+    to the stream in place, so this arm has its own stream, which grows with each call."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -71,7 +71,7 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Read one more call on the original stream, since every earlier call has added to it."""
+    """Read the results of one more call on the original stream, since every call adds to it."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])
@@ -93,8 +93,8 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
-    """One product of all heads, each normed where wanted, rotated in place. The kernel wants queries and
-    keys: the two halves of the heads, as views of one buffer."""
+    """One product of all heads, normalised if needed, rotated in place. The kernel takes queries and keys:
+    the two halves of the heads, as views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace

@@ -1,8 +1,8 @@
-"""liger-kernel on our specs: its kernels around PyTorch's products, called through the functions behind its
-autograd classes, so that no graph is kept.
+"""Run liger-kernel on our specs: its kernels around PyTorch's products, called through the functions behind
+its autograd classes, which store no graph.
 
-Products go into buffers made beforehand; Liger's own allocations stay its own. Norms cast as its "gemma" mode
-does: all in fp32, rounded once. Importing this module imports nothing heavy.
+Products go into buffers made beforehand; Liger allocates its own results. Norms cast as in its "gemma" mode:
+all in fp32, rounded once. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights of query and key heads with halves apart, and buffers for their products: the kernel wants
-    both, each contiguous. It pads either to a power of two, so the queries have one head count that is."""
+    """Weights of query and key heads with separate halves, and buffers for their products: the kernel needs
+    both, each contiguous. It pads each to a power of two heads, so the queries have a power of two."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1
     w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]
@@ -189,7 +189,7 @@ def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _turnable(q: Tensor, width: int) -> Tensor:
-    """[M, heads * width] as the kernel takes it: [1, heads, M, width], a view."""
+    """[M, heads * width] in the kernel's shape: [1, heads, M, width], a view."""
     return q.view(1, q.shape[0], -1, width).transpose(1, 2)
 
 
@@ -243,7 +243,7 @@ def _qk_norm_rope(g: Given) -> Prepared:
 
 
 def _cross_entropy(g: Given) -> Prepared:
-    """A call gives (logits, loss): a row's loss is its log-sum-exp less its target's logit, fp32."""
+    """A call gives (logits, loss): a row's loss is its log-sum-exp minus its target's logit, fp32."""
     import torch
     import triton
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel

@@ -1,4 +1,4 @@
-"""A complete CUDA toolkit and the driver's library, for libraries that build their kernels at run time.
+"""Find a complete CUDA toolkit and the driver's library, for libraries that build their kernels at run time.
 Importing this module imports nothing heavy."""
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from coda_agent.primitives.system.files import cache_dir
 
 TOOLKITS = Path("/usr/local")  # has cuda, cuda-13.0, ...
 DRIVERS = tuple(map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")))
-WORDS = 250  # characters of what a failed build says
+WORDS = 250  # characters of a failed build's message
 BUILD = "Ninja build failed"
 
 
 @cache
 def prepare() -> None:
-    """Prepare the environment before FlashInfer's import. FlashInfer takes the folder above the first nvcc
-    for the toolkit, which is wrong for a wrapper, and asks the linker for a libcuda.so that may be elsewhere.
-    """
+    """Prepare the environment before FlashInfer's import. FlashInfer takes the folder above the first nvcc as
+    the toolkit, which is wrong for a wrapper, and asks the linker for a libcuda.so that may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     # ninja comes with a package, in an environment that may not be active.
     os.environ["PATH"] = os.pathsep.join(
@@ -40,7 +39,7 @@ def prepare() -> None:
 
 
 def installed(root: Path) -> list[Path]:
-    """The toolkits in a folder, newest first; one without a number in its name comes last."""
+    """The toolkits in a folder, newest first, then one without a number in its name."""
 
     def number(path: Path) -> list[int]:
         return [int(digits) for digits in re.findall(r"\d+", path.name)]
@@ -49,13 +48,13 @@ def installed(root: Path) -> list[Path]:
 
 
 def toolkit(candidates: Iterable[Path]) -> Path | None:
-    """The first toolkit with a compiler and a runtime to link with."""
+    """The first toolkit with a compiler and a runtime library to link."""
     wanted = ("bin/nvcc", "lib64/libcudart.so")
     return next((home for home in candidates if all((home / each).exists() for each in wanted)), None)
 
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
-    """A folder with libcuda.so: the first that has it, else ``own``, made here, where the driver left only
+    """A folder with libcuda.so: the first that has it, else ``own``, created if the driver installed only
     libcuda.so.1."""
     folders = list(folders)
     for folder in folders:
@@ -72,7 +71,7 @@ def library(folders: Iterable[Path], own: Path) -> Path | None:
 
 
 def last_words(said: str) -> str:
-    """The end of a build's output, in one line: errors come last."""
+    """The end of a build's output in one line, since errors come last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("ninja: build stopped")] or lines
     while len(" | ".join(told)) > WORDS and len(told) > 1:

@@ -1,10 +1,11 @@
-"""Prepare a process for CODA's own package: check the versions that it pins, keep its tuner's choices on
-disk, and make its races shorter and audible.
+"""Prepare a process for CODA's own package: check its pinned versions, cache its tuner's choices on disk, and
+make its tuning shorter, with progress messages.
 
-The package tunes with QuACK's autotuner: up to 76 schedules, each called at least 254 times, in every process
-again: more than half an hour, with minutes of silence. Here all schedules are timed by few calls, and the
-fastest few again by the tuner's own race. Few calls alone choose badly: compilers run between them, and a
-call after a pause runs at a cool GPU's clock. Importing this module imports nothing heavy.
+The package tunes with QuACK's autotuner: up to 76 schedules, each called at least 254 times, again in every
+process. That takes more than half an hour, with minutes of silence. Here all schedules are timed by few
+calls, and the fastest few again by the tuner's own timing. Few calls alone choose badly: compilers run
+between them, and a call after a pause runs at a cool GPU's clock. Importing this module imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from coda_agent.verifier.gpu.worker import report
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
 WARM, TIMED = 10, 20  # calls of a schedule, at most; QuACK has at least 54, and 200
 SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that suffice, and the fewest calls
-OWN = 254  # calls of its own race
+OWN = 254  # calls of the tuner's own timing
 # schedules in the final, at most and at least, and the milliseconds that it may take
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
@@ -36,10 +37,10 @@ SECONDS = 10.0  # between reports while only compilers work
 
 @cache
 def prepare() -> None:
-    """Prepare the process before the package's import. RuntimeError where the environment is another."""
+    """Prepare the process before the package's import. RuntimeError in another environment."""
     check()
     os.environ |= {
-        "QUACK_CACHE_AUTOTUNING": "1",  # the package disables what QuACK enables by default
+        "QUACK_CACHE_AUTOTUNING": "1",  # the package disables this default of QuACK
         "QUACK_CACHE_DIR": str(kept()),
         "QUACK_COMPILE_WORKERS": str(cores()),
     }
@@ -62,7 +63,8 @@ def check() -> None:
 
 
 def kept() -> Path:
-    """The folder of compiled kernels and choices: QuACK's keys name neither the GPU nor the way to race."""
+    """The folder of compiled kernels and choices: QuACK's keys contain neither the GPU nor the timing
+    method."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -71,7 +73,7 @@ def kept() -> Path:
 
 def shorten(autotuner: Any, pool: Any) -> None:
     """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: fewer calls except in a final of the
-    fastest, and a report for each race."""
+    fastest, and a message for each timing."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
     autotuner._bench_cuda_graph_l2_rotate = raced
     kind._bench = _announced(kind._bench, count(1))
@@ -87,7 +89,7 @@ def raced(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> float | list[float]:
-    """Milliseconds a call, with the arguments of QuACK's function of this name (one replay of a CUDA graph
+    """Milliseconds per call, with the arguments of QuACK's function of this name (one replay of a CUDA graph
     that cycles through the sets of inputs), over WARM and about TIMED calls; fewer for long ones."""
     import torch
 
@@ -106,7 +108,7 @@ def raced(
         torch.cuda.synchronize()
         return float(start.elapsed_time(end))
 
-    run(1)  # it launches, loads, and may be slower
+    run(1)  # launches, loads, and may be slower
     torch.cuda.synchronize()
     enough = max(FEWEST, math.ceil(SHORT / max(timed(partial(run, 1)), SHORT / TIMED)))
     calls = max(1, enough // len(sets)) * len(sets)  # each set equally often
@@ -121,7 +123,7 @@ def raced(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember the tuner's arguments for the length of the call: its final needs inputs too."""
+    """Remember the tuner's arguments during the call, since its final needs inputs too."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -134,7 +136,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a final before a choice is kept on disk. ``own``: the tuner's own race."""
+    """Run a final before a choice is written to disk. ``own``: the tuner's own timing."""
 
     def decided(tuner: Any, key: Any, configs: Any, race: Callable[[], None]) -> Any:
         def all_of_it() -> None:
@@ -147,7 +149,7 @@ def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any])
 
 
 def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> None:
-    """Race the fastest few by the tuner's own race, one after the other; the fastest becomes its choice."""
+    """Time the fastest few by the tuner's own timing, one after another; the fastest becomes its choice."""
     args, kwargs = tuner.given
     timings = {c: times[0] for c, times in tuner.configs_timings.items() if math.isfinite(times[0])}
     ranked = sorted(timings, key=timings.__getitem__)
@@ -157,7 +159,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
     finalists = ranked[: min(FINALISTS, max(LEAST, many))]
     try:
         sets = autotuner._clone_l2_rotate_inputs(args, kwargs, autotuner._pick_l2_rotate_count(args, kwargs))
-    except (RuntimeError, MemoryError):  # no memory for them, as in QuACK's own race: the choice stands
+    except (RuntimeError, MemoryError):  # no memory for them, as in QuACK's own timing: keep the choice
         return
     autotuner._bench_cuda_graph_l2_rotate = own
     tuner._l2_cold_arg_sets, tuner._l2_cold_kwarg_sets = sets
@@ -171,7 +173,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
 
 
 def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[..., Any]:
-    """Announce each race. A schedule that is not compiled yet is tried, and announced, again."""
+    """Report each timing. A schedule that is not compiled yet is tried, and reported, again."""
 
     def announced(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         report(GATE, f"{tuner.fn.__name__.strip('_')}, try {next(races)}")

@@ -1,7 +1,7 @@
-"""CODA's own package, coda-kernels, on our specs: the functions of coda.core, called as its layers and tests
-call them, each tuned by the package at its first call (``tuner``).
+"""Run CODA's own package, coda-kernels, on our specs: the functions of coda.core, called as its layers and
+tests call them, and tuned by the package at the first call (``tuner``).
 
-The package lacks kernels for some of the paper's operators (``ABSENT``); row scales are PyTorch's. Importing
+The package lacks kernels for some of the paper's operators (``ABSENT``); row scales run in PyTorch. Importing
 this module imports nothing heavy.
 """
 
@@ -19,7 +19,7 @@ from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # target that is ignored
+IGNORED = -100  # the target that is ignored
 
 
 # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +109,7 @@ def _qk_norm_rope(g: Given) -> Prepared:
 
 
 def picked(logits: Tensor, target: Tensor) -> Tensor:
-    """Each row's logit at its target, fp32 [M]; 0 where it is ignored."""
+    """Each row's logit at its target, fp32 [M]; 0 for an ignored target."""
     import torch
 
     found = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
@@ -152,7 +152,7 @@ TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its o
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
-    """The package is imported only once its process is prepared."""
+    """The package is imported only after its process is prepared."""
 
     def built(g: Given) -> Prepared:
         prepare()
@@ -183,8 +183,8 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 
-# Specs of which PyTorch does a part in passes over whole matrices: a row scale, or the backward's outputs
-# beside dz.
+# Specs for which PyTorch computes a part in passes over whole matrices: a row scale, or the backward's
+# outputs besides dz.
 HELPED = frozenset(
     {
         "gemm_rmsnorm_swiglu",

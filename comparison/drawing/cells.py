@@ -1,4 +1,4 @@
-"""The comparison's table: in each cell the fastest of a column's arms, or the reason why there is none."""
+"""The comparison's table: each cell has the fastest of a column's arms, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CHANGED = "is another since it was measured: coda-agent compare measures it agai
 class Cell:
     """A column's fastest arm in a row.
 
-    ``against``: its time over the LLM's kernel's, above 1 where that kernel is faster; None in a row without
+    ``against``: its time over the LLM's kernel's, above 1 if that kernel is faster; None in a row without
     one, and in the kernel's own cell. ``anchored``: the two never shared a session, so the ratio goes through
-    the anchor. ``processes``: the number behind ``against`` (the fewer of its two steps if anchored), or else
+    the anchor. ``processes``: the number behind ``against`` (the fewer of its two steps if anchored), else
     behind the time.
     """
 
@@ -42,14 +42,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Empty:
-    """A column that has no figure in a row."""
+    """A column without a figure in a row."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: ``roofline`` is the least time that the hardware allows, in milliseconds;
+    """A row of the table. ``roofline`` is the smallest time that the hardware allows, in milliseconds;
     ``anchor`` is the arm that ratios go through."""
 
     operator: str
@@ -99,8 +99,8 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
 
 
 def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
-    """The cell with the time of the model's other kernel, program or edited text, for readers who want both.
-    """
+    """The cell with the time of the model's other kernel (program or edited text), for readers who want
+    both."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
     times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
@@ -119,8 +119,8 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without figures of a question, an arm or an anchor that has changed since: in
-    a later session, or when it was last requested (``present``)."""
+    """The sessions of one row, without figures of an outdated question, arm or anchor: outdated by a later
+    session, or by the last request (``present``)."""
 
     def __init__(self, sittings: list[Sitting], present: Present | None):
         self.last = sittings[-1]
@@ -136,7 +136,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for sitting in sittings:
             for arm, failure in sitting.failed.items():
-                if self.keys.get(arm) != failure.key:  # otherwise it has figures of another process
+                if self.keys.get(arm) != failure.key:  # otherwise it has figures from another process
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in sitting.arms.items() if sitting in timed else ():
@@ -147,7 +147,7 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """All arms where the question or the anchor has changed; never the anchor itself, which ratios go
+        """All arms if the question or the anchor has changed. Never the anchor itself, which ratios go
         through."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.anchor in found:
@@ -155,8 +155,8 @@ class _Row:
         return found - {self.anchor}
 
     def standing(self) -> list[Sitting]:
-        """Sessions with a current arm besides the anchor, or with the anchor alone; all of them where no
-        other figures are left."""
+        """Sessions with a current arm besides the anchor, or with the anchor alone; all sessions if no other
+        figures are left."""
         found = [
             s
             for s in self.timed
@@ -206,7 +206,7 @@ class _Row:
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
     def ratio(self, arm: str, rival: str) -> _Ratio:
-        """The ratio of their times; through the anchor where they never shared a session."""
+        """The ratio of their times; through the anchor if they never shared a session."""
         together = self._with(arm, rival)
         if together:
             pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
@@ -217,12 +217,13 @@ class _Row:
 
 
 def _processes(sittings: list[Sitting]) -> frozenset[int]:
-    """A process has several sessions where some arms sat apart or again, with the anchor in each."""
+    """The number of processes. One process has several sessions if some arms ran separately or again, with
+    the anchor in each."""
     return frozenset(s.process for s in sittings)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """Over processes, or over the rounds of the only one. Cached: a table that is drawn again after each
-    session has few new ratios."""
+    """The ratio over processes, or over the rounds of a single process. Cached, since a table that is redrawn
+    after each session has few new ratios."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

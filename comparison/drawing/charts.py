@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
-# Okabe and Ito's colours, which people who confuse red and green can tell apart, and a shape each.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, with a shape for each.
 COLOURS = {
     COMPILE: "#E69F00",
     HUMAN: "#0072B2",
@@ -45,7 +45,7 @@ COLOURS = {
     MATMUL: "#000000",
 }
 SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
-ABOVE = {FLASHINFER: 3.5, LLM: 4}  # where dots coincide: a cross shows on a diamond, and a ring around it
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # for dots that coincide: a cross shows on a diamond, and a ring around it
 TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
@@ -88,15 +88,15 @@ STYLE: dict[Any, Any] = {
 }
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
-SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches from line to line, most characters in a line
+SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters in a line
 BAR = 0.105  # inches of a bar, which is also as high as its ratio's text
-LABEL = 0.5  # inches of a bar's ratio and its marks
+LABEL = 0.5  # inches for a bar's ratio and its marks
 GAP = 0.55  # of a row, between operators
 
 
 def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
-    """Draw the charts that have anything to show: files by name, speedup and roofline as .svg and .png.
-    ``measured`` (what, on what, when) goes under the titles."""
+    """Draw the charts that have something to show: files by name, speedup and roofline as .svg and .png.
+    ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
     return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
@@ -123,8 +123,8 @@ def _bytes(figure: Figure, kind: str) -> bytes:
 
 
 def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
-    """One bar a row and rival, from 1: to the right where the LLM's kernel is faster, to the left where the
-    rival is. Logarithmic, since half as fast is as far from 1 as twice as fast."""
+    """One bar per row and rival, from 1: to the right if the LLM's kernel is faster, to the left if the rival
+    is. Logarithmic, since half as fast is as far from 1 as twice as fast."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
@@ -153,7 +153,7 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
-    """The meaning of the marks, and which bars over a column of people's kernels are over more than those."""
+    """The meaning of the marks, and which bars over a column of people's kernels cover more than those."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: of {_listed(found)} {SHARED[name].drawn}."
@@ -165,7 +165,7 @@ def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
 
 
 def _of(lines: Sequence[Line], column: str, which: Callable[[str], bool]) -> list[str]:
-    """The operators in ``which`` that a column has cells of."""
+    """The operators in ``which`` with cells in a column."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))
 
@@ -211,7 +211,7 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 
 
 def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
-    """One dot a row and column: times over the least that the hardware allows. Logarithmic."""
+    """One dot per row and column: times over the smallest that the hardware allows. Logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
@@ -239,8 +239,8 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _time(line: Line, cell: Cell) -> float:
-    """Milliseconds; a time from another session than the LLM's is scaled to the GPU's clock in that session.
-    """
+    """Milliseconds. A time from another session than the LLM's is scaled to the GPU's clock in that
+    session."""
     own, ratio = line.cell(LLM), _through_anchor(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
@@ -252,7 +252,7 @@ def _through_anchor(cell: Cell | None) -> Interval | None:
 
 def _dot(name: str) -> dict[str, Any]:
     """A dot's style: a ring for the LLM, a cross for FlashInfer, a stroke for matmul, so that coinciding dots
-    still show."""
+    remain visible."""
     thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
@@ -270,8 +270,8 @@ def _dot(name: str) -> dict[str, Any]:
 def _canvas(
     lines: Sequence[Line], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
-    """A figure with a row of ``inches`` for each line beside its operator's name, and each row's place.
-    ``measured`` stands in small print under the title, ``notes`` at the foot."""
+    """A figure with a row of ``inches`` for each line next to its operator's name, and each row's position.
+    ``measured`` appears in small print below the title, ``notes`` at the foot."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0
@@ -308,7 +308,7 @@ def _small(text: str) -> list[str]:
 
 
 def _operator(axes: Axes, name: str, place: float) -> None:
-    """Write the operator's name at the left edge, broken in two where it is long."""
+    """Write the operator's name at the left edge, in two lines if it is long."""
     words = name.removeprefix("gemm_").replace("_", " ")
     lines = wrap(words, 22, break_long_words=False, break_on_hyphens=False)
     axes.text(
@@ -343,7 +343,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
-    """Put the legend above the axes, and the numbers there."""
+    """Put the legend above the axes, and the axis numbers there."""
     top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
     figure.legend(
         handles=handles,

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs no network, script or other file."""
+"""A comparison as one HTML page without network access, scripts or other files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _summary(found: Summary) -> tuple[str, str, list[tuple[str, ...]]]:
 
 
 def _inline(name: str, svg: str) -> Markup:
-    """A chart as an element whose ids no other chart of the page has."""
+    """A chart as an element with ids that are unique on the page."""
     root = _ROOT.search(svg)
     assert root is not None
     return Markup(
@@ -117,7 +117,7 @@ def _row(line: Line, results: Results) -> tuple[str, list[tuple[str, ...]], list
 
 
 def _column(line: Line, name: str) -> tuple[str, ...]:
-    """A column's cells; ``processes`` counts those behind the ratio, or behind the time without one."""
+    """A column's cells; ``processes`` counts those behind the ratio, or behind the time without a ratio."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)

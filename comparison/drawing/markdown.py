@@ -1,7 +1,7 @@
 """A comparison as Markdown: its tables, and the whole page.
 
-A number in a cell refers to a note under the tables, which says why the cell is empty or what is special
-about it.
+A number in a cell refers to a note below the tables. The note says why the cell is empty, or describes the
+cell.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: ``says`` describes its figures; a row is an operator, a case and an entry a column."""
+    """A table. ``says`` describes its figures; a row has an operator, a case and one entry per column."""
 
     title: str
     says: str
@@ -146,9 +146,9 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
-    """Replace the ``brief`` and the ``headline`` of a Markdown file, at the comments that mark their places.
+    """Replace the ``brief`` and the ``headline`` of a Markdown file, between the comments that mark them.
 
-    Raises InvalidInput where the file marks neither, or one twice; OSError.
+    Raises InvalidInput if the file marks neither, or one twice; OSError.
     """
     made = {"comparison": brief, "headline": headline}
     text = marked(path)
@@ -156,7 +156,7 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
 
 def marked(path: Path) -> str:
-    """The text of a file that has a place for ``write``. Raises as that."""
+    """The text of a file with a marked table for ``write``. Raises the same errors."""
     text = path.read_text(encoding="utf-8")
     names = [match[2] for match in _PLACE.finditer(text)]
     if not names or len(set(names)) < len(names):
@@ -168,19 +168,19 @@ def marked(path: Path) -> str:
 
 
 def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
-    """The columns that these lines have cells of."""
+    """The columns with cells in these lines."""
     return tuple(name for name in NAMES if any(name in line.cells for line in found))
 
 
 def rivals(found: Sequence[Line]) -> tuple[str, ...]:
-    """The columns of the summary that lines have cells of; CODA's own package, which few machines have, only
-    with figures."""
+    """The columns of the summary with cells in these lines. CODA's own package, which few machines have, is
+    included only with figures."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
 
 def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
-    """The tables of lines, and the notes that their cells number."""
+    """The tables of lines, and the notes that their cells refer to."""
     notes, names = Notes(), columns_of(found)
     return [
         _filled(
@@ -229,12 +229,12 @@ def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
 
 
 def mark(row: Row) -> str:
-    """The mark behind a row's ratio."""
+    """The mark after a row's ratio."""
     return (ANCHORED if row.anchored else "") + doubts([row])
 
 
 def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
-    """A sentence for each mark that these columns' ratios carry."""
+    """A sentence for each mark on these columns' ratios."""
     rows = _raced(found, columns)
     beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
     told = {
@@ -251,12 +251,12 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
 
 
 def clocks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
-    """A warning about these columns' times, where any of their ratios is anchored."""
+    """A warning about these columns' times, if any of their ratios is anchored."""
     return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
 
 
 def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, Row]]:
-    """The ratios that these columns have."""
+    """All ratios of these columns."""
     return [
         (line, row)
         for line in found
@@ -266,8 +266,7 @@ def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, 
 
 
 def fastest(line: Line) -> str | None:
-    """The column with the row's best ratio, among those that compute all of it in a time that the hardware
-    allows."""
+    """The column with the row's best ratio, among those that compute the whole row in a possible time."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
@@ -295,7 +294,7 @@ def claimed(finding: Finding) -> tuple[str, ...]:
 
 
 def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
-    """Remarks on a cell: its arm where that is not the column's first, its note, and whether its time is
+    """Remarks on a cell: its arm if that is not the column's first, its note, and whether its time is
     impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
     arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
@@ -303,7 +302,7 @@ def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows unchanged in one line: no markup, HTML, link or further cell."""
+    """Text that Markdown shows unchanged in one line: no markup, HTML, link or extra cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
 
 
@@ -377,14 +376,14 @@ def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _explained(column: Column, have: Collection[str]) -> str:
-    """A column's description; where several of its arms have figures, these arms and the default one."""
+    """A column's description; if several of its arms have figures, these arms and the default one."""
     arms = [arm for arm in column.arms if arm in have]
     which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
     return column.what + (which if len(arms) > 1 else "")
 
 
 def _sheet(sheet: Sheet) -> str:
-    """A sheet as Markdown; an operator is named in its first row."""
+    """A sheet as Markdown. Each operator is named in its first row only."""
     rows, last = [], ""
     for operator, case, entries in sheet.rows:
         name = _named(operator) if operator != last else ""

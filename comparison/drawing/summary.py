@@ -25,9 +25,9 @@ WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # whole layers
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
 RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in its order
 OPERATORS, LAYERS = "all operators", "all layers"
-FEWEST = 2  # processes that decide: one tells nothing about how processes differ
+FEWEST = 2  # processes that decide: a single one shows no variation between processes
 ALONE, DOUBTED = "‡", "§"  # marks of a ratio from one process, and of an impossible time
-BELOW = 0.05  # share of the roofline that measured ceilings may miss
+BELOW = 0.05  # the share by which a time may fall below the roofline, since ceilings are measured
 NOTHING = "Nothing has been measured yet."
 _PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
 
@@ -46,8 +46,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """A column of people's kernels, of which some are its ``own`` and the ``other`` ones, those of ``which``
-    operators, are not; ``drawn`` is the chart's description of them."""
+    """A column of people's kernels. Some are its ``own``; the ``other`` ones, for the operators in ``which``,
+    are composed by us. ``drawn`` is the chart's description of them."""
 
     own: Kind
     other: Kind
@@ -75,8 +75,8 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row's ratio and the number of ``processes`` behind it; ``doubted`` where either time is impossible.
-    """
+    """One row's ratio and the number of ``processes`` behind it. ``doubted``: one of its times is
+    impossible."""
 
     case: str
     ratio: Interval
@@ -103,8 +103,7 @@ class Row:
 
     @property
     def outcome(self) -> Outcome:
-        """A win or a loss of the LLM's kernel only where the whole interval says so, over several processes.
-        """
+        """A win or a loss of the LLM's kernel only if the whole interval shows it, over several processes."""
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -112,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tally:
-    """Rows of one operator or more, with the geometric mean of their ratios."""
+    """Rows of one or more operators, with the geometric mean of their ratios."""
 
     name: str
     rows: tuple[Row, ...]
@@ -136,7 +135,7 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as shown, without an interval where a row's interval would claim too much."""
+        """The mean as shown, without an interval if a row's interval would claim too much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else shown(self.mean)
 
@@ -146,19 +145,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator; empty where no row has both."""
+    """The LLM's kernels against a column, by operator; empty if no row has both."""
 
     column: str
     operators: tuple[Tally, ...]
 
     @property
     def totals(self) -> tuple[Tally, ...]:
-        """All operators and, apart from them, all whole layers; each only where there are any."""
+        """All operators and, separately, all whole layers; each only if there are any."""
         return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """For a column in ``SHARED``, its own kernels and the others; each only where there are any."""
+        """For a column in ``SHARED``, its own kernels and the others; each only if there are any."""
         if not (shared := SHARED.get(self.column)):
             return ()
         own, other, which = shared.own.name, shared.other.name, shared.which
@@ -181,7 +180,7 @@ class Summary:
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """A tally with a word on whose kernels these are."""
+        """A tally with a note on whose kernels these are."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
             return f"{tally} {shared.own.told}"
@@ -190,8 +189,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim: in these operators' rows (and ``cases``, where any are named), the ratio to this
-    column lies from low to high."""
+    """A published claim: in these operators' rows (and ``cases``, if any are named), the ratio to this column
+    lies from low to high."""
 
     what: str
     operators: tuple[str, ...]
@@ -269,7 +268,7 @@ def against(lines: Sequence[Line], column: str) -> Summary:
 
 
 def findings(lines: Sequence[Line]) -> list[Finding]:
-    """Every claim, with what was measured."""
+    """Every claim, with its measurement."""
     rows = {
         column: {tally.name: tally.rows for tally in against(lines, column).operators}
         for column in {claim.column for claim in CLAIMS}
@@ -295,7 +294,7 @@ def below(line: Line, cell: Cell) -> bool:
 
 
 def doubts(rows: Iterable[Row]) -> str:
-    """The marks of whatever leaves any of these rows undecided."""
+    """The marks of everything that leaves any of these rows undecided."""
     rows = list(rows)
     told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
     return "".join(mark for mark, needed in told.items() if needed)
@@ -308,8 +307,8 @@ _WHY = {
 
 
 def shown(ratio: Interval) -> str:
-    """A ratio to three places, or to as many as tell an interval that ends just short of 1 from one that
-    holds it."""
+    """A ratio with three decimals, or with enough to distinguish an interval that ends just short of 1 from
+    one that contains 1."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
     places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
     return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"
@@ -344,7 +343,7 @@ def together(ratios: Sequence[Interval]) -> Interval:
 
 
 def ordered(lines: Iterable[Line]) -> list[Line]:
-    """Lines in the order of all tables, unknown operators last, the models' widths first."""
+    """Lines in the order of all tables: unknown operators last, widths of real models first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)
     first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
@@ -359,7 +358,7 @@ def ordered(lines: Iterable[Line]) -> list[Line]:
 
 
 def measured(results: Results) -> str:
-    """Devices, versions and dates of the results; where sessions differ, all that occur."""
+    """Devices, versions and dates of the results; if sessions differ, it lists every value."""
     sittings = standing(results)
     if not sittings:
         return NOTHING

@@ -1,4 +1,4 @@
-"""A comparison in a terminal while it is measured, in blocks of columns where the terminal is narrow."""
+"""Show a comparison in a terminal while it is measured, in blocks of columns if the terminal is narrow."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ UNMEASURED = "not measured"
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
     """The table: milliseconds, bold for the fastest column shown, and the ratio to the LLM's kernel, green
-    above 1 and red below. Empty cells number their reasons, which stand below. ``doing`` stands above the
-    table, of which a screen may show only the beginning."""
+    above 1 and red below. Empty cells refer to numbered reasons below the table. ``doing`` is shown above the
+    table, since a screen may show only the table's beginning."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
         names = columns_of([line for _, line in shown])
-        # All cells now, by row, so that the choice of blocks changes no footnote's number.
+        # All cells now, by row, so that the number of blocks does not change the footnotes' numbers.
         cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
         parts.append(_Blocks(shown, names, cells))
     else:
@@ -49,7 +49,7 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[Line]) -> list[tuple[str, Line]]:
-    """Lines beside their operator's name, which may continue over several rows."""
+    """Lines next to their operator's name, which may continue over several rows."""
     rows: list[tuple[str, Line]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)
@@ -60,7 +60,7 @@ def _rows(found: list[Line]) -> list[tuple[str, Line]]:
 
 
 def _name(operator: str) -> list[str]:
-    """A name on as many lines as it takes, broken between its words."""
+    """A name on as many lines as it needs, broken between its words."""
     lines = [""]
     for word in re.findall(r"[^_ ]*(?:[_ ]|$)", visible(operator).removeprefix("gemm_")):
         joined = lines[-1] + word

@@ -24,7 +24,7 @@ def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> d
 
 
 def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
-    """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for it."""
+    """``results`` of the plain layer in fp32. Raises RuntimeError if PyTorch may use TF32 for it."""
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
     weights = Weights(*(w.float() for w in drawn.weights))
@@ -33,8 +33,8 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values: NaN or infinite where any value found is.
-    ValueError where names or shapes differ."""
+    """The RMS of each error over the RMS of the exact values: NaN or infinite if any found value is.
+    ValueError if names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:

@@ -1,4 +1,4 @@
-"""What every variant of a layer offers: built once, called many times, all on the current CUDA stream."""
+"""The interface of all variants of a layer: built once, called many times, on the current CUDA stream."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Gradients = dict[str, Tensor]
 
 
 class Layer(ABC, Generic[Stream, Saved]):
-    """One layer. Layers of one variant chain: a ``Stream`` is what a layer hands to the next.
+    """One layer. Layers of one variant chain: a layer passes a ``Stream`` to the next.
 
-    ``forward``, ``train``, ``backward`` and ``step`` launch work and wait for none of it. ``start``,
-    ``outputs`` and ``gradients`` translate, outside the clock.
+    ``forward``, ``train``, ``backward`` and ``step`` launch work and do not wait. ``start``, ``outputs`` and
+    ``gradients`` translate, outside the clock.
     """
 
     @abstractmethod
     def start(self, x: Tensor) -> Stream:
-        """What the layer before would hand on, of its output [tokens, D]."""
+        """The stream from the previous layer, given that layer's output [tokens, D]."""
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:
-        """Inference: nothing is kept for a backward."""
+        """Inference: nothing is stored for a backward."""
 
     @abstractmethod
     def train(self, stream: Stream) -> tuple[Stream, Saved]:
-        """Forward, and what the backward needs."""
+        """Forward, with the values that the backward needs."""
 
     @abstractmethod
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
         """The gradients of the layer's input, "x", and of each of its ``Weights``, by name, in the variant's
-        own layout. ``dout`` [tokens, D] is that of the residual stream which the layer gave; ``saved`` is
-        good for one call."""
+        own layout. ``dout`` [tokens, D] is the gradient of the residual stream that the layer returned.
+        ``saved`` is valid for one call."""
 
     def step(self, stream: Stream, dout: Tensor) -> Gradients:
         """Forward and backward."""
@@ -44,12 +44,14 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def outputs(self, stream: Stream) -> dict[str, Tensor]:
-        """Of a stream that the layer gave: "y" [tokens, D], and what the next norm makes of it, "normed"."""
+        """From a stream that the layer returned: "y" [tokens, D], and "normed", its value after the next
+        norm."""
 
     def arranged(self) -> tuple[Tensor, ...]:
-        """Copies of weights in the variant's own layout, which one would keep in place of the drawn ones."""
+        """Copies of weights in the variant's own layout, which a user would store in place of the drawn
+        ones."""
         return ()
 
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
-        """Gradients that ``backward`` gave, in the layout of ``Weights``."""
+        """Gradients from ``backward``, in the layout of ``Weights``."""
         return dict(found)

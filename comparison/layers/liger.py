@@ -1,8 +1,9 @@
-"""The layer in Liger's operators (liger-kernel 0.8.5), each where its authors have one, on cuBLAS's matmuls.
+"""The layer in Liger's operators (liger-kernel 0.8.5) as far as they exist, on cuBLAS's matmuls.
 
 The residual and the FFN's norm are one operator, and so is SwiGLU over gate and up in one tensor. Rotation
-works in place on contiguous heads: it copies q and k out of a joint projection, and not out of projections
-``apart``, which take three matmuls, and more sums in the backward. Which is faster is for a clock to say.
+works in place on contiguous heads. From a joint projection it copies q and k. With projections ``apart`` it
+copies nothing, but these take three matmuls, and more sums in the backward. The benchmark decides which is
+faster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ APART = ("q", "k", "v")
 
 
 class Liger(Differentiated):
-    """``apart``: q, k and v have weights of their own, as Hugging Face keeps them. Raises ImportError."""
+    """``apart``: q, k and v have separate weights, as in Hugging Face's models. Raises ImportError."""
 
     def __init__(self, shape: Shape, weights: Weights, next_norm: Tensor, apart: bool = False):
         parameters = weights._asdict()

@@ -1,4 +1,4 @@
-"""The layer as people write it in PyTorch: what torch.compile gets, and in fp32 the truth."""
+"""The layer as people write it in PyTorch: the input of torch.compile, and in fp32 the truth."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
 
 
 class Plain(Differentiated):
-    """``layer`` by PyTorch alone, or ``compiled``: by what this makes of it, torch.compile with its mode."""
+    """``layer`` by PyTorch alone, or ``compiled``: transformed by this function, torch.compile with its
+    mode."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # A code object of its own: torch.compile keeps its results by code object and gives up after eight.
+        # A separate code object: torch.compile caches its results by code object and gives up after eight.
         own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
         self._layer: Function = compiled(own) if compiled else own
 

@@ -1,4 +1,4 @@
-"""Where a layer's kernels run: launched on a GPU, or interpreted on any machine."""
+"""Run a layer's kernels: launched on a GPU, or interpreted on any machine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Tensors = Mapping[str, Tensor]
 
 
 class Call(NamedTuple):
-    """A kernel at sizes: what a schedule is chosen for."""
+    """A kernel at sizes: the key of a schedule."""
 
     operator: str
     sizes: tuple[tuple[str, int], ...]
 
 
 def calls(shape: Shape, *, backward: bool = True) -> dict[str, Call]:
-    """Every kernel that a layer of this shape calls, by its place in the layer, forward first; without
-    ``backward`` no others.
+    """Every kernel that a layer of this shape calls, by its position in the layer, forward first; without
+    ``backward`` only the forward's.
 
-    An operator may stand in two places, at sizes that want different schedules.
+    An operator may occur at two positions, with sizes that need different schedules.
     """
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
 
@@ -64,8 +64,8 @@ class Runner(Protocol):
 
 
 class Launched:
-    """On the GPU that the inputs are on, current stream. A call is planned, and if need be tuned, when it is
-    first made; later ones must be alike."""
+    """On the inputs' GPU and the current stream. The first call plans and, if needed, tunes; later ones must
+    be alike."""
 
     def __init__(self, kernels: Mapping[Call, Kernel]) -> None:
         self.kernels = kernels
@@ -86,7 +86,7 @@ class Launched:
 
 
 class Interpreted:
-    """In PyTorch, on the inputs' device: numbers as the kernels' own, times that mean nothing."""
+    """In PyTorch, on the inputs' device: the kernels' own numbers, without meaningful times."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs

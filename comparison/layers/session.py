@@ -1,7 +1,7 @@
-"""On the GPU, in a worker: a layer in all its variants, taking turns. A task of ``verifier.gpu.worker``.
+"""Time a layer in all its variants, interleaved, on the GPU in a worker. A task of ``verifier.gpu.worker``.
 
-Forward alone, or forward and backward; every variant's outputs, and its gradients where there is a backward,
-are compared once with the plain layer's in fp32.
+Forward alone, or forward and backward. Every variant's outputs, and its gradients if there is a backward, are
+compared once with the plain layer's in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSeats:
-    """Which variants take turns at which shape; ``kernels``: what the LLM's variant calls."""
+    """The variants of a session, and their shape. ``kernels``: the calls of the LLM's variant."""
 
     shape: Shape
     arms: tuple[str, ...]
@@ -48,7 +48,7 @@ class LayerSeats:
             yield from () if all(tuned) else (self._run,)
 
     def _run(self) -> None:
-        """The kernels once, in their places: what tunes them."""
+        """Run each kernel once at its position, which tunes it."""
         from coda_agent.comparison.layers.shape import draw
 
         drawn = draw(self.shape, secrets.randbits(48))
@@ -57,15 +57,15 @@ class LayerSeats:
         layer.step(stream, drawn.dout) if self.backward else layer.forward(stream)
 
     def runner(self) -> Runner:
-        """Where the LLM's variant runs its kernels: each is planned when it is first called."""
+        """The runner of the LLM's variant; each kernel is planned at its first call."""
         from coda_agent.comparison.layers.runners import Launched
 
         return Launched({call: copy(kernel) for call, kernel in self.kernels.items()})
 
 
 def sit(seats: LayerSeats) -> dict[str, Any]:
-    """As ``comparison.interleaved``, of whole layers. A loss is over the truth's RMS, and over what the plain
-    layer loses in bf16, run by eager PyTorch."""
+    """Like ``comparison.interleaved``, for whole layers. A loss is relative to the truth's RMS, and to the
+    loss of the plain layer in bf16 in eager PyTorch."""
     return contest(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
 
 
@@ -77,7 +77,7 @@ class _Stage(Stage):
         self.seats = seats
         self.drawn = draw(seats.shape, secrets.randbits(48))
         self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn, backward=seats.backward)
-        self.usual: dict[str, float] = {}  # what eager PyTorch loses
+        self.usual: dict[str, float] = {}  # the losses of eager PyTorch
         self.runner = seats.runner()
 
     def enter(self, arm: str) -> Entrant:

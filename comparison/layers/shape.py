@@ -1,4 +1,4 @@
-"""How large a Transformer layer is, its weights and its inputs."""
+"""The shape of a Transformer layer, its weights and its inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Shape:
         return t.view(self.sequences, self.length, self.heads, self.head_width).transpose(1, 2)
 
     def together(self, t: Tensor) -> Tensor:
-        """[sequences, heads, length, head width] -> [tokens, width], a view of what ``apart`` gave."""
+        """[sequences, heads, length, head width] -> [tokens, width], a view of a result of ``apart``."""
         return t.transpose(1, 2).reshape(self.tokens, self.width)
 
 
@@ -50,7 +50,7 @@ WIDTHS = {"1B": Shape(32, 64, 5632), "7B": Shape(32, 128, 11008), "70B": Shape(6
 
 
 class Weights(NamedTuple):
-    """Of one layer, D wide with an FFN of F. Matrices are [out, in], as torch.nn.Linear keeps them."""
+    """The weights of one layer, D wide with an FFN of F. Matrices are [out, in], as in torch.nn.Linear."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [3*D, D]: all of q, then k, then v; a head's rotary pairs half a head apart
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A layer and what it meets: ``next_norm`` [D] is the weight of the norm after it, ``x`` its input and
+    """A layer with its inputs: ``next_norm`` [D] is the weight of the norm after it, ``x`` its input and
     ``dout`` the gradient of its output, [tokens, D]."""
 
     weights: Weights
@@ -71,7 +71,8 @@ class Drawn(NamedTuple):
 
 
 def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
-    """All in bf16: normal activations, matrices that keep their size, norms' weights from 0.5 to 1.5."""
+    """Draw everything in bf16: normal activations, matrices that preserve magnitudes, norms' weights from 0.5
+    to 1.5."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float = 1.0) -> Tensor:
@@ -97,7 +98,7 @@ def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
 
 
 def rotary(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [length, head width] in bf16, the second half of the columns as the first."""
+    """Cosines and sines, [length, head width] in bf16; both halves of the columns are equal."""
     steps = torch.arange(shape.pairs, device=device, dtype=torch.float32) / shape.pairs
     angles = torch.arange(shape.length, device=device, dtype=torch.float32)[:, None] * BASE**-steps
     both = torch.cat((angles, angles), -1)

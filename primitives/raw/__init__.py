@@ -1,10 +1,10 @@
-"""Raw CuTeDSL: a lowered text that an author has edited is code, not data. Edited text -> checked object.
+"""Compile edited CuTeDSL, which is code and not data: from an edited text to a checked object.
 
-It runs in one kind of place only: a child, forked from a process that compiles and holds no GPU, confined
-(``primitives.raw.confine``) before it reads the text. There the language check (``primitives.raw.language``)
-comes first, then the import, then the compile. The result is an object file, treated as hostile
-(``primitives.raw.objects``) and kept under the hash of the text and all of its inputs; ``load`` returns its
-function. No other process imports the text.
+The text runs in one kind of process only: a child, forked from a process that compiles and uses no GPU,
+confined (``primitives.raw.confine``) before it reads the text. The child checks the language
+(``primitives.raw.language``), imports the text and compiles it. The result is an object file, treated as
+hostile (``primitives.raw.objects``) and cached under the hash of the text and all of its inputs; ``load``
+returns its function. No other process imports the text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_agent.primitives.raw.objects import inspect, same_host
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
-FORMAT = 2  # version of kept compiles: of the checks on text and object
+FORMAT = 2  # version of cached compiles, and of the checks on text and object
 FUNCTION = "func"  # the function that an object exports
 MOST_STAGES = 100  # shared memory holds fewer
 Within = Callable[[str], AbstractContextManager[object]]
@@ -44,7 +44,7 @@ Within = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of an edited text, a step's at one schedule; only the heads' widths of ``sizes`` matter."""
+    """A kernel of an edited text; a GEMM step has a schedule. Of ``sizes`` only the heads' widths matter."""
 
     lowered: Lowered
     kernel: GemmKernel | VectorKernel
@@ -68,8 +68,8 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A checked object: its cubin, the confined child's account of the compile, and whether its launch code
-    is exactly the compiler's for the unedited text. Editing resources or a launch changes it; so does a
+    """A checked object: its cubin, the confined child's notes on the compile, and whether its launch code
+    equals the compiler's for the unedited text. Edited resources or launches change that code; so does a
     forgery."""
 
     cubin: bytes
@@ -79,7 +79,7 @@ class Built:
 
 
 def load(wanted: Wanted) -> Callable[..., Any]:
-    """The kernel's function, from its object, which a worker process builds first if it is missing. Raises
+    """The kernel's function from its object. A worker process builds a missing object first. Raises
     CompileError."""
     import cutlass.cute as cute
 
@@ -87,7 +87,7 @@ def load(wanted: Wanted) -> Callable[..., Any]:
     if path not in _loaded:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
             raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
-        try:  # the cache is a folder that others may write to: check exactly what is loaded
+        try:  # the cache is a folder that others may write to: check the bytes that are loaded
             inspect(child.left(path))
         except RawError as error:
             raise CompileError(f"{path}: {error.message}", error.code) from None
@@ -99,8 +99,8 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of an edited text on this machine with their notes, for a machine that need not compile it:
-    by name, zlib in base64."""
+    """The objects of an edited text on this machine, with their notes, so that another machine need not
+    compile: by name, as base64 of zlib."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.left(path), 9)).decode() for path in sorted(files)
@@ -108,8 +108,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Keep the result of ``packed`` from elsewhere, each object checked first; notes come last, since they
-    vouch for objects. Raises CompileError."""
+    """Store the objects that ``packed`` returned on another machine, after checking each. Notes are stored
+    last, since they vouch for objects. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -131,7 +131,7 @@ _NAME = re.compile(r"\w{1,64}-[0-9a-f]{32}\.(o|json)")
 
 
 def _build(wanted: Wanted) -> bool:
-    """In a worker process."""
+    """Build one object in a worker process."""
     try:
         build(wanted, Path(os.environ["CUTE_DSL_DUMP_DIR"]))
     except CompileError:
@@ -140,8 +140,8 @@ def _build(wanted: Wanted) -> bool:
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:
-    """Compile in a confined child, unless its object is here. Call it in a process that compiles, uses no
-    GPU, and whose compiler leaves its files in ``scratch``, an empty folder. Raises CompileError."""
+    """Compile in a confined child, unless the object is cached. Call it in a process that compiles, uses no
+    GPU, and whose compiler writes its files to ``scratch``, an empty folder. Raises CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
     if not notes.exists():
@@ -171,8 +171,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
-    """Stages, seconds, and whether the launch is the compiler's own, as in ``Built``. ValueError otherwise.
-    """
+    """The notes on an object: stages, seconds, and whether the launch code is the compiler's own. ValueError
+    for anything else."""
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
@@ -180,7 +180,7 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """``build`` without keeping the object: the cubin, and the path of the text. The compile runs inside the
+    """``build`` without caching the object: the cubin, and the path of the text. The compile runs inside the
     context that ``within`` returns for that path. Raises CompileError."""
     try:
         _, data = _compiled(wanted, scratch, within)
@@ -194,7 +194,7 @@ def _source(wanted: Wanted, scratch: Path) -> Path:
 
 
 def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tuple[dict[str, Any], bytes]:
-    """The child's account of a successful compile, and the object. RawError otherwise."""
+    """The child's notes on a successful compile, and the object. RawError otherwise."""
     child.empty(scratch)
     _import_compilers()
     source = _source(wanted, scratch)
@@ -220,7 +220,7 @@ def _three(stages: object) -> bool:
 
 
 def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict[str, Any]:
-    """In the confined child: the only place where an edited text is parsed, imported and run."""
+    """Compile in the confined child, the only place where an edited text is parsed, imported and run."""
     lowered, kernel = wanted.lowered, wanted.kernel
     check(lowered.text, names(lowered))
     import_file(lowered.module, source)
@@ -234,13 +234,13 @@ def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict
 
 
 def names(lowered: Lowered) -> list[str]:
-    """The classes that an edited text has to define."""
+    """The classes that an edited text must define."""
     return [g.name for g in lowered.gemms] + [v.name for v in lowered.vectors]
 
 
 def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
-    """The epilogue arguments' order must stay: the launcher passes them in the order of the text that was
-    given for editing."""
+    """Check that the epilogue arguments keep their order: the launcher passes them in the order of the text
+    before the edit."""
     fields = getattr(sys.modules[lowered.module], kernel.name).EpilogueArguments._fields
     wanted = [a.name for a in kernel.arguments]
     if [name for name in fields if name in wanted] != wanted:
@@ -253,7 +253,7 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 
 
 def _import_compilers() -> None:
-    """Import everything that a compile needs before a fork: afterwards there are no files, and imports take
+    """Import everything that a compile needs before a fork: the child can open no files, and imports take
     seconds."""
     import quack.compile_utils
     import quack.gemm_runtime.host  # noqa: F401

@@ -1,10 +1,10 @@
-"""Evaluate an author's device functions without a GPU: they are read, never run.
+"""Evaluate an author's device functions without a GPU, by reading them instead of running them.
 
-CuTeDSL runs on GPUs only. A function of straight-line arithmetic is data enough: a child without files,
-network or processes (``primitives.raw.confine``) reads its syntax tree, checks the form of a primitive's
-functions, and computes each operation in fp32. Library functions count as rounded once, which the hardware's
-are not: a GPU shows the rest. Anything that cannot be computed is refused, since nothing else shows without a
-GPU that a function is right.
+CuTeDSL runs only on GPUs. But a function of straight-line arithmetic can be evaluated from its syntax tree. A
+child without files, network or processes (``primitives.raw.confine``) reads the tree, checks the form of the
+functions, and computes each operation in fp32. Library functions count as rounded once; the hardware's are
+less exact, which a GPU shows. An operation that cannot be computed here is refused, since without a GPU
+nothing else shows that a function is correct.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinemen
 
 @dataclass(frozen=True)
 class Answer:
-    """Device functions of the right form. ``page``: the docstring; ``fast``: whether there is a coarser one;
-    ``values``: each call's result."""
+    """Device functions of the right form. ``page``: the docstring; ``fast``: whether a coarser variant
+    exists; ``values``: the result of each call."""
 
     page: str
     fast: bool
@@ -54,8 +54,8 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
-    """Read an author's functions, and compute ``calls`` on fp32 tensors: of the coarser one (if any) or the
-    exact one. Raises RawError with the reason for the author."""
+    """Read an author's functions, and compute ``calls`` on fp32 tensors, by the coarser variant if there is
+    one. Raises RawError with the reason for the author."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
@@ -67,7 +67,7 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
     except ValueError:
         ended = f"did not end within {SECONDS:g} s" if status is None else f"ended with status {status}"
         raise RawError(
-            "unreadable", f"the reading child {ended}: {words[-500:] or 'it said nothing'}"
+            "unreadable", f"the reading child {ended}: {words[-500:] or 'no message'}"
         ) from None
     if refused := child.refusal(told, source):
         raise refused
@@ -109,7 +109,7 @@ class Functions:
 
     @classmethod
     def read(cls, source: str, name: str, arity: int) -> Functions:
-        """Raises RawError."""
+        """Parse an answer. Raises RawError."""
         made = cls(name, arity, {}, {})
         if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise RawError("form", f"the answer is over {MAX_BYTES} bytes: shorten it")
@@ -187,8 +187,8 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Machine:
-    """Calls functions on fp32 arrays; a value that is a Python number while a kernel is traced is one here.
-    """
+    """Call functions on fp32 arrays. A value that tracing knows as a Python number is a Python number here
+    too."""
 
     def __init__(self, read: Functions):
         self._read = read
@@ -311,7 +311,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Two operands, with a Python number rounded to fp32 where it meets a register."""
+    """Two operands. A Python number is rounded to fp32 if the other operand is a register."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]
@@ -324,11 +324,11 @@ def _matched(left: Any, right: Any) -> tuple[Any, Any]:
 
 def known_functions() -> dict[str, Callable[..., Any]]:
     """Functions of ``cute`` and of ``primitives.device.values`` in fp32, by their name in the text. Those
-    that numpy cannot vectorise go element by element."""
+    that numpy cannot vectorise run element by element."""
     import numpy as np
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function computed in fp64 and rounded once."""
+        """Compute the function in fp64 and round once."""
 
         def rounded(*values: Any) -> Any:
             wide = [np.asarray(np.asarray(v, np.float32), np.float64) for v in values]
@@ -382,7 +382,7 @@ def known_words() -> str:
 
 
 def _refused(words: str, line: int | None) -> RawError:
-    """The refusal of an operation that cannot be computed, with its replacement."""
+    """The refusal of an operation that cannot be computed, with a replacement."""
     return RawError(
         "arithmetic",
         f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "
@@ -392,7 +392,7 @@ def _refused(words: str, line: int | None) -> RawError:
 
 
 def _read(request: Mapping[str, Any]) -> dict[str, Any]:
-    """In the confined child."""
+    """Answer a request, in the confined child."""
     import numpy as np
 
     read = Functions.read(request["source"], request["name"], request["arity"])

@@ -1,4 +1,4 @@
-"""A confined child that works on an edited text: its limits, and its results, all of them hostile."""
+"""A confined child that works on an edited text: its limits, and its untrusted results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from typing import Any
 from coda_agent.primitives.raw.confine import confine
 from coda_agent.primitives.raw.error import RawError
 
-SECONDS = 120.0  # for one configuration; an honest one takes 2
+SECONDS = 120.0  # for one configuration; an honest one takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
 MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in its files, and seconds between two checks of them
 MOST_WORDS = 2000  # characters of a compiler's message
-LAYERS = frozenset({"seccomp", "landlock"})  # without both nothing runs
+LAYERS = frozenset({"seccomp", "landlock"})  # nothing runs without both
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
-    """The result of ``work`` in a forked, confined child, or the reason of its death; no process is left."""
+    """Run ``work`` in a forked, confined child. Returns its result, or the reason of its death; no process
+    survives."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -41,13 +42,13 @@ def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
     if said is None:
         raise RawError("slow_compile", f"the compile did not end within {SECONDS:g} s", None)
     if len(said) > MOST_ANSWER:
-        raise RawError("forged", f"the compiling child said over {MOST_ANSWER} bytes", None)
+        raise RawError("forged", f"the compiling child answered with over {MOST_ANSWER} bytes", None)
     if not said:
         raise RawError("compiler_died", f"the compiling child ended with status {status}", None)
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
-        raise RawError("forged", "the compiling child said what is no answer", None) from None
+        raise RawError("forged", "the compiling child gave no valid answer", None) from None
 
 
 def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, answer: int) -> None:
@@ -56,7 +57,7 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         found: object = work()
     except RawError as error:
         found = told(error)
-    # whatever an edited text raises, SystemExit included, is for its author to read
+    # the author reads whatever an edited text raises, including SystemExit
     except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
@@ -65,8 +66,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """A confined child's refusal of a ``text``, if it refused: parts of the message come from the text, so
-    they must be text, and steer no terminal."""
+    """A confined child's refusal of a ``text``, if it refused. Parts of the message come from the text, so
+    they are checked to be text, and cleaned of terminal controls."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
@@ -74,7 +75,7 @@ def refusal(told: object, text: str) -> RawError | None:
     return None
 
 
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, and other terminal sequences of compilers
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and other terminal sequences
 
 
 def _printable(words: str) -> str:
@@ -83,7 +84,7 @@ def _printable(words: str) -> str:
 
 
 def demand(layers: Collection[str], missing: Collection[str]) -> None:
-    """Raise RawError where a process is not confined enough to read a model's text."""
+    """Raise RawError if a process is not confined enough to read a model's text."""
     if not set(layers) >= LAYERS:
         raise RawError(
             "weak_jail",
@@ -93,7 +94,7 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
 
 
 def told(error: RawError) -> dict[str, Any]:
-    """A refusal, in the form that ``refusal`` reads."""
+    """A refusal in the form that ``refusal`` reads."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
 
@@ -111,15 +112,15 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
 
 
 def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
-    """Bytes up to the end, or until there are too many; None where the end does not come in time. RawError
-    where ``scratch`` fills up meanwhile."""
+    """Read up to the end, or until there are too many bytes; None if the end does not come in time. RawError
+    if ``scratch`` fills up meanwhile."""
     output = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
         ready = poll.poll(min(left, GLANCE) * 1000)
         if _held(scratch) > MOST_FILES:
-            raise RawError("files", f"the compile keeps over {MOST_FILES} bytes in files", None)
+            raise RawError("files", f"the compile wrote over {MOST_FILES} bytes to files", None)
         if ready:
             chunk = os.read(descriptor, 1 << 16)
             output += chunk
@@ -129,7 +130,7 @@ def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
 
 
 def _held(scratch: Path) -> int:
-    """Bytes of a child's files. RawError where not all can be seen."""
+    """Bytes of a child's files. RawError if some cannot be listed."""
     held = 0
     for place, _, names in os.walk(scratch, onerror=_hidden):
         for name in names:
@@ -141,7 +142,7 @@ def _held(scratch: Path) -> int:
 
 
 def _hidden(error: OSError) -> None:
-    """A file that is gone takes no space; one out of reach may take any."""
+    """Raise for a file out of reach, which may have any size; ignore a file that is gone."""
     if not isinstance(error, FileNotFoundError):
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
@@ -155,14 +156,14 @@ def _ended(child: int) -> int:
 
 
 def left(path: Path) -> bytes:
-    """The content of a file that somebody else may have made."""
+    """The contents of a file that an untrusted process may have made."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise RawError("no_object", f"the compile left no object: {error.strerror}", None) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise RawError("no_object", "the compile left no object: what bears its name is no file", None)
+            raise RawError("no_object", "the compile left no object: its path is not a file", None)
         data = b""
         while len(data) <= MOST_OBJECT and (chunk := os.read(descriptor, MOST_OBJECT + 1 - len(data))):
             data += chunk
@@ -174,15 +175,15 @@ def left(path: Path) -> bytes:
 
 
 def empty(scratch: Path) -> None:
-    """Remove whatever a child made, including folders nested deeper than a path is long, or that nobody may
-    list."""
+    """Remove everything that a child made, including folders nested deeper than a path is long, or without
+    read permission."""
     while left := list(scratch.iterdir()):
         for path in left:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
                 continue
             path.chmod(0o700)
-            for inner in path.iterdir():  # a step up, so that no path gets longer
+            for inner in path.iterdir():  # move up, so that no path gets longer
                 if inner.is_dir() and not inner.is_symlink():
                     inner.chmod(0o700)
                 inner.rename(scratch / secrets.token_hex(16))

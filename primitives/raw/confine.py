@@ -1,9 +1,10 @@
-"""Confinement for compiling raw CuTeDSL: compute, read the compiler's files, write to a scratch folder.
+"""Confine a process that compiles edited CuTeDSL: it may compute, read the compiler's files, and write to a
+scratch folder.
 
-A raw module is Python, and the compiler works for any code beside it. So before it reads the module, the
-child that executes it gives up the network, other processes and programs, every file but those of the
-installed packages and its scratch folder, and all that it inherited. Executable memory stays: the compiler's
-own engine links the host code that it exports.
+An edited module is Python, and the compiler executes any code in it. So before the child reads the module, it
+gives up the network, other processes and programs, all inherited resources, and every file but those of the
+installed packages and its scratch folder. Executable memory stays, because the compiler's own engine links
+the host code that it exports.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# Traced from compiles of the corpus; then glibc's replacements elsewhere, and those for a crash's last words.
-# No chmod, chown, utime, link or truncate by path: Landlock does not cover them.
+# From traces of the corpus's compiles, plus glibc's variants on other systems, and the calls of an aborting
+# process. No chmod, chown, utime, link or truncate by path: Landlock does not cover them.
 CALLS = {
     "x86_64": {
         "gettid": 186, **sandbox.CALLS["x86_64"],
@@ -62,8 +63,8 @@ CALLS = {
     },
 }  # fmt: skip
 _CLONE_THREAD = 0x10000
-_CLONE_ASTRAY = 0x7E02_6000  # new namespaces, vfork, a tracer's inheritance
-_TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python calls them on every file
+_CLONE_ASTRAY = 0x7E02_6000  # new namespaces, vfork, and a tracer's inheritance
+_TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python makes these ioctls on every file
 _PR_SET_NAME = 15
 _DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # fcntl's commands, without locks, leases and signals
 
@@ -71,23 +72,25 @@ _DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # fcntl's commands, without locks,
 def _rules() -> dict[str, Rule]:
     return {
         "clone": Rule(0, none_of=_CLONE_ASTRAY, any_of=_CLONE_THREAD),
-        "clone3": Rule(values=(), error=errno.ENOSYS),  # its flags lie in memory: glibc falls back to clone
+        # its flags lie in memory: ENOSYS makes glibc fall back to clone
+        "clone3": Rule(values=(), error=errno.ENOSYS),
         "ioctl": Rule(1, values=(_TCGETS, _FIOCLEX)),
         "fcntl": Rule(1, values=_DUPLICATE + _FLAGS),
         "prctl": Rule(0, values=(_PR_SET_NAME,)),
         "prlimit64": Rule(0, values=(0,)),
-        "tgkill": Rule(0, values=(os.getpid(),)),  # how glibc aborts
+        "tgkill": Rule(0, values=(os.getpid(),)),  # glibc aborts by it
     }
 
 
 def confine(
     parent: int, scratch: Path, *, keep: Collection[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give up, for good, all that a compile does not need; for a forked child of one thread.
+    """Give up, permanently, all rights that a compile does not need. Call in a forked child with one thread.
 
-    It dies with the ``parent`` thread that forked it. Descriptors other than ``keep`` are closed (0, 1 and 2
-    lead nowhere); the working directory, HOME and TMPDIR are ``scratch``, an existing directory. Returns the
-    layers in force and those missing: without ``landlock`` or ``seccomp`` no raw module may run.
+    The child dies with the ``parent`` thread that forked it. Descriptors other than ``keep`` are closed (0, 1
+    and 2 lead nowhere). The working directory, HOME and TMPDIR are ``scratch``, an existing directory.
+    Returns the layers in force and the missing ones: without ``landlock`` or ``seccomp`` no edited module may
+    run.
     """
     home = str(scratch.resolve())
     _leave(home, keep)
@@ -102,15 +105,15 @@ def confine(
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The parts of an environment that a compile needs: no keys, no tokens.
+    """The environment variables that a compile needs, without keys and tokens.
 
-    A forked child keeps a copy of its parent's memory, so start that parent with this environment.
+    A forked child has a copy of its parent's memory, so start that parent with this environment.
     """
     return {name: value for name, value in given.items() if name.startswith(KEPT)}
 
 
 def _leave(home: str, keep: Collection[int]) -> None:
-    """Start an own session, and drop everything inherited."""
+    """Start a new session, and drop everything inherited."""
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(home)
@@ -129,8 +132,8 @@ def _leave(home: str, keep: Collection[int]) -> None:
 
 
 def readable() -> list[str]:
-    """The standard library, the folders of installed packages, our own ``primitives``, and the system's
-    libraries: neither the rest of this project nor anyone's home."""
+    """The readable paths: the standard library, installed packages, our own ``primitives`` and the system's
+    libraries. The rest of this project and home directories are not readable."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)

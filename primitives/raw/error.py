@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class RawError(Exception):
-    """A refusal for the author: a code, a message with the remedy, and a line of the module if it has one."""
+    """An edited module, or its object, is refused: a code, a message with the remedy, and the module's line
+    if known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):
         super().__init__(message if line is None else f"line {line}: {message}")

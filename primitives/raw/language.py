@@ -1,10 +1,9 @@
-"""The language of raw modules: the part of Python that writes a kernel, checked on the syntax tree before the
-module runs.
+"""Check the language of edited modules, a part of Python, on the syntax tree before the module runs.
 
-The check gives authors errors with a line and a remedy, in front of the operating system's walls
-(``primitives.raw.confine``): names come from listed modules, nothing is set on objects, no attribute leads
-out of a value, and authors do not write code that is traced for the host, where a compiled kernel has the
-powers of the process that launches it. Raises RawError.
+The check gives authors errors with a line and a remedy. Confinement (``primitives.raw.confine``) is the wall
+behind it. The rules: names come from listed modules, nothing is set on objects, no attribute escapes from a
+value, and authors write no code that is traced for the host, where a compiled kernel has all rights of the
+launching process. Raises RawError.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ MAX_BYTES = 128 << 10
 def check(text: str, wanted: Collection[str]) -> None:
     """Check a module; ``wanted`` are the classes that it must define.
 
-    RawError: ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or ``kernel``, the line, and a
-    message with the remedy.
+    RawError: ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or ``kernel``, with the line
+    and a message that names the remedy.
     """
     checker = _Checker(_parse(text))
     try:
@@ -44,7 +43,7 @@ def _parse(text: str) -> ast.Module:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
         data = text.encode()
-        # Python heeds a declared encoding, in which a comment may be code that a reader takes for a comment.
+        # Python obeys a declared encoding, under which a comment may contain code.
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
             raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
         return ast.parse(data)
@@ -55,7 +54,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class _Checker(Reader):
-    """A module and its classes; authors do not write code that is traced for the host."""
+    """Check a module and its classes. Authors may not write code that is traced for the host."""
 
     # The module
 
@@ -173,7 +172,7 @@ class _Checker(Reader):
             self._refuse(f"{name}: what the host looks for is not an author's to write", "host")
 
     def _replaceable(self, name: str, base: type) -> None:
-        """A class may replace its base's values, but no method, class or property."""
+        """Check that a class replaces only its base's values, not a method, class or property."""
         if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
             self._refuse(
                 f"{name} is {base.__name__}'s method or class, and no value to give: of its base's a class "
@@ -197,7 +196,7 @@ class _Checker(Reader):
             self._method = False
 
     def _setting(self, node: ast.expr) -> None:
-        """A value in a class: simple, or resources and their arguments."""
+        """Check a value in a class: simple, or resources and their arguments."""
         self._at(node)
         match node:
             case ast.Tuple(elts=parts) if any(isinstance(p, ast.Call) for p in parts):
@@ -228,7 +227,7 @@ class _Checker(Reader):
     # What runs on the host: arithmetic
 
     def _launch(self, node: ast.FunctionDef) -> None:
-        """A vector kernel's ``__call__``: sizes, then the one launch."""
+        """Check a vector kernel's ``__call__``: sizes, then a single launch."""
         names = self._given = self._plain_parameters(node)
         body = [s for s in node.body if not is_docstring(s)]
         for statement in body[:-2]:
@@ -319,8 +318,8 @@ class _Checker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """An expression for the host: numbers and shapes. Tensors stand for their shape alone: the launcher
-        would read an element."""
+        """Check an expression for the host: numbers and shapes. Of a tensor only the shape may be used: the
+        launcher would read an element."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):
@@ -374,7 +373,7 @@ class _Checker(Reader):
                 self._refuse("on the host there is arithmetic of sizes only", "host")
 
     def _passed_on(self, called: ast.expr, part: ast.expr) -> bool:
-        """Whether this part of a counted call is passed to the host by a call that reads its shape alone."""
+        """Whether this part of a call goes to the host only for its shape."""
         if isinstance(called, ast.Attribute) and is_super(called.value):
             part = part.value if isinstance(part, ast.Starred) else part
         elif not isinstance(called, ast.Attribute) or called.attr not in ("size", "shape"):
@@ -394,7 +393,7 @@ class _Checker(Reader):
 
 
 def _module_names(tree: ast.Module) -> Iterator[str]:
-    """The names bound at module level, once for each place."""
+    """The names bound at module level, once per binding."""
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

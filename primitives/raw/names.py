@@ -1,4 +1,4 @@
-"""The names that raw modules may use: of modules, of Python's own, and of the classes that they extend."""
+"""The names that edited modules may use: from modules, from Python, and from the classes that they extend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Modules whose public names are allowed: those that a module defines itself, or imports from these.
+# Modules whose public names are allowed, if the module defines the name itself or imports it from one of
+# these.
 _NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
 _CUTE = tuple(
     f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
@@ -45,7 +46,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.softplus": (),
     "primitives.device.values": ("quack.activation",),
 }
-# The other names of these modules compile, print, load libraries, or reach the compiler's insides.
+# The other names of these modules compile, print, load libraries, or reach the compiler's internals.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
@@ -66,15 +67,15 @@ BUILTINS = _names(
     "abs all any bool dict enumerate float int isinstance len list max min range reversed round sorted sum "
     "tuple zip slice"
 )
-# Attributes that lead from an object to its interpreter, its compiler or another function's insides.
+# Attributes that lead from an object to its interpreter, its compiler or another function's internals.
 BANNED = _names(
     "mro format format_map func launch compile compile_to export_to_c ir_value value owner operation context "
     "location jit_engine"
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Methods traced within the kernel, found by watching which ones a compile calls inside it and which on the
-# host's side of the launch.
+# Methods that are traced within the kernel. Watching compiles showed which methods run there, and which run
+# on the host's side of the launch.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "
@@ -91,12 +92,12 @@ RESOURCE_METHODS = _names(
     "_broadcast_stride _combine_op _coord_idx _end_loop_smem _end_loop_values _finalize _fold _fold_identity "
     "_get_gmem_vec _guard_neg_inf _mask_oob_active _merge _select_packed16"
 )
-GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # attributes of a base that a class defines again
+GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # attributes of a base that a class may redefine
 SETTINGS = frozenset({"_epi_ops"})  # underscored names that a class may set
 
 
 def permitted(module: ModuleType, name: str) -> bool:
-    """Whether a raw module may use ``name`` of a listed module."""
+    """Whether an edited module may use ``name`` of a listed module."""
     home = module.__name__
     if name.startswith("_") or name in DENIED or not hasattr(module, name):
         return False

@@ -1,8 +1,9 @@
-"""Inspect the object file of a raw module, from a confined child, as hostile bytes before anything loads it.
+"""Inspect the object file of an edited module, as hostile bytes from a confined child, before anything loads
+it.
 
-The loader resolves symbols, relocates, and runs registered functions; so an object may contain only what the
-compiler's own objects have. This is a parser of ELF for exactly that, since no offset may be trusted. It
-cannot tell whether the remaining host code does what the launcher asks: hence disposable GPU workers.
+The loader resolves symbols, relocates, and runs registered functions. So an object may contain only what the
+compiler's own objects contain. This ELF parser checks exactly that, and trusts no offset. It cannot tell
+whether the remaining host code does what the launcher asks; therefore GPU workers are disposable.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.target import TARGET
 
 MOST_BYTES = 16 << 20
-MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # an honest object has 15 sections and some 600 relocations
+MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # an honest object has 15 sections and about 600 relocations
 MOST_ZEROS = 1 << 16  # bytes of sections without content in the file; an honest object has 16
 
-# The functions that the compiler's launch code calls: the CUDA runtime through CuTe's own library, and TVM's
-# FFI.
+# Functions that the compiler's launch code calls: CUDA's runtime through CuTe's own library, and TVM's FFI.
 UNDEFINED = frozenset(
     {
         "CuteDSLRT_TVMFFISetRaisedCudaError", "TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr",
@@ -37,7 +37,7 @@ _EXPORTS = re.compile(
     r"(_mlir_ciface_)?cutlass___call___\w+)",
     re.ASCII,
 )
-# the one function that runs at unloading
+# the only function that runs at unloading
 _END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"
 _BINARY = "kernels_binary"
 _SECTIONS = re.compile(
@@ -48,7 +48,7 @@ _SECTIONS = re.compile(
 
 
 class Machine(NamedTuple):
-    """An architecture: its ``number`` in an ELF header; relocations by type, with the bytes that each writes;
+    """An architecture: its ``number`` in an ELF header; relocation types with the bytes that each writes;
     instructions that enter the kernel (an alignment and patterns)."""
 
     number: int
@@ -118,7 +118,7 @@ def inspect(data: bytes) -> bytes:
     """The sm_90a cubin in a relocatable object for this machine, if the object contains nothing that the
     compiler's own lack.
 
-    Raises RawError with code ``object`` and the finding's place.
+    Raises RawError with code ``object`` and the location of the finding.
     """
     try:
         return _Object(data).cubin()
@@ -130,27 +130,27 @@ MOST_SHARED = TARGET.block_bytes  # bytes of shared memory that a launch may req
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
-    """Whether an object's launch code equals that of ``honest``, which is compiled from the unedited text
-    where it is trusted: the same kernel, schedule, module and class names.
+    """Whether an object's launch code equals that of ``honest``, a trusted compile of the unedited text with
+    the same kernel, schedule, module and class names.
 
-    The cubins may differ, and one number in the code at ``honest``'s place: the bytes of shared memory that
-    its launch requests. So an edit of device code alone gives the launcher no new code to run. Raises
-    RawError as ``inspect`` does.
+    Two differences are allowed: the cubins, and one number at a known location in the code, the bytes of
+    shared memory that the launch requests. So an edit of device code alone gives the launcher no new code to
+    run. Raises RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
     return rest == others and _but_for_shared_memory(code, known) == known
 
 
-# The place where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z and, 4 bytes on, through
-# the same register, the bytes of shared memory. One instruction may stand between.
+# Where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z and, 4 bytes on through the same
+# register, the bytes of shared memory. One instruction may lie between.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )
 
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
-    """``code`` with ``known``'s number of bytes of shared memory; unchanged where that place is ambiguous, or
-    ``code`` has no such number there."""
+    """``code`` with the number of shared-memory bytes in ``known``. Unchanged if the location is ambiguous,
+    or if ``code`` has no such number there."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -255,7 +255,7 @@ class _Object:
             if section.flags & _EXECUTES:
                 code = self._bytes(section)
                 for name, pattern in self._machine.traps:
-                    # At any byte, not at decoded instructions: a jump may lead into the middle of one.
+                    # At any byte, not only at decoded instructions: a jump may lead into the middle of one.
                     for found in pattern.finditer(code):
                         if found.start() % self._machine.alignment == 0:
                             said = f"{found[0].hex(' ')}, the bytes of {name} at {found.start():#x}"
@@ -291,8 +291,8 @@ class _Object:
         self._check_end()
 
     def _check_end(self) -> None:
-        """Check that the one entry of .fini_array, filled in by a relocation, is that one function's address.
-        """
+        """Check that the single entry of .fini_array, filled in by a relocation, is the address of that one
+        function."""
         known = [(s.section, s.value) for s in self._symbols if s.name == _END and s.kind == _FUNCTION]
         found = []
         for section in self._sections:
@@ -319,7 +319,8 @@ class _Object:
         symbol = self._symbols[number]
         if 0 < symbol.section < len(self._sections):
             size = self._sections[symbol.section].size
-            if not -8 <= symbol.value + addend <= size + 8:  # an address may be relative to the next one
+            # an address may be relative to the next instruction
+            if not -8 <= symbol.value + addend <= size + 8:
                 _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
         elif not -8 <= addend <= 16:  # an instruction addresses the table relative to itself
             _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
@@ -363,7 +364,7 @@ class _Object:
         return code, (*rest, *cuts, *exports, data[: binary.value])
 
     def _target(self, number: int, addend: int) -> tuple[int | str, int]:
-        """A section and the place in it, or an external name and the addend."""
+        """A section and an offset in it, or an external name and the addend."""
         symbol = self._symbols[number]
         return (symbol.section or symbol.name), symbol.value + addend
 
@@ -372,7 +373,7 @@ _FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The one image of a fat binary: a header of 16 bytes, then entries with headers of their own."""
+    """The only image of a fat binary: a header of 16 bytes, then entries with headers of their own."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):
@@ -390,7 +391,7 @@ def _only_cubin(data: bytes) -> bytes:
 
 
 def _text(table: bytes, offset: int) -> str:
-    """A name in a table of strings."""
+    """A name in a string table."""
     end = table.find(b"\0", offset)
     if offset > len(table) or end < 0 and offset < len(table):
         _refuse(f"a name begins at byte {offset} of a table of {len(table)}")

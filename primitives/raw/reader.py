@@ -1,5 +1,5 @@
-"""The check of functions in a raw module: expressions and statements whose names are known and whose
-attributes lead out of no value."""
+"""Check the functions in an edited module: the names in expressions and statements are known, and no
+attribute escapes from the kernel's values."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Reader:
-    """A walk over a module's functions; ``line`` is that of the last node with one."""
+    """Walk over a module's functions. ``line`` is the line of the last node that has one."""
 
     def __init__(self, tree: ast.Module):
         self._tree = tree
         self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the module's own name for it
+        self._modules: dict[str, ModuleType] = {}  # by the module's own alias
         self._imported: dict[str, Any] = {}
         self._constants: set[str] = set()
         self._classes: dict[str, type | None] = {}  # its nearest imported base
         self._bound = set(_bindings(tree))
         self._given: set[str] = set()  # parameters of the method that runs on the host
-        self._method = False  # whether the node lies in one, where super() is defined
+        self._method = False  # whether the node is inside a method, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
             ast.arguments: self._parameters,
@@ -96,8 +96,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """Check a value that is known when the module is read: it refers to no function, so that none can be
-        renamed."""
+        """Check a value that is evaluated when the module is read. It refers to no function, so that none
+        gets a second name."""
         self._at(node)
         match node:
             case ast.Constant():
@@ -154,7 +154,7 @@ class Reader:
                 self._visit(statement)
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """The decorator it may have: cute's ``jit`` or ``kernel``."""
+        """Check a function's decorator: cute's ``jit`` or ``kernel``."""
         match node.decorator_list:
             case []:
                 return None
@@ -236,7 +236,8 @@ class Reader:
             self._refuse(f".{name} is private to what it belongs to: use public names, for own methods too")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object of a dotted name that begins with a module; None past a value."""
+        """The object of a dotted name that begins with a module; None once the name passes through a
+        value."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)
@@ -295,7 +296,7 @@ def is_docstring(node: ast.stmt) -> bool:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name the module binds, except imports."""
+    """Every name that the module binds, except by imports."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

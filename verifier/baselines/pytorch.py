@@ -1,8 +1,8 @@
 """PyTorch baselines: the plain formulation of a spec, compiled and eager, and cuBLAS's bare matmuls.
 
 A builder takes (spec, sets of inputs, sizes) and returns for each set a call without arguments that launches
-the work on the current stream; ``BASELINES`` names them. QuACK's own kernels have schedules to search and
-live in ``verifier.baselines.quack``.
+the work on the current stream; ``BASELINES`` names them. QuACK's own kernels need a search over schedules,
+and are in ``verifier.baselines.quack``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torch.compile's "max-autotune" replays CUDA graphs, which first copy every input into the graph's own
-# memory: a cost that users who keep inputs in place do not pay. Launches are not timed anyway.
+# memory. Users who keep inputs in place do not pay that. Host launch time is not part of the timing anyway.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
@@ -47,7 +47,7 @@ _steps: dict[tuple[Any, ...], Step] = {}
 
 
 def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
-    """The compiled function of a case, compiled once in a process, whatever it is bound to."""
+    """The compiled function of a case, compiled once per process for all its bindings."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
         _steps[key] = _step(spec, sizes, mode, backend)
@@ -60,13 +60,13 @@ def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step
 
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
-    """``torch.compile`` of a function, fullgraph and static shapes, with a code object of its own: results
-    are cached by code object, eight at most, and all specs and sizes of a formulation would share one. Raises
+    """``torch.compile`` of a function, fullgraph and static shapes, with its own code object. Dynamo caches
+    at most eight results per code object, and all specs and sizes of a formulation would share one. Raises
     ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
-    # Its report of every choice would flood ours; refused configurations are part of its search.
+    # Its report on every choice would flood ours; refused configurations are part of its search.
     torch._inductor.config.autotune_num_choices_displayed = 0
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
@@ -87,7 +87,7 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
     """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the same operands (values, layouts) with the
     same output dtypes, into outputs allocated beforehand. Runs the formulation once to collect them.
 
-    fp8 operands have no ``torch.mm``: there it is ``torch._scaled_mm`` with the formulation's scales, output
+    fp8 operands have no ``torch.mm``. They use ``torch._scaled_mm`` with the formulation's scales, output
     dtype and accumulation, which cuBLAS applies within the product (a bias is left out). Raises ValueError
     for a formulation without a matmul.
     """
@@ -95,16 +95,16 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
 
 
 def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
-    """``matmul`` of each of several sets of inputs, all into the same outputs."""
+    """``matmul`` for each of several sets of inputs, all into the same outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
     return [partial(_multiplied, found, outs) for found in every]
 
 
 class Product(NamedTuple):
-    """A matmul that a formulation ran: a [M, K] and b [K, N] of any strides, and its output's dtype.
+    """A matmul of a formulation: a [M, K] and b [K, N] with any strides, and its output's dtype.
 
-    ``scales`` of a and b: fp8 operands, with the requested ``fast_accum``.
+    ``scales`` of a and b, for fp8 operands, with the requested ``fast_accum``.
     """
 
     a: Tensor
@@ -200,7 +200,8 @@ def _bind(
 
 
 def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
-    """The matmuls of the formulation, in order: runs it once. ValueError for one without any."""
+    """The matmuls of the formulation, in order; runs it once. ValueError for a formulation without
+    matmuls."""
     found = _recorded(eager(spec, inputs, sizes))
     if not found:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")

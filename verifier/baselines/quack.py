@@ -1,10 +1,10 @@
-"""QuACK as arms: a spec's outputs by its epilogues, on a schedule found in one of two ways, and the
-formulation's bare matmuls.
+"""QuACK as arms: a spec's outputs by QuACK's epilogues, on schedules found in one of two ways; and its bare
+matmuls.
 
-``QuACK (its own tuner)`` times the schedules that QuACK's autotuner would; ``QuACK (our search)`` times those
-that our own kernels choose from, which are more: every cluster and rasterisation. ``QuACK matmul`` is the
-first without an epilogue: its mainloop, which is also ours, on the products alone. All are timed by our
-clock, from a cold L2; where an earlier measurement's last race is known, its schedules alone. Importing this
+``QuACK (its own tuner)`` times the schedules of QuACK's autotuner. ``QuACK (our search)`` times the larger
+set that our own kernels choose from: every cluster and rasterisation. ``QuACK matmul`` is the first without
+an epilogue: its mainloop, which is also ours, on the products alone. All are timed by our clock, from a cold
+L2. If the last tuning round of an earlier measurement is known, only its schedules are timed. Importing this
 module imports nothing heavy; ``tuned`` does.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quack.gemm_config import GemmConfig
     from torch import Tensor
 
-FORMAT = 2  # version of the kept tunings and of the search
+FORMAT = 2  # version of cached tunings and of the search
 OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
@@ -50,10 +50,10 @@ Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
-    """The arms without those of QuACK where it has no epilogue for the spec, or cannot take its operands.
+    """The arms, without QuACK's arms if it has no epilogue for the spec or cannot take its operands.
 
-    ``beside_kept``: of an edited text, measured against its incumbent, which says more than QuACK's bare
-    matmul, whose tuning would take longer than the edit's.
+    ``beside_kept``: also without QuACK's bare matmul, for an edited text. The incumbent says more, and tuning
+    the matmul would take longer than tuning the edit.
     """
     fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
@@ -80,8 +80,7 @@ def config(
 
 def own_space(stage: QuackEpilogue) -> Configs:
     """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``): its
-    tiles and clusters at one rasterisation, with the operands swapped too where nothing is paired or reduced.
-    """
+    tiles and clusters at one rasterisation, also with swapped operands if nothing is paired or reduced."""
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -90,8 +89,8 @@ def own_space(stage: QuackEpilogue) -> Configs:
 
 
 def our_space(stage: QuackEpilogue) -> Configs:
-    """The first stage of our own search: tiles that this epilogue admits, on clusters of two, and small ones
-    where the output is small."""
+    """The first stage of our own search: tiles that this epilogue admits, in clusters of two, and small tiles
+    for a small output."""
     return [
         config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
         for s in starting((stage.a.shape[0], stage.b.shape[1]))
@@ -119,8 +118,8 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """An arm: a call for each set of inputs, and the ``finalists`` of its tuning in JSON's terms; the calls
-    run on the first of each stage."""
+    """An arm: a call for each set of inputs, and the ``finalists`` of its tuning as JSON data. The calls run
+    on the first of each stage."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -136,8 +135,8 @@ def tuned(
     """For each set of inputs, one call that runs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
     schedule, and returns the spec's outputs, or the bare products by number.
 
-    Compiles in parallel; the last race is kept on disk. ``known``: earlier schedules, timed again where
-    QuACK's version and the GPU are the same. ValueError where QuACK has no epilogue for the spec,
+    Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, timed again
+    if QuACK's version and the GPU are the same. ValueError if QuACK has no epilogue for the spec,
     RuntimeError if no schedule runs.
     """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
@@ -155,8 +154,8 @@ def tuned(
 
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
-    """Whether ``tuned`` need not search: its choice is on disk or in ``known``. Takes small inputs on the
-    GPU. ValueError where QuACK has no epilogue for the spec."""
+    """Whether ``tuned`` can skip the search: its choice is on disk or in ``known``. Needs small inputs on the
+    GPU. ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
@@ -186,7 +185,7 @@ def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> 
 
 
 def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], dict[str, Tensor]]:
-    """The calls in order; all their outputs."""
+    """Make the calls in order; return all their outputs."""
 
     def call() -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -198,7 +197,7 @@ def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], di
 
 
 def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
-    """The known schedules by stage, without those of another GPU or another QuACK."""
+    """The known schedules by stage, unless they come from another GPU or another QuACK."""
     if known is None or [known.gpu, known.version] != _here():
         return []
     return parsed(known.arms).get(arm, [])
@@ -207,7 +206,7 @@ def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
 def _ranked(
     spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
 ) -> list[Configs]:
-    """The last race of each stage, fastest first: among the ``known`` schedules, or of a search."""
+    """The last tuning round of each stage, fastest first: among the ``known`` schedules, or of a search."""
     space, refine = SPACES[arm]
     ranked: list[Configs] = []
     for index, stage in enumerate(stages):
@@ -218,7 +217,7 @@ def _ranked(
             name = stage.mod.fn.__name__
             raise RuntimeError(f"no schedule of QuACK's {name} for {spec.name} runs at {dict(sizes)}")
         ranked.append([each for each, _ in found])
-        stage.prepare(ranked[-1][0])()  # the next stage runs on this one's results
+        stage.prepare(ranked[-1][0])()  # the next stage reads this stage's results
     return ranked
 
 
@@ -242,7 +241,7 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _here() -> list[str]:
-    """The validity of a tuning: the GPU's name, and the version of QuACK."""
+    """The key of a tuning's validity: the GPU's name, and QuACK's version."""
     import torch
 
     return [torch.cuda.get_device_name(), version("quack-kernels")]
@@ -288,8 +287,9 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Jobs that fill QuACK's object cache with everything that ``tuned`` times first: its earlier finalists,
-    or its first race. Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    """Jobs that fill QuACK's object cache with the first schedules that ``tuned`` times: its earlier
+    finalists, or its first round. Needs small inputs on the GPU. ValueError if QuACK has no epilogue for the
+    spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -306,7 +306,7 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs whose objects nobody has tried to compile, and the files that note all results."""
+    """The configs that no process has tried to compile, and the files that note all results."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes
@@ -315,12 +315,11 @@ def _untried(
 def _compiled(
     spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> Configs:
-    """Fill QuACK's object cache, and return the configs that are not refused.
+    """Fill QuACK's object cache; return the configs that compile.
 
-    Sizes other than the static ones are symbolic in it, so small tensors of the same kind suffice.
-    Rasterisation is an argument of the launch. A note in that cache keeps each config's result for all
-    processes, which saves starting a worker, longer than loading an object. A config that killed its worker
-    has no note.
+    Non-static sizes are symbolic in it, so small tensors of the same kind suffice. Rasterisation is a launch
+    argument. A note in that cache stores each config's result for all processes. That saves starting a
+    worker, which takes longer than loading an object. A config that killed its worker has no note.
     """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)
@@ -330,7 +329,7 @@ def _compiled(
 
 
 def _launched_alike(config: GemmConfig) -> GemmConfig:
-    """The config that represents all configs of one object."""
+    """The config that represents all configs with the same object."""
     return replace(config, max_swizzle_size=SWIZZLE)
 
 
@@ -345,13 +344,13 @@ def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
 
 
 def _compile_one(task: Task) -> bool:
-    """In a worker process, on the GPU: whether the compiler accepted it."""
+    """Whether the compiler accepts a config; in a worker process, on the GPU."""
     from coda_agent.verifier.numerics.inputs import draw
 
     spec, small, arm, index, chosen = task
     sizes, fine = dict(small), False
     stage = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)[index]
-    with contextlib.suppress(*refusals()):  # not to be timed
+    with contextlib.suppress(*refusals()):  # a refused config is not timed
         stage.prepare(chosen)
         fine = True
     write_atomic(_note(spec, small, arm, index, stage, chosen), json.dumps(fine))

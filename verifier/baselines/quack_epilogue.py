@@ -1,4 +1,4 @@
-"""One fused GEMM of QuACK on given tensors, and the parts of its library's entries.
+"""One fused GEMM of QuACK on existing tensors, and the building blocks of its library's entries.
 
 Importing this module imports nothing heavy.
 """
@@ -27,12 +27,12 @@ def _no_more(partials: Tensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class QuackEpilogue:
-    """One of QuACK's epilogues on given tensors: D = epilogue(a @ b, c, operands), or D += with
+    """One of QuACK's epilogues on existing tensors: D = epilogue(a @ b, c, operands), or D += with
     ``accumulate``.
 
-    ``outs`` are its buffers under QuACK's names ("D" and the declared ones); ``names`` maps those that
-    the spec wants to the spec's names. ``start`` runs before the GEMM, and ``finish`` turns its partial
-    results (by QuACK's names) into the rest of the outputs, both within the call.
+    ``outs`` are its buffers under QuACK's names ("D" and the declared ones). ``names`` maps the ones that the
+    spec wants to the spec's names. ``start`` runs before the GEMM, and ``finish`` turns its partial results
+    (by QuACK's names) into the other outputs, both within the call.
     """
 
     mod: Any
@@ -52,9 +52,9 @@ class QuackEpilogue:
         return bool(self.mod.mode != "element")
 
     def prepare(self, config: GemmConfig) -> Callable[[], dict[str, Tensor]]:
-        """Compile for ``config``; a call that launches and gives the spec's outputs by name.
+        """Compile for ``config``; return a call that launches and returns the spec's outputs by name.
 
-        The outputs' buffers are shared by all calls and all configs of this epilogue.
+        All calls and configs of this epilogue share the outputs' buffers.
         """
         more = {"add_to_output": True} if self.accumulate else {}
         plan = self.mod.plan(self.a, self.b, self.c, out=self.outs, config=config, **more, **self.operands)
@@ -69,14 +69,14 @@ class QuackEpilogue:
 
 
 class Given(NamedTuple):
-    """A case: the spec's inputs, on the GPU, its sizes and its constants."""
+    """A case: the spec's inputs on the GPU, its sizes and its constants."""
 
     inputs: Tensors
     sizes: Mapping[str, int]
     constants: Mapping[str, float]
 
     def number(self, name: str) -> float:
-        """A constant, or a scalar among the inputs: QuACK takes both from the host."""
+        """A constant, or a scalar input: QuACK takes both from the host."""
         return self.constants[name] if name in self.constants else float(self.inputs[name])
 
 
@@ -87,7 +87,7 @@ Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 class Entry:
     """How QuACK computes a spec: the epilogues' owner, and the epilogues in order.
 
-    ``inexact``: fp32 outputs that the library takes from the hardware's approximate tanh, which fails our
+    ``inexact``: fp32 outputs for which the library uses the hardware's approximate tanh, which fails our
     error gate.
     """
 
@@ -98,7 +98,7 @@ class Entry:
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` under torch.compile: one kernel where PyTorch alone would run several, specialised for
-    each shape of its arguments. By default the second shape would make it dynamic, which is slower."""
+    each shape of its arguments. By default a second shape would make it dynamic, which is slower."""
 
     def call(*given: Any) -> Any:
         return _compiled(function, tuple(getattr(each, "shape", each) for each in given))(*given)

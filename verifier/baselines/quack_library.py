@@ -1,13 +1,12 @@
-"""QuACK's epilogues for each spec: its library's own wherever it has them.
+"""QuACK's epilogues for each spec, from its library where possible.
 
-``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or
-``composed`` (ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for
-fp8 operands (the library's epilogues are for 16 bits), for the backward of cross-entropy (no operator
-gives a column's index), nor for a head norm whose eps is an input (QuACK's is made for one). Reductions
-are finished inside the call, as a user who cares about time would: by QuACK's second kernel for
-RMSNorm, by a torch sum, or by a few operations under torch.compile. Values that depend on weights alone
-(rotary frequencies, a head's weight for every head) are prepared outside of it. Importing this module
-imports nothing heavy.
+``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
+(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8 operands (the
+library's epilogues are for 16 bits), for the backward of cross-entropy (no operator gives a column's index),
+or for a head norm whose eps is an input (QuACK's eps is fixed). The call includes finishing the reductions,
+in the fastest way open to a user: QuACK's second kernel for RMSNorm, a torch sum, or a few operations under
+torch.compile. Values that depend on weights alone (rotary frequencies, a head's weight repeated for every
+head) are prepared outside the call. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _alpha_residual(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Add into the arm's own copy of dw, made outside of the call; each call adds to it again."""
+    """Accumulate into the arm's own copy of dw, made outside the call; each call adds to it again."""
     from quack.epilogue.library import identity_epi
 
     dy, x, outs = g.inputs["dy"], g.inputs["x"], {"D": g.inputs["dw"].clone()}
@@ -240,8 +239,8 @@ LIBRARY: dict[str, Entry] = {
 def quack_library(
     spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
 ) -> tuple[QuackEpilogue, ...]:
-    """QuACK's epilogues for one of our specs, in order, on CUDA tensors; sizes and constants are the spec's.
-    Raises ValueError where QuACK has none with these outputs."""
+    """QuACK's epilogues for one of our specs, in order, on CUDA tensors, with the spec's sizes and constants.
+    Raises ValueError if QuACK has none with these outputs."""
     if spec_name not in LIBRARY:
         raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
     return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

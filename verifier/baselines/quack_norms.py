@@ -112,15 +112,15 @@ def _rotated(g: Given, mod: Any, **operands: Any) -> QuackEpilogue:
 
 
 def _frequencies(g: Given) -> Tensor:
-    """QuACK's table of frequencies, for all columns of q, made from constants alone."""
+    """QuACK's table of frequencies for all columns of q, from constants alone."""
     from quack.epilogue.rotary import make_interleaved_inv_freq
 
     return make_interleaved_inv_freq(g.inputs["inv_freq"], g.inputs["w"].shape[0])
 
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The table through TMA, which QuACK's own measurements recommend over plain loads; no bias is a
-    scalar zero, one addition."""
+    """The table goes through TMA, which QuACK's own measurements recommend over plain loads. For "no bias" it
+    takes a scalar zero, which costs one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)
@@ -139,7 +139,7 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library's own epilogue takes a table of [M, head width] that the call would have to fill; QuACK's
+    """The library's own epilogue takes a table of [M, head width] that the call would have to fill. QuACK's
     in-kernel angles avoid it."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 

@@ -1,8 +1,8 @@
-"""On the GPU, in a worker: time a verified program and its rivals. Tasks of ``worker``.
+"""Time a verified program and other arms on the GPU, in a worker. Tasks of ``worker``.
 
-Each process draws its own inputs, proves the candidate on them, times all arms interleaved, and compares the
-outputs of the timed calls with the proved ones, to the bit. Before each call, outside the clock, its output
-memory is overwritten, so that an answer there was made within the measured time.
+Each process draws its own inputs, checks the candidate on them, times all arms interleaved, and compares the
+outputs of the timed calls with the checked ones, to the bit. Before each call, outside the clock, its output
+memory is overwritten, so a correct result there was computed within the measured time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds, in which clocks at the power limit swing once
+LONGEST = 1.5  # seconds of rounds; at the power limit, clocks swing once in this time
 HOST_CALLS = 21  # each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
-FEWEST_SETS = 2  # sets of inputs that take turns: no call finds its predecessor's inputs in the L2
-MOST_SETS = 8  # each is proved by the fp64 oracle
+FEWEST_SETS = 2  # sets of inputs in rotation: no call finds its predecessor's inputs in the L2
+MOST_SETS = 8  # each is checked against the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
-PREPARES, RACES = "prepares ", "races"  # a worker's reports on preparing a rival, and on timing all arms
-PLANTED = 0.02  # delay, as a share of the candidate's time, that a process has to find
+PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
+PLANTED = 0.02  # the planted delay, as a share of the candidate's time, that a process must detect
 SAME_WITHIN = 0.005  # largest difference of a kernel from itself
-FOUND_WITHIN = (0.01, 0.04)  # a launch adds a microsecond or two to the delay itself
+FOUND_WITHIN = (0.01, 0.04)  # a launch adds one or two microseconds to the delay itself
 
 Tensors = Mapping[str, "torch.Tensor"]
 _Made = TypeVar("_Made")
@@ -47,9 +47,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Race:
-    """The arms beside the candidate and their rounds, fewer for long kernels. ``controlled``: add the arms
-    that show whether this process measures correctly. ``kept``: the incumbent that a change has to beat.
-    ``quack``: known schedules of QuACK's arms."""
+    """The arms besides the candidate, and their rounds, which are fewer for long kernels. ``controlled``: add
+    the control arms, which show whether this process measures correctly. ``kept``: the incumbent that a
+    change has to beat. ``quack``: known schedules of QuACK's arms."""
 
     arms: tuple[str, ...]
     rounds: int
@@ -127,8 +127,8 @@ def milliseconds(samples: timing.Samples) -> list[float]:
 
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
-    """Milliseconds of each of the candidate's parts by itself, for authors who make it faster; empty for a
-    single part. Together they may take longer than the whole, whose launches overlap."""
+    """Milliseconds of each of the candidate's parts alone, for authors who make it faster; empty for a single
+    part. Their sum may exceed the whole, whose launches overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
         return {}
@@ -142,8 +142,8 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
-    """The candidate again, and the candidate with a planted delay, interleaved with the arms that they vouch
-    for."""
+    """Time the controls, interleaved with the arms that they vouch for: the candidate again, and the
+    candidate with a planted delay."""
     seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
@@ -173,7 +173,7 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
 
 @dataclass
 class _Sets:
-    """Sets of inputs that take turns, and the candidate's proved outputs on each."""
+    """Sets of inputs in rotation, and the candidate's checked outputs on each."""
 
     job: KernelCase
     plan: Plan
@@ -193,7 +193,7 @@ class _Sets:
         return made
 
     def _add(self) -> None:
-        """Add one more set, through the error gate."""
+        """Add one more set, after checking the candidate on it by the error gate."""
         trial = Trial(self.job)
         fresh = poisoned_run(self.plan, trial.inputs)
         trial.judge(self.plan, fresh)
@@ -204,7 +204,7 @@ class _Sets:
         self.proved.append(Fingerprints(fresh))
 
     def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
-        """The candidate, on one set after the other."""
+        """The candidate, on one set after another."""
         calls = [partial(self.plan.run, i, o) for i, o in zip(self.inputs, self.outputs, strict=True)]
         if after is not None:
             calls = [partial(_both, call, after) for call in calls]
@@ -216,12 +216,12 @@ class _Sets:
         calls: Sequence[Callable[[], object]],
         outputs: Sequence[Tensors] | None = None,
     ) -> timing.Arm:
-        """An arm with a call for each set, taking turns.
+        """An arm with a call for each set, in rotation.
 
         Before each call its ``outputs`` are overwritten, and so is the candidate's workspace, in which a
-        kernel could keep results for the next call. An arm without outputs of ours has as much unused memory
-        overwritten, so that all arms find the GPU alike. Outputs that update an input stay, since their
-        buffer must keep its content: ``compare`` runs such a kernel once more.
+        kernel could hide results for the next call. For an arm without outputs of ours the same amount of
+        unused memory is overwritten, so that all arms find the GPU in the same state. Outputs that update an
+        input stay, since their buffer must keep its content; ``compare`` runs such a kernel once more.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -237,7 +237,7 @@ class _Sets:
         return self.plan.outputs()
 
     def compare(self) -> None:
-        """Raise Failed where the timed calls left other bits than the proved one, or changed an input. An
+        """Raise Failed if the timed calls left other bits than the checked call, or changed an input. An
         update's buffer then holds the sum of all calls, so one more call runs on the same inputs, drawn
         again."""
         for index, proved in enumerate(self.proved):
@@ -265,14 +265,14 @@ def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call that cycles through these."""
+    """One call that rotates through these."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 
 
 def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
-    """Prepare an arm other than the candidate. The candidate has already run, so a failure here is not its
-    fault; the asker knows by the last report."""
+    """Prepare an arm other than the candidate. The candidate has run before, so a failure here is not its
+    fault; the caller knows the stage from the last progress message."""
     import torch
 
     torch.cuda.synchronize()
@@ -283,7 +283,7 @@ def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
 def _rival(
     name: str, job: KernelCase, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
-    """A rival's arm and, for QuACK, the finalists of its tuning."""
+    """Another arm and, for QuACK, the finalists of its tuning."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
@@ -301,7 +301,7 @@ def _kept(job: KernelCase, sets: _Sets) -> timing.Arm:
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
-    """The candidate in a CUDA graph, interleaved: alone it would meet other clocks."""
+    """Time the candidate in a CUDA graph, interleaved: alone it would run at other clocks."""
     import torch
 
     replays = []
@@ -314,7 +314,7 @@ def _graphed(sets: _Sets) -> timing.Arm:
 
 
 def sets_wanted(inputs: Tensors) -> int:
-    """The number of sets that take turns: at least two, together larger than the L2."""
+    """The number of sets in rotation: at least two, together larger than the L2."""
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -328,8 +328,8 @@ def _spin(cycles: int) -> None:
 
 
 def _cycles_per_second() -> float:
-    """Cycles per second of the spin's counter: two spins differ by their cycles alone, not by their launches.
-    """
+    """Cycles per second of the spin's counter: two spins differ by their cycles alone, not by their
+    launches."""
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -1,4 +1,4 @@
-"""On the GPU, in a worker: check that a program is right there, every time. Tasks of ``worker``.
+"""Check on the GPU, in a worker, that a program is right every time. Tasks of ``worker``.
 
 A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
 from fresh seeds, drawn after the program is fixed.
@@ -47,8 +47,8 @@ class KernelCase:
     afresh: bool = False  # for tuning: ignore earlier results
 
     def plans(self) -> list[Plan]:
-        """A plan for each choice, in one workspace. Failed where a schedule of the program does not fit these
-        sizes."""
+        """A plan for each choice of schedules, in one workspace. Failed if a schedule of the program does not
+        fit these sizes."""
         from coda_agent.primitives.runtime.executable import Plan
         from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -62,7 +62,7 @@ class KernelCase:
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
-        """A fresh seed and the inputs it gives."""
+        """A fresh seed, and its inputs."""
         from coda_agent.verifier.numerics.inputs import draw
 
         seed = secrets.randbits(48)
@@ -70,8 +70,8 @@ class KernelCase:
 
 
 class Trial:
-    """Fresh inputs of a family. The truth is computed after a kernel has run, so that one which reads astray
-    cannot find it in the GPU's memory."""
+    """Fresh inputs of a family. The truth is computed after a kernel has run, so that a kernel which reads
+    out of bounds cannot find it in the GPU's memory."""
 
     def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family
@@ -80,7 +80,7 @@ class Trial:
 
     @cached_property
     def truth(self) -> dict[str, torch.Tensor]:
-        """The truth. Raises Failed where the inputs have changed since they were drawn."""
+        """The truth. Raises Failed if the inputs have changed since they were drawn."""
         from coda_agent.verifier.numerics import reference
 
         untouched(self.job, self.inputs, self.drawn)
@@ -94,7 +94,7 @@ class Trial:
 
     @cached_property
     def exact(self) -> frozenset[str]:
-        """Outputs that must be right to the bit."""
+        """Outputs that must be exact to the bit."""
         from coda_agent.verifier.numerics import exactness, reference
 
         if self.family != "integers":
@@ -104,7 +104,7 @@ class Trial:
 
     @cached_property
     def undefined(self) -> frozenset[str]:
-        """Outputs in which the reference loses its meaning on these inputs."""
+        """Outputs for which the reference has no meaning on these inputs."""
         from coda_agent.verifier.numerics import error_gate
 
         return error_gate.undefined(self.family, self.truth, self.yardstick)
@@ -122,8 +122,8 @@ class Trial:
 
 
 def tune(job: KernelCase) -> dict[str, Any]:
-    """The fastest schedules by step, the last candidates, and the seconds of tuning; from the cache, unless
-    ``afresh``. The inputs are discarded: scoring draws its own."""
+    """The fastest schedules by step, the finalists, and the seconds of tuning; from the cache, unless
+    ``afresh``. The inputs are discarded: the benchmark draws its own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned
 
@@ -145,9 +145,11 @@ def tune(job: KernelCase) -> dict[str, Any]:
 
 
 def numerics(job: KernelCase) -> dict[str, Any]:
-    """Poisoned outputs against fp64 truth through the error gate: every family of inputs on every plan.
+    """Compare outputs, poisoned beforehand, with the fp64 truth through the error gate: every family of
+    inputs on every plan.
 
-    Figures of stretched inputs stand apart, under ``beyond``: limits there are others."""
+    Figures of stretched inputs are separate, under ``beyond``, since their limits differ.
+    """
     from coda_agent.verifier.numerics.stretch import STRETCHED
 
     plans = job.plans()
@@ -166,19 +168,19 @@ def numerics(job: KernelCase) -> dict[str, Any]:
 
 
 def _tried(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
-    """The seed of one trial and each plan's errors; its tensors are freed before the next."""
+    """One trial: its seed and each plan's errors. Its tensors are freed before the next."""
     trial = Trial(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
 def stability(job: KernelCase) -> dict[str, Any]:
-    """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs unchanged,
-    and no byte beside a tensor written, or read and used."""
+    """On every plan: repeats are bitwise equal from outputs and workspace poisoned in two ways, inputs are
+    unchanged, and no byte outside a tensor is written, or read and used."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])
-    del drawn  # inputs of a case may be gigabytes
+    del drawn  # inputs of a case may take gigabytes
     for plan in job.plans():
         _repeat(job, plan, inputs)
     return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
@@ -198,7 +200,7 @@ def launch(job: KernelCase) -> dict[str, Any]:
 
 
 def clean(_: object) -> dict[str, Any]:
-    """After a lost worker, check that the GPU computes: bytes free, and a small correct product."""
+    """Check that the GPU computes after a lost worker: free bytes, and a small correct product."""
     import torch
 
     ones = torch.ones(256, 256, device="cuda")
@@ -212,7 +214,7 @@ def _place(job: KernelCase) -> str:
 
 
 def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
-    """Schedules as reports name them."""
+    """Schedules in the form of reports."""
     return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
@@ -256,7 +258,7 @@ def _repeat(job: KernelCase, plan: Plan, inputs: Guarded) -> None:
 
 
 def _within_bounds(job: KernelCase, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
-    """Raise Failed where a run wrote beside a tensor, or in the workspace's gaps."""
+    """Raise Failed if a run wrote outside a tensor, or into the workspace's gaps."""
     beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
     beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
     beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
@@ -265,7 +267,7 @@ def _within_bounds(job: KernelCase, plan: Plan, inputs: Guarded, outputs: Guarde
 
 
 def untouched(job: KernelCase, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
-    """Raise Failed where inputs have changed."""
+    """Raise Failed if inputs have changed."""
     changed = before.differing(inputs)
     if changed:
         raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")
@@ -274,7 +276,7 @@ def untouched(job: KernelCase, inputs: Mapping[str, torch.Tensor], before: Finge
 def _updated_alike(
     job: KernelCase, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that an output written over its input's buffer equals the output in a buffer of its own."""
+    """Check that an output written over its input's buffer equals the output in a separate buffer."""
     import torch
 
     updates = plan.program.signature.updates

@@ -1,4 +1,4 @@
-"""Tensors' memory as integers: fingerprints that detect changes, and poison to overwrite it."""
+"""Tensors' memory as integers: fingerprints that detect changes, and poison that overwrites it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BLOCK = 1 << 24  # words hashed at a time, whose weights take 128 MiB
 
 
 class Fingerprints:
-    """Fingerprints of tensors by name, under their own secret.
+    """Fingerprints of tensors by name, under a common secret.
 
-    Two tensors that differ in any bit agree with a chance below 2**-32, if whoever changed them did not know
-    the secret: every word of at most 32 bits counts times a random 63-bit weight, summed modulo 2**64 (a
-    multilinear hash: a word's difference is below 2**32, so at most 2**-33 of all weights cancel it). Shape,
-    dtype and strides must agree too. The weights come from a generator whose seed stays on the host, and are
-    wiped: a kernel that reads astray finds none of them.
+    Two tensors that differ in any bit agree with probability below 2**-32, if whoever changed them did not
+    know the secret. Every word of at most 32 bits is multiplied by a random 63-bit weight and summed modulo
+    2**64 (a multilinear hash: a word's difference is below 2**32, so at most 2**-33 of all weights cancel
+    it). Shape, dtype and strides must agree too. The weights come from a generator whose seed stays on the
+    host, and are wiped: a kernel that reads out of bounds finds none of them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -57,10 +57,10 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
-    """Enqueue poison over the whole of each row of ``words``.
+    """Overwrite each row of ``words`` with poison.
 
-    It is drawn again each time, and could be an answer: as a number of 16 or 32 bits it is finite and between
-    0 and 2. A kernel that keeps plausible values keeps it.
+    The poison is drawn anew each time, and looks like an answer: as a number of 16 or 32 bits it is finite
+    and between 0 and 2. So a kernel that keeps plausible old values keeps poison.
     """
     half, other = (0x3C00 | secrets.randbits(10) for _ in range(2))
     for row in rows:

@@ -1,4 +1,4 @@
-"""Guard bands: tensors between poisoned bytes that nothing may write, or read and use."""
+"""Guard bands: put tensors between poisoned bytes that no kernel may write, or read and use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import torch
 
 GUARD = 4096  # bytes before and after a tensor, which keep its address as aligned as an allocation's
-# Bytes. With the first every float is NaN, with the second another number, so that reading and using them
-# shows.
+# Byte values. With the first every float is NaN, with the second another number, so that using them changes
+# results.
 POISONS = (0xFF, 0x7B)
 
 
 class Guarded:
-    """Tensors by name, each in the middle of a poisoned buffer, poisoned themselves, with the shapes, dtypes
+    """Tensors by name, each in the middle of a poisoned buffer and poisoned itself, with the shapes, dtypes
     and fresh strides of ``like``."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
@@ -33,13 +33,13 @@ class Guarded:
         return made
 
     def poison(self, byte: int) -> None:
-        """Poison the bands with another byte; the tensors stay."""
+        """Poison the bands with another byte; the tensors are unchanged."""
         for bands in self._bands.values():
             for band in bands:
                 band.fill_(byte)
 
     def written_beside(self, poison: int) -> list[str]:
-        """Names of tensors whose bands are no longer all poison."""
+        """Names of tensors whose bands no longer hold only poison."""
         return [name for name, bands in self._bands.items() if not untouched(bands, poison)]
 
 

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a kernel at small sizes: stray accesses, and races on shared memory."""
+"""Run compute-sanitizer on a kernel at small sizes, for stray accesses and races on shared memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def sanitized(job: KernelCase) -> dict[str, Any]:
-    """The number of errors by tool, all zero; Failed with the tool's words where one found something.
+    """The number of errors by tool, all zero; Failed with the tool's message if one found an error.
 
-    Raises Absent where there is no compute-sanitizer.
+    Raises Absent without compute-sanitizer.
     """
     return {tool: errors(tool, launch, job) for tool in TOOLS}
 
 
 def errors(tool: str, task: Task, argument: Any) -> int:
-    """Run a task in a worker under one tool, which finds nothing."""
+    """Run a task in a worker under one tool, which must find nothing."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise Absent("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"  # the tool's words would otherwise mix with a worker's answers
+        log = Path(scratch) / "log"  # the tool's output would otherwise mix with a worker's answers
         wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
         with Worker(wrapper) as worker:
             died = worker.ask(_to_its_end, (task, argument), patience=PATIENCE).get("died")
@@ -53,8 +53,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 
 
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
-    """A task for which a CUDA error is an answer: the tool ends a kernel that goes astray, and reports only
-    as the process ends by itself, which a lost worker does not."""
+    """Return a task's CUDA error as its answer. The tool ends a kernel that accesses stray memory, and
+    reports only when the process ends by itself, which a lost worker does not."""
     task, argument = asked
     try:
         task(argument)

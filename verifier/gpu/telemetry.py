@@ -1,6 +1,6 @@
-"""The device of a measurement, and its clocks, power, heat and throttling meanwhile.
+"""The device of a measurement, with its clocks, power, temperature and throttling.
 
-They are read, never set: a verdict is about the machine as its users have it.
+They are read, never set: a verdict applies to the machine as its users have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 # The sensors sampled while arms run, by their names in reports.
 SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
-NEEDED = SENSORS[:3]  # clocks and power: without them a time cannot be assigned to a GPU's state
+NEEDED = SENSORS[:3]  # clocks and power: without them the GPU's state during a time is unknown
 
 
 class Monitor:
@@ -56,8 +56,8 @@ class Monitor:
             self._readings.append(_read(self._nvml, _sensors(self._nvml, self._handle)))
 
     def summary(self) -> dict[str, Any]:
-        """The device and driver; each sensor's least, median and greatest reading (MHz, W, degrees C); all
-        reasons for throttling."""
+        """The device and driver; each sensor's minimum, median and maximum (MHz, W, degrees C); all reasons
+        for throttling."""
         if self._nvml is None:
             return {"nvml": self._unavailable}
         found = _read(self._nvml, _facts(self._nvml, self._handle))
@@ -74,7 +74,7 @@ class Monitor:
 
 
 def unread(seen: object) -> str:
-    """Which of clocks and power a ``summary`` lacks, and why; empty where it has all."""
+    """The clocks or power that a ``summary`` lacks, and why; empty if it has all."""
     if not isinstance(seen, Mapping) or not seen:
         return "nothing was read"
     if "nvml" in seen:
@@ -83,7 +83,7 @@ def unread(seen: object) -> str:
 
 
 def findings(during: Mapping[str, object]) -> list[str]:
-    """Messages on the pieces of a measurement, by name, without clocks or power: one a reason."""
+    """Messages on stages of a measurement without clocks or power, by name: one per reason."""
     reasons: dict[str, list[str]] = {}
     for piece, seen in during.items():
         if why := unread(seen):
@@ -95,7 +95,7 @@ def findings(during: Mapping[str, object]) -> list[str]:
 
 
 def _range(seen: Mapping[str, Any], name: str) -> bool:
-    """Whether a summary has a sensor's least, median and greatest reading."""
+    """Whether a summary has a sensor's minimum, median and maximum."""
     match seen.get(name):
         case [float() | int() as least, float() | int() as middle, float() | int() as greatest]:
             return 0 < least <= middle <= greatest < math.inf

@@ -1,8 +1,8 @@
-"""GPU work in an expendable process: a kernel that hangs or writes astray takes only a worker along.
+"""Run GPU work in an expendable process: a kernel that hangs or writes out of bounds kills only a worker.
 
-The command line holds no CUDA context. It asks a ``Worker``; where that is lost, the candidate is rejected
-with the reason, and a fresh worker finds a clean GPU. ``python -m`` of this module is a worker: it reads one
-task a line, and writes lines of progress and one answer.
+The command itself holds no CUDA context. It asks a ``Worker``; if that is lost, the candidate is rejected
+with the reason, and a fresh worker finds a clean GPU. A worker is ``python -m`` of this module: it reads one
+task per line, and writes lines of progress and one answer.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from coda_agent.verifier.gates import Failed, Progress, silent
 Task = Callable[[Any], dict[str, Any]]  # a module's function, which returns JSON
 
 ROOT = str(Path(__file__).absolute().parents[3])  # the folder of our own packages
-SAID = 2000  # characters of a lost worker's last words
+SAID = 2000  # characters of a lost worker's last output
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
 
 
 class Lost(Failed):
     """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. The candidate did it, so this rejects it."""
+    ``out_of_memory``. The candidate caused it, so this rejects the candidate."""
 
 
 class WorkerError(Exception):
-    """An exception in a task that no kernel caused: our bug, with the worker's traceback."""
+    """A task raised an exception that no kernel caused: our bug, with the worker's traceback."""
 
 
 class Worker:
-    """A process that owns the GPU while it works on a task. Starting returns at once: imports take seconds.
+    """A process that owns the GPU while it works on a task. Starting returns at once, since imports take
+    seconds.
 
     ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import early.
     ``python``: the interpreter of an environment with other versions; it does not get this process's
@@ -72,10 +73,10 @@ class Worker:
     ) -> dict[str, Any]:
         """The task's answer.
 
-        Raises Failed as the task raised it. Raises Lost, and kills the process, where it dies, is silent for
+        Raises Failed if the task raised it. Raises Lost, and kills the process, if it dies, is silent for
         ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our bugs, and for a death
-        before the first task, which no kernel caused; Late at the deadline (``primitives.system.deadline``),
-        and kills the process too.
+        before the first task, which no kernel caused. Raises Late at the deadline
+        (``primitives.system.deadline``), and kills the process.
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
@@ -103,7 +104,7 @@ class Worker:
                     raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is no answer")
 
     def close(self) -> None:
-        """Kill the process and all that it started; a second call does nothing."""
+        """Kill the process and all its children; a second call does nothing."""
         subprocesses.end(self._process)
         for file in (self._process.stdin, self._process.stdout, self._words):
             if file is not None:
@@ -167,7 +168,7 @@ class Worker:
 
 
 def report(gate: str, words: str) -> None:
-    """Within a task, report progress to the asker, which also shows that it is alive."""
+    """Report progress to the parent from within a task, which also shows that the worker is alive."""
     if _answers is not None:
         _say({"progress": [gate, words]})
 
@@ -181,16 +182,16 @@ def _say(record: dict[str, Any]) -> None:
 
 
 def cuda_error(words: str) -> bool:
-    """Whether an exception's words say that this process lost its GPU."""
+    """Whether an exception's message says that this process lost its GPU."""
     return _CUDA_ERROR.search(words) is not None
 
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    with suppress(OSError):  # a wrapper dies with the asker, but does not hand that on
+    with suppress(OSError):  # a wrapper dies with its parent, but does not pass that on
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler's prints must not be taken for an answer
+    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
     try:
         for module in ahead:
             importlib.import_module(module)

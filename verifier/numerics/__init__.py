@@ -1,1 +1,1 @@
-"""Numerical truth: references, inputs, the error gate, and how strong they are."""
+"""Numerical checks: references, inputs, the error gate, and tests of their strength."""

@@ -1,9 +1,9 @@
-"""The choices of a program, and whether each side of each one ever mattered.
+"""Check that each side of each choice in a program matters on some tried input.
 
-A choice takes one of two values. One that no tried input decides is a blind spot: a clamp beyond the drawn
-values looks like no clamp at all. So each side must be *needed*: with the choice forced to its other side,
-the program must fail the error gate on some inputs on which it passes unchanged. A sigmoid is a choice too,
-since it is constant far from zero: its bend must be needed.
+A choice takes one of two values. A choice whose other side no tried input selects is a blind spot: a clamp
+beyond the drawn values looks like no clamp. So each side must be *needed*: with the choice forced to its
+other side, the program must fail the error gate on some inputs on which it passes unchanged. A sigmoid is a
+choice too, since it is constant far from zero: its bend must be needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
-ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as alike
+ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of it
 COMPARED = ("it never holds", "it always holds")
 
@@ -41,7 +41,7 @@ class Side(NamedTuple):
     side: int
 
     def unused(self, program: Program) -> str:
-        """Why this side decides nothing, for the author."""
+        """A message for the author: why this side decides nothing."""
         op = program.nodes[self.node].op
         if OPERATIONS[op].limit:
             return "its argument is always far from zero"
@@ -49,7 +49,7 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Elements of a run: those that a side decides, those of them where the other side's value differs, and
+    """Elements of a run: those that a side decides, those of them whose other side has a different value, and
     all."""
 
     decided: int
@@ -59,18 +59,18 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """A side over all runs: the largest share of elements it decided in one, and that run's family."""
+    """A side over all runs: the largest share of elements that it decided in a run, and that run's family."""
 
     share: float = 0.0
     family: str = ""
-    needed: str = ""  # family of the run that failed without this side
+    needed: str = ""  # the family of a run that failed without this side
     tries: int = 0  # runs that passed without it
     apart: bool = False  # whether the two values ever differed where this side decided
 
 
 @dataclass
 class Coverage:
-    """Every side of every choice, as the judged runs showed it."""
+    """Every side of every choice, with the evidence of the judged runs."""
 
     program: Program
     seen: dict[Side, Seen] = field(init=False)
@@ -79,7 +79,7 @@ class Coverage:
         self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
 
     def _of(self, node: int) -> list[Side]:
-        """A choice's sides; a function with a limit has one, its bend."""
+        """A choice's sides. A function with a limit has one side, its bend."""
         bends = OPERATIONS[self.program.nodes[node].op].limit
         return [Side(node, side) for side in ((0,) if bends else (0, 1))]
 
@@ -99,7 +99,7 @@ class Coverage:
                 seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
-        """Sides that no run needed, except in a choice between two forms of one value.
+        """Sides that no run needed, unless the choice is between two forms of one value.
 
         A comparison used in arithmetic must always be needed.
         """
@@ -131,7 +131,8 @@ class Coverage:
 
 
 def choices(program: Program) -> list[int]:
-    """The nodes that choose. A comparison that only ``where`` reads as its condition belongs to it."""
+    """The nodes that choose. A comparison that is read only as the condition of a ``where`` belongs to
+    that."""
     readers: dict[int, list[bool]] = {}
     for node in program.nodes:
         for place, argument in enumerate(node.args):
@@ -184,5 +185,5 @@ def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
         near = value.abs() < BEND
         return (near, value), (~near, operation.limit(torch, value))
     sides = operation.sides
-    assert sides is not None  # callers ask about choices alone
+    assert sides is not None  # callers ask only about choices
     return sides(torch, *arguments)

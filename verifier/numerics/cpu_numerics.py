@@ -1,8 +1,8 @@
-"""The interpret gate: runs of a program against its spec's reference on a CPU, over families and sizes.
+"""The interpret gate: compare a program with its spec's reference on a CPU, over families and sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
-second judgement sees mathematics that is almost right (GELU's other form, a sigmoid by pieces), which the
-rounding of 16-bit outputs hides. Small values count there as much as large ones, so an activation's tail must
+second judgement sees mathematics that is almost right (GELU's other form, a piecewise sigmoid), which the
+rounding of 16-bit outputs hides. There small values count as much as large ones, so an activation's tail must
 be right too.
 """
 
@@ -37,11 +37,11 @@ from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
 REPEATS = 6  # draws of each stretched family: one scales up what another scales down
-FEW_DIMS = 48  # extents of a run for what shows at any size
+FEW_DIMS = 48  # extents of a run for effects that show at any size
 
 
 class Run(NamedTuple):
-    """The sizes, family and seed that draw a run's inputs again."""
+    """The sizes, family and seed that reproduce a run's inputs."""
 
     sizes: Mapping[str, int]
     family: str
@@ -56,10 +56,10 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
     """Every run of the gate.
 
     Each family runs at its own hidden sizes, the stretched ones at several. A program that computes with
-    sizes or column numbers also runs where dims have a case's ratios. The first family also runs at the fixed
-    small sizes, at each extent that a dim has in a case, where all dims are longer at once, and between the
-    cases' extents. Single and few rows run on integers, where most results are exact: a handful of values
-    makes poor statistics.
+    sizes or column numbers also runs with dims in a case's ratios. The first family also runs at the fixed
+    small sizes, at each extent that a dim has in a case, with all dims longer at once, and between the cases'
+    extents. Single and few rows run on integers, where most results are exact, because a few values make poor
+    statistics.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
     truth: Tensors
     values: Tensors
     exact: frozenset[str]
-    undefined: frozenset[str]  # outputs in which the reference loses its meaning on these inputs
+    undefined: frozenset[str]  # outputs for which the reference has no meaning on these inputs
 
     @classmethod
     def of(cls, spec: Spec, run: Run, drawn: Tensors | None = None) -> Comparison:
@@ -118,9 +118,9 @@ class Comparison(NamedTuple):
         return cls(spec, run, inputs, truth, values, exact, undefined)
 
     def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
-        """The error gate's findings on each way to judge the outputs: as stored, then unrounded.
+        """The error gate's findings for both ways to judge the outputs: as stored, then unrounded.
 
-        Unrounded outputs of a family in ``limits.EXTREME`` are judged value by value alone. Undefined outputs
+        Unrounded outputs of a family in ``limits.EXTREME`` are judged only value by value. Undefined outputs
         are left out.
         """
         family, long = self.run.family, self.run.long
@@ -142,7 +142,7 @@ class Comparison(NamedTuple):
 
 
 def unrounded(program: Program) -> Program:
-    """The program with its outputs in fp32. An output that a matmul reads is made twice: rounded for the
+    """The program with its outputs in fp32. An output that a matmul reads exists twice: rounded for the
     matmul, and unrounded under its own name."""
     nodes, outputs = list(program.nodes), dict(program.outputs)
     types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}

@@ -1,4 +1,4 @@
-"""The error gate: a candidate's error against the yardstick's, the error that any kernel must make."""
+"""The error gate: compare a candidate's error with the yardstick's, the error that any kernel must make."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 32  # elements: with n of them, chance can make the yardstick's error and RMS 2**(10/n) times too small
+FEW = 32  # with n elements, chance can make the yardstick's error and RMS 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-FLOOR = 2.0**-24  # half an fp32 ulp: the least error that counts for a yardstick, as a share of the RMS truth
-# such halves: the error that a value may keep from larger ones that cancel, as in g - g * sigmoid(-g)
+# half an fp32 ulp, as a share of the RMS truth: the smallest error that counts for a yardstick
+FLOOR = 2.0**-24
+# such halves: the error that a value may inherit from larger ones that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
 LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding, but for one to fp8
@@ -30,9 +31,9 @@ COARSE = 2.0**-14
 
 
 class OutputError(BaseModel):
-    """One output's result: error ratios to the yardstick, slope on the truth, and what is wrong.
+    """One output's result: error ratios to the yardstick, slope on the truth, and the fault.
 
-    ``unequal`` counts the wrong values of an output that must be exact; None for any other.
+    ``unequal`` counts the wrong values of an output that must be exact; None for others.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,27 +56,27 @@ def compare(
     limits: Limits = USUAL,
     exact: Collection[str] = (),
 ) -> list[OutputError]:
-    """The error gate: one entry an output, in the spec's order; ``reason`` is for the kernel's author.
+    """The error gate: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
 
-    got: the candidate's outputs, truth: ``reference.oracle``'s, yard: ``reference.yardstick``'s, all
-    computed on one kind of device: tensor cores lose more in fp32 than a CPU's sums. Per output, as
-    ratios of the candidate's error to the yardstick's: RMS error; RMS error of the worst 128x128 tile
-    against that same tile's; largest error against the largest. 16-bit outputs also: the slope of the
-    output regressed on the truth. Never allowed: a non-finite value where the truth is finite and the
-    output's dtype can hold it, but for as many in a row as the yardstick has there: what overflows on the
-    way in fp32 does so here in one value, there in its neighbour.
+    got: the candidate's outputs; truth: ``reference.oracle``'s; yard: ``reference.yardstick``'s. All come
+    from one kind of device, since tensor cores lose more in fp32 than a CPU's sums. Three ratios of the
+    candidate's error to the yardstick's are limited for each output: RMS error; RMS error of the worst
+    128x128 tile, over the same tile's; largest error over the largest. For 16-bit outputs the slope of the
+    output regressed on the truth is limited too. A value must be finite if the truth is finite and fits the
+    output's dtype. The exception is as many values per row as the yardstick has there: an overflow on the way
+    in fp32 may hit one value here and its neighbour there.
 
-    ``limits``, those of a family of inputs (``limits``), are widened by the spec's tolerance, and by
-    slack for small samples: a ratio of two independent RMS errors over n elements scatters by about
-    1/sqrt(n), so it is given 1 + 4/sqrt(n) (n of the output; for a tile, of that tile); the slope gets 4 of
-    its own standard errors, sum(e^2 t^2)^0.5 / sum(t^2), from the yardstick's errors e. At a full tile that
-    is 3%, at benchmark sizes nothing. Of fewer than ``FEW`` elements the yardstick's error says little, and
-    limits are 2**(10/n) times as wide: at M = 1 a row's sum is wrong from about 0.1% on. The values of a row
-    share the errors of what they were all made of, so that of m rows the slack is 1 + 1/m times as much:
-    twice at M = 1, nothing at a case's sizes. Yardstick errors count as no smaller than half an fp32 ulp
-    of the truth's RMS: one that is exactly zero would forbid any other order of summation.
+    ``limits`` (of a family of inputs) are widened by the spec's tolerance, and by slack for small samples. A
+    ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so the limit is
+    multiplied by 1 + 4/sqrt(n) (n of the output, or of the tile). The slope gets 4 of its own standard
+    errors, sum(e^2 t^2)^0.5 / sum(t^2), from the yardstick's errors e. At a full tile that is 3%, at
+    benchmark sizes nothing. With fewer than ``FEW`` elements the yardstick's error says little, and limits
+    are 2**(10/n) times as wide: at M = 1 a row's sum is wrong from about 0.1% on. The values of a row share
+    the errors of their common sources, so for m rows the slack is multiplied by 1 + 1/m: twice at M = 1,
+    nothing at a case's sizes. Yardstick errors count as at least half an fp32 ulp of the truth's RMS: an
+    error of exactly zero would forbid any other order of summation.
 
-    Outputs named in ``exact`` must besides be the truth rounded once to their dtype, bit for bit (-0.0 is
+    Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is
     0.0): see ``verifier.numerics.exactness``.
     """
     return [
@@ -85,7 +86,7 @@ def compare(
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     """RMS error over the truth's RMS, and over the yardstick's error: the distance of an output from fp64, in
-    any dtype. NaN where ``compare`` finds values that are wrongly finite or not finite; values that it
+    any dtype. NaN if ``compare`` finds values that are wrongly finite or not finite. Values that ``compare``
     excuses are left out."""
     stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
@@ -95,7 +96,7 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 
 
 def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
-    """Outputs to leave unjudged on inputs beyond the typical: the reference overflows in fp32 there, or loses
+    """Outputs to leave unjudged on inputs beyond the typical: there the reference overflows in fp32, or loses
     more than ``LOST``. Empty for a typical family."""
     if family not in BEYOND:
         return frozenset()
@@ -129,7 +130,7 @@ class _Stats:
 
     @property
     def effective(self) -> float:
-        """The number of elements that make up the yardstick's error: all of them where errors are alike."""
+        """The number of elements that make up the yardstick's error: all of them if errors are equal."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
@@ -143,7 +144,7 @@ class _Stats:
 
     @property
     def slope_off(self) -> float:
-        """The slope's distance from 1, or from the yardstick's slope where that is nearer: values that repeat
+        """The slope's distance from 1, or from the yardstick's slope if that is nearer. Values that repeat
         along an axis have repeating roundings, so even the yardstick's slope is not 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
@@ -258,8 +259,8 @@ def _accumulate(
 
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
-    """Where values can be compared; wrong ones are added to ``stats``. ``holds``: where the dtype can hold
-    the truth, since what overflows there may do so in a kernel too."""
+    """The positions where values can be compared; wrong ones are added to ``stats``. ``holds``: where the
+    dtype can represent the truth, since a value that overflows here may also overflow in a kernel."""
     ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
     lost, excused = holds & ~ok, holds & ~known
@@ -274,14 +275,14 @@ def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, ya
 
 def _finite(*tensors: Tensor) -> bool:
     """Whether all values are finite, judged by their sums: testing each value takes as long as the rest of
-    the gate. A sum that overflows answers no, and then each value is tested."""
+    the gate. If a sum overflows, each value is tested."""
     return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
 
 
 def _off_by_themselves(
     got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
 ) -> list[str]:
-    """Findings value by value: small values count here as much as large ones.
+    """Findings per value, where small values count as much as large ones.
 
     An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the yardstick's worst
     error at values up to twice as large. With ``loud``, a louder row and column allow proportionally more
@@ -316,12 +317,12 @@ def _loudness(size: Tensor) -> Tensor:
 
 
 def _tile_sums(values: Tensor) -> Tensor:
-    """[R, C] -> sums over 128x128 tiles, the ragged ones at the edges included."""
+    """[R, C] -> sums over 128x128 tiles, including the ragged ones at the edges."""
     return _strip_sums(_strip_sums(values).mT).mT.double()
 
 
 def _strip_sums(values: Tensor) -> Tensor:
-    """[R, C] -> [ceil(R / 128), C]: sums of 128 rows each; the last strip has the remaining rows."""
+    """[R, C] -> [ceil(R / 128), C]: sums over 128 rows each; the last strip has the remaining rows."""
     whole, rest = values.tensor_split([len(values) // TILE * TILE])
     sums = whole.unflatten(0, (-1, TILE)).sum(1)
     return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
@@ -352,7 +353,7 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _hint(stats: _Stats, rms: float, tile: float) -> str:
-    """A guess at the mistake, where the numbers suggest one."""
+    """A guess at the mistake, if the numbers suggest one."""
     unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squared error that the slope does not explain
     residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
     hint = ""

@@ -1,4 +1,4 @@
-"""Outputs that must be right to the bit: sums and products of small integers."""
+"""Outputs that must be exact to the bit: sums and products of small integers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EXACT_BITS = 22  # of fp32's 24 bits: two are spare, for sums in another order t
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
-    """The outputs that a kernel must get right to the bit on the family "integers".
+    """The outputs that a kernel must compute exactly on the family "integers".
 
-    ``values`` are the reference in fp32 on the kernel's device. An output must be exact where they equal the
+    ``values`` are the reference in fp32 on the kernel's device. An output must be exact if they equal the
     fp64 ``truth`` in every element and all are multiples of one power of two that fit in ``EXACT_BITS`` bits:
-    then sums in any order are exact. One dropped term, wrong column or rounding on the way is a wrong bit,
-    where an RMS over all elements may not see it.
+    then sums in any order are exact. A dropped term, a wrong column or an extra rounding then flips a bit,
+    which an RMS over all elements may not see.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 
@@ -38,17 +38,17 @@ def _is_exact(values: Tensor, truth: Tensor) -> bool:
 
 
 def rows_at_once(values: Tensor) -> int:
-    """Rows to look at in one go: a multiple of a tile's."""
+    """Rows to process at once: a multiple of a tile's."""
     return max(TILE, CHUNK // values.shape[1] // TILE * TILE)
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """Rows by everything else: the view in which tiles and places are counted."""
+    """View a tensor as rows by everything else, for counting tiles and positions."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """The number of values that are not the truth rounded once to their dtype, and the first of them in
+    """The number of values that differ from the truth rounded once to their dtype, and the first of them in
     words."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):

@@ -27,7 +27,7 @@ NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of
 STEEPEST = 8  # power of a size
 SMALLEST = 8  # size from which on powers are smooth
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums makes
-TRIES = 3  # runs without a side: the first is the one where it decides most
+TRIES = 3  # runs without a side; the first is the one in which it decides most
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
@@ -44,7 +44,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the open sides; judge what the search finds as any run.
+    """Search the domain for inputs that need the open sides; judge the program on the inputs found, as on any
+    run.
 
     Raises Failed for a program that is wrong there, or for a side that no inputs of the domain need.
     """
@@ -77,12 +78,12 @@ def reach(
 
 
 def smooth(spec: Spec, program: Program, seed: int) -> None:
-    """Compare the program at each size that it computes with, and at sizes almost the same.
+    """Compare the program at each size that it computes with, and at almost the same sizes.
 
-    A kernel may use sizes as a mean does: twice as many columns give about half. Small inputs run as if their
-    dims were a case's, then as if one or all dims were slightly larger or smaller. Scalars made of sizes
-    alone are computed for every size up to twice a case's. Raises Failed where outputs, or such a scalar,
-    change by more than the eighth power of a size does.
+    A kernel may use sizes smoothly, as a mean does: twice as many columns give about half. Small inputs run
+    as if their dims were a case's, then as if one or all dims were slightly larger or smaller. Scalars made
+    of sizes alone are computed for every size up to twice a case's. Raises Failed if outputs, or such a
+    scalar, change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -115,10 +116,10 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Compute the scalars made of sizes alone for every size of one dim, with a case's other sizes."""
+    """Compute the scalars made of sizes alone for every size of one dim, at a case's other sizes."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
-    used: set[int] = set()  # nodes that also depend on something other than sizes read these
+    used: set[int] = set()  # nodes whose readers also depend on something besides sizes
     for index, node in enumerate(program.nodes):
         made = OPERATIONS[node.op].torch
         if index in sized:

@@ -19,7 +19,7 @@ from coda_agent.verifier.spec.parts import TensorSpec
 
 
 class _Drawn(NamedTuple):
-    """A family's material: values of a normal init before the cast, and their use.
+    """A family's raw material: values of a normal init before the cast, and their use.
 
     ``rows`` gives the same numbers for every input of one draw, ``own`` does not.
     """
@@ -43,13 +43,14 @@ def _positive(of: _Drawn) -> Tensor:
 
 
 def _tiny(of: _Drawn) -> Tensor:
-    """All by 2**-10: an eps of 1e-6 matters there alone. fp8 values stay, since they would become zeros."""
+    """Everything by 2**-10: only there an eps of 1e-6 matters. fp8 values stay, since they would become
+    zeros."""
     return of.values if of.fp8 else of.values.mul_(2.0**-10)
 
 
 def _small(of: _Drawn) -> Tensor:
-    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) dominate, and functions are linear.
-    """
+    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) dominate, and functions are nearly
+    linear."""
     return of.values.mul_(1e-2) if of.activation else of.values
 
 
@@ -64,9 +65,9 @@ def _huge(of: _Drawn) -> Tensor:
 
 
 def _outliers(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows and of the weights' columns 30 to 100 times the rest: a scale or
-    rounding over a block instead of a row, or a range too narrow, loses the rest. The rest is made smaller,
-    so that nothing overflows that does not in "normal"."""
+    """An eighth of the activations' rows and of the weights' columns are 30 to 100 times the rest. A scale or
+    rounding per block instead of per row, or a range that is too narrow, loses the rest. The rest is smaller,
+    so that only cases that overflow in "normal" overflow."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -74,7 +75,7 @@ def _outliers(of: _Drawn) -> Tensor:
 
 
 def _zeros(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows zero and a quarter near sqrt(eps), where eps decides."""
+    """An eighth of the activations' rows are zero, and a quarter are near sqrt(eps), where eps decides."""
     if not of.activation or not of.values.dim():
         return of.values
     share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
@@ -86,7 +87,7 @@ def _zeros(of: _Drawn) -> Tensor:
 
 def _low_rank(of: _Drawn) -> Tensor:
     """Matrices of rank 4 to 8, whose products have correlated errors. Factors are bounded: a product of
-    several normals would sometimes exceed what an exponential can hold."""
+    several normals could exceed an exponential's range."""
     if of.values.dim() != 2:
         return of.values
     rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
@@ -95,8 +96,8 @@ def _low_rank(of: _Drawn) -> Tensor:
 
 
 def _tails(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows by 3, the rest by 1/4: an activation function's tail, from -4 on,
-    has weight, and few values are so large that their errors hide it."""
+    """An eighth of the activations' rows by 3, the rest by 1/4. An activation function's tail, from -4 on,
+    gets weight, and few values are large enough for their errors to hide it."""
     if not of.activation or not of.values.dim():
         return of.values
     many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
@@ -119,21 +120,21 @@ def _spikes(of: _Drawn) -> Tensor:
 
 def _negative(of: _Drawn) -> Tensor:
     """Magnitudes, with activations by -40: all products of a row are far below zero. A running maximum that
-    begins at zero, or a sum of exponentials that includes a zero, would dominate."""
+    starts at zero would dominate, and so would a zero in a sum of exponentials."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Multiples of a power of two, up to 8 of it (2 in fp8, whose sums tensor cores keep to fewer bits): a
-    matmul is exact in fp32 in any order of summation, and so are sums and products of its results.
-    ``exactness.exact_outputs`` finds the outputs that must be right to the bit."""
+    """Multiples of a power of two, up to 8 times it (2 in fp8, whose sums tensor cores hold in fewer bits). A
+    matmul of these is exact in fp32 in any order of summation, and so are sums and products of its results.
+    ``exactness.exact_outputs`` finds the outputs that must be exact to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
-#: The families. Each shapes the inputs with a normal init; every other init is one that the operator relies
-#: on (a range, indices, a series) and stays. In "integers" uniform inits take few of their values.
+# : The families. Each shapes inputs with a normal init. Inputs with another init (a range, indices, a series)
+# keep it, since the #: operator relies on it. In "integers" uniform inits take few of their values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
     "normal": _normal,
     "positive": _positive,
@@ -148,11 +149,11 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 }
 
 
-#: Families for a CPU alone: they show a program's mathematics, not a GPU's execution of it.
+# : Families for a CPU alone: they test a program's mathematics, not its execution on a GPU.
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
-#: Families that a GPU runs wherever its oracle takes no time.
+# : Families that a GPU runs if their oracle takes no time.
 EVERY = (*FAMILIES, *STRETCHED)
 
 
@@ -228,8 +229,8 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
-    """Values of a range rounded to powers of two, by which one may also divide. A range with fewer than two
-    of them, or with both signs, rounds to multiples of one, 8 to 16 of them."""
+    """Values of a range, rounded to powers of two, by which division is exact. A range with fewer than two of
+    them, or with both signs, rounds to 8 to 16 multiples of one power of two."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))

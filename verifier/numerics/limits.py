@@ -1,7 +1,7 @@
-"""The error gate's limits by family of inputs, in one place for every gate that judges by them.
+"""The error gate's limits by family of inputs, for all gates that use them.
 
-The users are the GPU's numerics and benchmark (``checks``), the interpret gate (``cpu_numerics``) and the
-search for mutants that both would pass (``verifier.numerics.mutation_score.weak_spots``).
+The users are the GPU's numerics and benchmark (``checks``), the interpret gate (``cpu_numerics``), and the
+search for mutants that both would pass (``mutation_score.weak_spots``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Limits:
     fp32_rms: float = 4.0
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
-    deviations: float = 4.0  # slack of a statistic over few elements, in its standard deviations
+    deviations: float = 4.0  # slack, in standard deviations, of a statistic over few elements
     shared: tuple[float, float, float] | None = None  # limits for fp32 outputs that lose more than fp32 does
-    values: float | None = None  # a value's error over the yardstick's worst at values no larger
+    values: float | None = None  # a value's error over the yardstick's worst error at values no larger
     loud: bool = False  # whether a value in a loud row and column may have a proportionally larger error
-    effective: bool = False  # count the elements that make up the yardstick's error, not all
+    effective: bool = False  # count the elements that make up the yardstick's error, instead of all
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """(RMS, worst tile, worst element) for an output of this dtype."""
@@ -57,26 +57,26 @@ def of_unrounded(family: str, long: bool = False) -> Limits:
 
 
 USUAL = Limits()
-#: For outputs left in fp32: another order of operations costs a few times the reference's loss, wrong
-#: mathematics far more. Where one matmul reads another's rounded result, that rounding is nearly all of the
-#: loss, and every kernel shares it.
+# : For outputs left in fp32. Another order of operations costs a few times the reference's loss; wrong
+# mathematics costs far more. #: If one matmul reads another's rounded result, that rounding is nearly all of
+# the loss, and every kernel shares it.
 UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
-#: Families in which exponentials make a few values of an output larger than all others together: a ratio of
-#: two errors is then a ratio of two numbers and says nothing about the mathematics. Each value by itself
-#: does.
+# : Families in which exponentials make a few values of an output larger than all others together. A ratio of
+# two errors is then a #: ratio of two numbers, and says nothing about the mathematics. So each value is
+# judged alone.
 EXTREME = ("large", "huge", "negative")
 VALUES = Limits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-#: Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, so
-#: ratios and slopes scatter as those few do. A loss in fp32 alone is judged as anywhere.
+# : Beside a long extent the others are short. Few operands and their roundings repeat along the long one, so
+# ratios and slopes #: scatter as those few do. A loss in fp32 alone is judged as elsewhere.
 FEW = Limits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-#: Few products make some rows and columns louder than usual by chance, and with them the values that cancel.
-#: Where rows are loud by design, the usual size is theirs.
+# : Few products make some rows and columns louder than usual by chance, and with them the values that cancel.
+# In families with loud #: rows by design, the usual size is that of the loud rows.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-#: Where one value of a row outweighs the rest, the worst element is one of a few again. A clamp shows
-#: regardless of ratios: it is thousands of roundings off.
+# : If one value of a row outweighs the rest, the worst element is one of a few. A clamp shows anyway: it is
+# thousands of roundings off.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
-#: Far from typical inputs, one input may outweigh all others, and few values may make all errors: those few
-#: are the sample, and tiles say nothing more.
+# : Far from typical inputs, one input may outweigh all others, and few values may make all errors. Those few
+# are then the sample, and #: tiles add nothing.
 FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
 FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

@@ -1,8 +1,8 @@
 """Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-Wrong mathematics is another text: a program may say it, so the interpreter's run with unrounded outputs sees
-it too. Wrong execution is the same text with spoilt matmuls or outputs, as from a bad lowering or a cheat:
-only the error gate sees it.
+Wrong mathematics is another text. A program can express it, so the interpreter's run with unrounded outputs
+sees it too. Wrong execution is the same text with damaged matmuls or outputs, as from a faulty lowering or a
+cheat. Only the error gate sees that.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # of mant
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong version: the reference's text, its matmuls, and what happens to its outputs.
+    """A wrong version: the reference's text, its matmuls, and a change of its outputs.
 
-    ``text`` is the reference's own where only the execution is wrong; ``product`` None is the honest matmul.
+    ``text`` is the reference's own if only the execution is wrong; ``product`` None is the correct matmul.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Mutant:
 
     @property
     def spoken(self) -> bool:
-        """Whether a program could say it: its text differs from the reference's."""
+        """Whether a program can express it: its text differs from the reference's."""
         return self.product is None and self.after is dict
 
 
 def mutants(spec: Spec) -> Iterator[Mutant]:
-    """All mutants, in a fixed order, each under its own name. No two have the same text."""
+    """All mutants, in a fixed order, with unique names and texts."""
     text = ast.unparse(ast.parse(spec.reference))
     yield from _wrong_outputs(spec, text)
     yield from _wrong_matmuls(spec, text)
@@ -93,7 +93,7 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Outputs
 
 
 def _without_last_rows(output: Tensor) -> Tensor:
-    """The output without its last tile, as if that was never stored."""
+    """The output without its last tile, as if that tile was never stored."""
     kept = output.clone()
     kept[(output.shape[0] - 1) // TILE * TILE :] = 0
     return kept
@@ -111,7 +111,7 @@ def _one_wrong_row(output: Tensor) -> Tensor:
 
 
 def _truncated(output: Tensor, bits: int) -> Tensor:
-    """fp32 values without this many of their last bits, as from a cast by shifting."""
+    """fp32 values without this many of their last bits, as after a cast by truncation."""
     return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
@@ -126,7 +126,8 @@ def _overflown(output: Tensor, end: float) -> Tensor:
 def _wrong_matmuls(spec: Spec, text: str) -> Iterator[Mutant]:
     yield Mutant(f"the last {TAIL} of K dropped", text, _without_tail)
     yield Mutant("one element of K dropped", text, _without_first)
-    if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):  # these would lose nothing
+    # the mutations would not change fp8 operands
+    if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):
         yield Mutant("matmul operands in fp8", text, _in_fp8)
     yield Mutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
     if any(t.dtype == "fp16" for t in spec.inputs.values()):
@@ -148,7 +149,7 @@ def _in_fp8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _through_fp8(t: Tensor) -> Tensor:
-    """Round through e4m3, scaled by a power of two to fill its range; fp8 tensors stay."""
+    """Round through e4m3, scaled by a power of two to fill its range; fp8 tensors are unchanged."""
     largest = t.float().abs().max().clamp_min(2.0**-100)
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / largest)))
     return (t.float() * scale).to(torch.float8_e4m3fn).float() / scale

@@ -1,4 +1,4 @@
-"""Whether a spec is strong enough to judge by: the gates must pass none of its mutants."""
+"""Test whether a spec is strong enough: the gates must pass none of its mutants."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 
-SAME = 1e-12  # relative difference that another way to compute a value may make in fp64
+SAME = 1e-12  # relative difference between two ways to compute a value in fp64
 
 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    Mutants that a program may say meet the interpret gate, the others a GPU's gate, each by its own families
-    and limits. Empty for a spec that is fit to judge by. Small sizes on a CPU will do. A text that equals the
-    reference in fp64 in every family, but for the order of its roundings, is no mutant.
+    A mutant that a program can express meets the interpret gate, another meets the GPU's gate, each with its
+    families and limits. Empty for a strong spec. Small sizes on a CPU suffice. A text that equals the
+    reference in fp64 in every family, except for the order of its roundings, is not a mutant.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -34,7 +34,7 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
 
 
 def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
-    """Whether a mutant is a function other than the reference, in some family of inputs."""
+    """Whether a mutant differs from the reference as a function, in some family of inputs."""
     return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
 
 
@@ -63,7 +63,7 @@ class Sample:
         return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
 
     def made(self, mutant: Mutant) -> Tensors | None:
-        """Its outputs; None where kinds or shapes no longer fit, which no kernel could hide."""
+        """Its outputs; None if their kinds or shapes are wrong, which no kernel could hide."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
         except reference.MISTAKES:
@@ -72,8 +72,8 @@ class Sample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
-        """Each output's error with its dtype and limits: the error gate's for outputs as stored and, where a
-        program could say the mutant (``spoken``), the interpreter's for unrounded ones."""
+        """Each output's error with its dtype and limits: the error gate's for stored outputs and, if a
+        program can express the mutant (``spoken``), the interpreter's for unrounded ones."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -86,7 +86,7 @@ class Sample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: Mutant) -> bool:
-        """Whether it is another function; a spoilt execution always is."""
+        """Whether it is another function; a mutated execution always is."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

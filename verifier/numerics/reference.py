@@ -1,7 +1,7 @@
-"""Run a spec's reference: truth in fp64, the yardstick in fp32.
+"""Run a spec's reference: the truth in fp64, the yardstick in fp32.
 
 A reference is the spec owner's text, so it is trusted. Its names are checked so that a typing error has a
-line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same result.
+line. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks give the same result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # bytes that one block and its temporaries may take
-# Matrices as large as the product of two extents of different dims. Where this many fit, the reference's
-# intermediate shapes are not inspected: that makes PyTorch import 2 s worth of itself.
+# Matrices as large as the product of two extents of different dims. If this many fit, the reference's
+# intermediate shapes are not inspected, since inspection makes PyTorch import for 2 s.
 AMPLE = 8
 TEMPORARIES = 6  # a guess: tensors of a block's size that a reference keeps alive at once
 TEXT = "<reference>"
@@ -35,12 +35,12 @@ Function = Callable[..., dict[str, Tensor]]
 Product = Callable[[Tensor, Tensor], Tensor]  # of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference is somebody's code: whatever it raises, an assertion included, is its mistake.
+# A reference can raise any exception; each counts as its mistake, including a failed assertion.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks; ``whole``: its text uses the full size as a
+    """A dim along which a reference may be cut into blocks. ``whole``: its text uses the full size as a
     number."""
 
     name: str
@@ -73,7 +73,7 @@ def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # the signatures of torch.nn.functional are the friendlier ones
+    # torch.nn.functional's signatures are the friendlier ones
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -117,9 +117,9 @@ def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -
 def fp32(
     spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None, product: Product | None = None
 ) -> dict[str, Tensor]:
-    """The reference in fp32, with fp32-output matmuls of operands in the inputs' 16-bit dtype.
+    """The reference in fp32, with matmuls of operands in the inputs' 16-bit dtype and fp32 outputs.
 
-    ``product`` replaces the matmuls, to show a poor one's effect on the outputs.
+    ``product`` replaces the matmuls, to show the effect of a poor one on the outputs.
     """
     outputs = dict.fromkeys(spec.outputs, torch.float32)
     with _rounded_operands(spec, product):
@@ -127,7 +127,7 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The error that any kernel must make: as ``fp32``, with each output rounded once to its dtype."""
+    """The error that any kernel must make: ``fp32``, with each output rounded once to its dtype."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
@@ -176,8 +176,7 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # Outside inference mode, where linear and matmul would reach the dispatch mode before they are
-    # decomposed.
+    # Outside inference mode, in which linear and matmul would reach the dispatch mode before decomposition.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -186,7 +185,7 @@ def _evaluate(
 
 
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
-    """The dim to cut and the rows of a block; None where all fits in one, or nothing can be cut."""
+    """The dim to cut and the rows of a block; None if everything fits in one, or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
     extents = {d for t in tensors for d in t.shape}
@@ -206,8 +205,8 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
 
 
 def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
-    """Shapes of all tensors that the reference makes, found without numbers: logits that it does not return
-    take room too. It stops where the path depends on numbers."""
+    """Shapes of all tensors that the reference makes, computed without numbers: logits that it does not
+    return need memory too. It stops where the path depends on numbers."""
     inputs = {
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
@@ -279,7 +278,7 @@ def _in_blocks(
         kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
-    def block(start: int, stop: int) -> None:  # a frame of its own, so that temporaries are freed with it
+    def block(start: int, stop: int) -> None:  # a separate frame, so that temporaries are freed with it
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
@@ -306,8 +305,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Round matmul operands to the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8.
-    """
+    """Round matmul operands to the 16-bit dtype of the inputs, the coarser one if both occur; both can
+    represent fp8."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -355,7 +354,7 @@ class _RoundedOperands(_Mode):
                 # With fp8 operands, tensor cores keep fewer bits of a sum, whether or not partial sums are
                 # added in fp32.
                 one = torch.ones((), device=a.device)
-                columns = b.shape[1]  # it wants a multiple of 16
+                columns = b.shape[1]  # must be a multiple of 16
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
                 left = eights[0].contiguous()
                 wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A reference's text with one plausible mistake: wrong mathematics that a program may say."""
+"""Write a reference's text with one plausible mistake: wrong mathematics that a program can express."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from coda_agent.verifier.spec.model import Spec
 
 Kind = TypeVar("Kind", bound=ast.expr)
 Texts = Iterator[tuple[str, str]]  # the mistake's name, and the text with it
-# By axis: the padding that ``pad`` wants before the amount to add there.
+# By axis: the padding that ``pad`` takes before the amount to add.
 PADDED = {"-1": "0, ", "1": "0, ", "0": "0, 0, 0, "}
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp")
 
-# Calls, and approximations that an author in a hurry may write; {x} is the first argument, {call} the call.
+# Wrong calls, and approximations that an author in a hurry may write; {x} is the first argument, {call} the
+# call.
 APPROXIMATIONS = {
     "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
-    # The form with erf; Hendrycks' sigmoid; no tail; constants cut short.
+    # GELU with erf; Hendrycks' sigmoid; no tail; truncated constants.
     "gelu": (
         "gelu({x})",
         "({x}) * sigmoid(1.702 * ({x}))",
@@ -34,7 +35,7 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last two: without a maximum to take it relative to, and with one that begins at zero.
+    # The last two: without a maximum to subtract, and with a maximum that begins at zero.
     "logsumexp": (
         "({x}).amax(-1)",
         "log(exp(({x}) / 2).sum(-1)) * 2",
@@ -42,7 +43,7 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second: reduced by a turn that is too short.
+    # The second: reduced by a period that is too short.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
@@ -64,7 +65,7 @@ def slips(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_sums(text: str) -> Texts:
-    """A term dropped, or its sign flipped."""
+    """Drop a term, or flip its sign."""
     for at, node in _found(text, ast.BinOp):
         if not isinstance(node.op, ast.Add | ast.Sub):
             continue
@@ -76,8 +77,7 @@ def _wrong_sums(text: str) -> Texts:
 
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
-    """A factor dropped; a quotient's divisor dropped, or multiplied by. A product of dims alone is a shape.
-    """
+    """Drop a factor; drop a quotient's divisor, or multiply by it. A product of dims alone is a shape."""
     for at, node in _found(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
@@ -92,7 +92,7 @@ def _wrong_products(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_ends(text: str) -> Texts:
-    """A reduction that misses the last value, or includes the zeros that fill its last tile."""
+    """Make a reduction miss the last value, or include the zeros that fill its last tile."""
     for at, node in _found(text, ast.Call):
         axis = ast.unparse(node.args[-1]) if node.args else ""
         if _name(node) not in REDUCTIONS or axis not in PADDED:
@@ -109,8 +109,7 @@ def _wrong_ends(text: str) -> Texts:
 
 
 def _wrong_choices(text: str) -> Texts:
-    """One branch regardless of the condition, the branches swapped, an end of a range excluded or included.
-    """
+    """Take one branch regardless of the condition, swap the branches, or move a comparison's boundary."""
     for at, node in _found(text, ast.Call):
         if _name(node) != "where" or len(node.args) != 3:
             continue
@@ -127,7 +126,8 @@ def _wrong_choices(text: str) -> Texts:
 
 
 def _wrong_inputs(spec: Spec, text: str) -> Texts:
-    """An input replaced by another of its shape, a vector read one element further, an fp32 input in bf16."""
+    """Replace an input by another of its shape, read a vector one element further, or take an fp32 input in
+    bf16."""
     for at, name in _found(text, ast.Name):
         if not (read := spec.inputs.get(name.id)):
             continue
@@ -141,7 +141,7 @@ def _wrong_inputs(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_order(text: str) -> Texts:
-    """Even columns for odd ones; two names of one assignment swapped."""
+    """Take even columns for odd ones; swap two names of one assignment."""
     for at, node in enumerate(ast.walk(ast.parse(text))):
         if isinstance(node, ast.Slice) and node.step and node.lower:
             start = ast.Constant(1 - int(ast.unparse(node.lower)))
@@ -153,7 +153,7 @@ def _wrong_order(text: str) -> Texts:
 
 
 def _rounded_on_the_way(text: str) -> Texts:
-    """An intermediate value rounded to bf16. Values that only matmuls read are rounded anyway."""
+    """Round an intermediate value to bf16. Values that only matmuls read are rounded anyway."""
     tree = ast.parse(text)
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult)]
     operands = {id(side) for n in products for side in (n.left, n.right)}
@@ -167,7 +167,7 @@ def _rounded_on_the_way(text: str) -> Texts:
 
 
 def _wrong_axes(text: str) -> Texts:
-    """A sum, mean or extremum along rows taken along columns, or the other way round."""
+    """Take a sum, mean or extremum along columns instead of rows, or the reverse."""
     for at, node in _found(text, ast.Call):
         if _name(node) not in REDUCTIONS or not node.args:
             continue
@@ -187,7 +187,7 @@ def _wrong_functions(text: str) -> Texts:
 
 
 def _wrong_roots(text: str) -> Texts:
-    """An eps outside its root."""
+    """Move an eps out of its root."""
     for at, node in _found(text, ast.Call):
         if _name(node) == "rsqrt" and isinstance(total := node.args[0], ast.BinOp):
             wrong = f"1 / (sqrt({ast.unparse(total.left)}) + {ast.unparse(total.right)})"
@@ -195,8 +195,8 @@ def _wrong_roots(text: str) -> Texts:
 
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
-    """A constant of the spec left out, cut to three digits or ten times as large; a literal for a scalar
-    input; a mean over a case's width instead of the actual one."""
+    """Drop a constant of the spec, cut it to three digits or multiply it by ten; use a literal for a scalar
+    input; take a mean over a case's width instead of the actual one."""
     for at, name in _found(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
@@ -232,14 +232,14 @@ def _name(call: ast.Call) -> str:
 
 
 def _found(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
-    """Values of a kind, by their place in a walk of the tree; values inside an index do not count."""
+    """Nodes of a kind, by their position in a walk of the tree. Nodes inside an index do not count."""
     tree = ast.parse(text)
     inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
     return [(i, n) for i, n in enumerate(ast.walk(tree)) if isinstance(n, kind) and id(n) not in inside]
 
 
 def _replaced(text: str, at: int, new: ast.expr | ast.Slice) -> str:
-    """The text with the node at this place of the walk replaced."""
+    """The text with the node at this position of the walk replaced."""
     tree = ast.parse(text)
     target = list(ast.walk(tree))[at]
 

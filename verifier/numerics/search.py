@@ -1,8 +1,8 @@
 """Search for inputs that reach a side of a choice which no run has needed.
 
-Draws are independent: each input is typical, stretched, near a number that the program names, or, for at most
-one input, far out. A matrix may have one column that is not zero: a product of two such matrices is one of
-two numbers.
+Draws are independent. Each input is typical, stretched, or near a number that the program names; at most one
+input is far out. A matrix may have a single nonzero column, so that a product of two such matrices has only
+two distinct values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sizes other than a spec's cases: fixed ones that a CPU runs at once, and hidden ones.
+"""Sizes besides a spec's cases: fixed ones that a CPU runs at once, and hidden ones.
 
-Hidden sizes come from a seed that does not exist before the candidate is frozen, so that no candidate can be
-fitted to them.
+Hidden sizes come from a seed that is drawn after the candidate is fixed, so that no candidate can be fitted
+to them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 TILE = 128  # rows and columns of a kernel's tile, or a divisor of them
 HALF_TILE = TILE // 2
-LARGEST = 1500  # extents on a GPU: several tiles each way
+LARGEST = 1500  # extents on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # extents of a CPU's single run with all dims long, 0.3 s
-SHORT = 24  # extents beside a long one; more where rows need it
-MEDIUM = 120  # extents beside a short one: a handful of values makes poor statistics
+SHORT = 24  # extents beside a long one; more if rows need it
+MEDIUM = 120  # extents beside a short one: a few values make poor statistics
 ELEMENTS = 1 << 21  # elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
 TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
@@ -31,8 +31,8 @@ DOUBLINGS = 8  # of the largest extent
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Fixed sizes with all dims different, so that swapped axes show; the second set is smaller than a tile
-    and no multiple of one. Static dims are those of the first and last case; dims that multiply them are
+    """Fixed sizes with all dims different, so that swapped axes show. The second set is smaller than a tile
+    and not a multiple of one. Static dims come from the first and last case; dims that multiply them are
     small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
@@ -45,17 +45,17 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def hidden(
     spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
 ) -> dict[str, int]:
-    """Sizes that the spec's kernels must support besides its cases; a seed gives the same ones again.
+    """Sizes that the spec's kernels must support besides its cases; a seed reproduces them.
 
-    Extents of one tensor or another all differ, at most ``largest`` (more only where static dims need it).
-    Rows align as in all cases; otherwise dims are as ragged as allowed, and none equals a case's. Static dims
+    Extents of one tensor all differ, and are at most ``largest`` (more only if static dims need it). Rows are
+    aligned as in all cases; otherwise dims are as ragged as allowed, and none equals a case's. Static dims
     are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size that a dim
-    has.
+    may have.
     """
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # of each dim, by the static dims
+    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # each dim's largest extent, by the static dims
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
             static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
@@ -72,10 +72,11 @@ def hidden(
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     """Sizes for a CPU with one dim as long as in a case and all others short, for each extent that a dim has
-    in the cases: behaviour that begins at some extent shows there.
+    in the cases. They show behaviour that begins at some extent.
 
-    Static dims are that case's, rows align, and the short extents all differ. Where a tensor would have more
-    than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are left out.
+    Static dims are that case's, rows are aligned, and the short extents all differ. If a tensor would have
+    more than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are left
+    out.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -89,8 +90,8 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each dim, from 1 to its largest in a case, with sizes for a CPU where it is this long and all others
-    are short: behaviour at extents between the cases' shows there.
+    """Sizes for a CPU with each dim at extents from 1 to its largest in a case, and all others short. They
+    show behaviour at extents between the cases'.
 
     In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as rows allow and, from 64 on, one
     that is a multiple of 64 or a larger power of two, each in its own half of the octave; none is a case's.
@@ -104,7 +105,7 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with a dim in this span; static dims are a case's, any with which such sizes exist."""
+    """Sizes with a dim in this span. Static dims come from any case that allows such sizes."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -116,8 +117,8 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Spans to draw from, and whether to draw multiples: both halves of each octave in either order, the
-    whole below 64."""
+    """Spans to draw from, and whether to draw multiples: both halves of each octave in either order; below 64
+    the whole octave."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -132,7 +133,8 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """A dim's possible extents in a span, grouped by the power of two that divides them, or ragged."""
+    """A dim's possible extents in a span, grouped by the power of two that divides them; the first group is
+    ragged."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static)]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -154,7 +156,7 @@ def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
 
 
 def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Hidden sizes for a CPU with all dims long at once; none where static dims leave a tensor with more than
+    """Hidden sizes for a CPU with all dims long at once; none if static dims make a tensor exceed
     ``ELEMENTS``."""
     sizes = hidden(spec, seed, LARGEST_ONCE, least=3 / 4)
     if _bearable(spec, sizes):
@@ -163,7 +165,7 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and equalities; rows
-    are few. Cases of the same ratios give one."""
+    are few. Cases with the same ratios give one set."""
     random, rows, found = Random(seed), row_dims(spec), set()
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
@@ -185,13 +187,13 @@ def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
-    """The largest extent that has a dim as a factor, with dims without a size taken as 1."""
+    """The largest extent that has a dim as a factor; dims without a size count as 1."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
 
 def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT) -> dict[str, int] | None:
-    """Sizes up to ``short``, or the least above it that work, for all dims that are not ``kept``; None if
+    """Sizes for all dims outside ``kept``, up to ``short`` or the smallest workable size above it; None if
     none are short enough."""
     heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
@@ -269,8 +271,8 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
 
 
 def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether rows are multiples of 16 bytes; rows that a case leaves unaligned (a head's statistics) need
-    not be."""
+    """Whether rows are multiples of 16 bytes. Rows that a case leaves unaligned (a head's statistics) may be
+    unaligned."""
     rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
     every = [case.sizes for case in spec.cases]
     demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]

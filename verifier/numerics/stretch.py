@@ -1,4 +1,4 @@
-"""Stretched inputs: draws that leave the typical (``init``) for everything legal (the domain)."""
+"""Stretched inputs: draws that leave the typical values (``init``) and cover all legal ones (the domain)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-#: The largest powers of two that scale typical values, by dtype. Products of several inputs and their squares
-#: stay within fp32; 8 bits have no range to spare.
+# : The largest powers of two that scale typical values, by dtype. Products of several inputs and their
+# squares stay within fp32; 8 #: bits have no range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# reach beside inputs within theirs: fp32 holds such products, which a later scale makes small again
+# for one input beside typical ones: fp32 holds such products, which a later scale makes small again
 FAR = 60.0
 ZEROS = 1 / 16  # share of the values in "ends", where zero is legal
 NEAR = 2.0**24  # an end of a domain up to this size is drawn itself
@@ -37,22 +37,22 @@ class Typical(NamedTuple):
 
 
 def _faint(of: Typical) -> Tensor:
-    """Smaller by one factor; integers near the low end."""
+    """Scale down by one factor; integers near the low end."""
     if _integral(of):
         return of.low + of.values.double().remainder(8)
     return of.values * 2.0 ** -_within(of, 1.0, of.reach)
 
 
 def _loud(of: Typical) -> Tensor:
-    """Larger by one factor; integers near the high end."""
+    """Scale up by one factor; integers near the high end."""
     if _integral(of):
         return of.high - of.values.double().remainder(8)
     return of.values * 2.0 ** _within(of, 1.0, of.reach)
 
 
 def _mixed(of: Typical) -> Tensor:
-    """Smaller or larger by one factor, of either sign; integers from a random start, or all over the domain.
-    """
+    """Scale up or down by one factor, of either sign; integers from a random start, or over the whole
+    domain."""
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -62,8 +62,8 @@ def _mixed(of: Typical) -> Tensor:
 
 
 def _ends(of: Typical) -> Tensor:
-    """Each value of a vector, and each row of a matrix, scaled by its own factor, with ends of the domain and
-    zeros among them."""
+    """Scale each value of a vector, and each row of a matrix, by its own factor; mix in ends of the domain
+    and zeros."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -92,7 +92,7 @@ BEYOND = (*STRETCHED, SEARCHED)  # families beyond the typical
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """A family's values, all of them legal; values that ``init`` ignores stay ignored."""
+    """A family's values, all legal. Values that ``init`` ignores stay ignored."""
     return legal(of, STRETCHED[family](of))
 
 
@@ -111,12 +111,12 @@ def _integral(of: Typical) -> bool:
 
 
 def far(of: Typical) -> Tensor:
-    """Smaller or larger by one factor, as far as products with other inputs stay within fp32."""
+    """Scale up or down by one factor, as far as products with other inputs stay within fp32."""
     return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
 
 
 def near(of: Typical, numbers: Sequence[float]) -> Tensor:
-    """Each value at one of these numbers or beside it, of either sign."""
+    """Each value at one of these numbers or next to it, of either sign."""
     chosen = torch.tensor(numbers, dtype=torch.float64)
     at = torch.randint(len(numbers), of.values.shape, generator=of.own, device=of.own.device)
     sign = _uniform(of, -1.0, 1.0).sign()

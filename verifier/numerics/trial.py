@@ -1,5 +1,4 @@
-"""The trial at load time: reference and baseline run at tiny sizes, and each mistake is named with its line.
-"""
+"""The trial at load time: run reference and baseline at tiny sizes, and report each mistake with its line."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 def check_reference(spec: Spec) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
-    The reference runs in fp64. The text to be measured, the baseline if there is one, keeps the inputs'
-    dtypes, and so does its trial; operations that this machine lacks in those (``torch.mm`` with an
-    ``out_dtype`` on a CPU) are left to a machine that has them.
+    The reference runs in fp64. The text to be measured (the baseline, if there is one) keeps the inputs'
+    dtypes, also in its trial. Operations that this machine lacks in those dtypes (``torch.mm`` with an
+    ``out_dtype`` on a CPU) are tried on a machine that has them.
     """
     sizes, drawn = trial(spec)
     inputs = dict(drawn)
@@ -48,7 +47,7 @@ class _Untriable(BadReference):
 
 
 def _lacking(error: Exception) -> bool:
-    """Whether PyTorch says that it lacks an operation: some of its CPU kernels (scaled fp8 products, on some
+    """Whether PyTorch reports a missing operation. Some of its CPU kernels (scaled fp8 products, on some
     processors) assert it."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 

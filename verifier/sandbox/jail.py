@@ -1,8 +1,8 @@
-"""Untrusted source -> Program: the one place where a kernel file's Python runs, in its own process.
+"""Trace untrusted source in a jailed process, the only place where a kernel file's Python runs.
 
 The child (``jail_child``) has an empty environment, its own session, no files, no network and no further
-processes (``sandbox``), and checks the language (``language``) before the trace. The parent believes nothing
-that it says: the program is parsed, bounded and typed again here.
+processes (``sandbox``), and checks the language (``language``) before the trace. The parent trusts nothing
+from the child: it parses, bounds and types the program again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
 # -I -S: no environment, no user or installed packages; our own root comes last, so that it hides no module. A
-# child lives for milliseconds, of which garbage collection would take a twentieth.
+# child lives for milliseconds, so it runs without garbage collection, which would take a twentieth of them.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -40,13 +40,13 @@ ROOT = Path(__file__).absolute().parents[3]
 
 
 class JailUnavailable(Absent):
-    """This system cannot confine a kernel, or the child did not start: no part of the kernel has run."""
+    """This system cannot confine a kernel, or the child did not start. No part of the kernel has run."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, its nodes' lines by the child's account, the layers that held it, the layers
-    that this system lacks, and wall seconds."""
+    """A program from the jail, with its nodes' lines (as the child reports them), the active layers, the
+    layers that this system lacks, and wall seconds."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -60,12 +60,12 @@ def trace(
 ) -> Traced | Rejected:
     """Trace a kernel file against ``signature`` in the jail.
 
-    ``Rejected`` for any fault of the source, or any deed of it. Raises JailUnavailable where neither seccomp
-    nor Landlock exists, unless ``weak`` accepts the language check and the limits alone.
+    Returns ``Rejected`` for any fault or forbidden action of the source. Raises JailUnavailable if the system
+    has neither seccomp nor Landlock, unless ``weak`` accepts the language check and the limits alone.
     """
     sys.audit(
         "coda_agent.verifier.sandbox.jail.trace", source
-    )  # this tells an audit hook what must not run anywhere else
+    )  # tells an audit hook about code that must run only in the jail
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
         return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
@@ -88,7 +88,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Ending:
-    """The outcome of a child that is gone. ``status`` is negative for a signal."""
+    """The outcome of a dead child. ``status`` is negative for a signal."""
 
     output: bytes
     status: int
@@ -109,7 +109,7 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
 
 @contextmanager
 def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The child, and the descriptor of its result; both are gone afterwards in all cases."""
+    """The child, and the descriptor of its result. Both are closed afterwards in all cases."""
     descriptor, other_end = os.pipe()
     try:
         try:
@@ -155,7 +155,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The child's first line, written before it sees the source, so that no kernel can forge it."""
+    """The layers in the child's first line, which it writes before it sees the source, so that no kernel can
+    forge it."""
     try:
         record = json.loads(account)
         return tuple(record["layers"]), tuple(record["missing"])
@@ -217,7 +218,7 @@ def _death(status: int) -> str:
 
 
 def _printable(message: str) -> str:
-    """At most 4000 characters, none of which can steer a terminal."""
+    """At most 4000 characters, without terminal controls."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:4000])
 
 

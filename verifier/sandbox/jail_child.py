@@ -1,6 +1,7 @@
-"""The child's half of the jail: read a request from stdin, write the layers and one result.
+"""The jail's child process: read a request from stdin, write the layers and one result.
 
-It imports the standard library and the symbolic half of ``primitives`` alone: every import costs each trace.
+It imports only the standard library and the symbolic half of ``primitives``, since every import slows each
+trace.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MESSAGE_CHARACTERS = 4000
 
 
 def main() -> NoReturn:
-    """Read the request, step into the sandbox, then look at the source for the first time."""
+    """Read the request, enter the sandbox, then look at the source for the first time."""
     request = json.loads(sys.stdin.buffer.read())
     warnings.simplefilter("ignore")  # showing one would import and open files
     result = _detach()
@@ -54,7 +55,7 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> int:
-    """Turn standard error into the result's descriptor; from here on 0, 1 and 2 lead nowhere."""
+    """Turn standard error into the result's descriptor; from then on 0, 1 and 2 lead nowhere."""
     result = os.dup(2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

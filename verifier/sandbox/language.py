@@ -1,8 +1,8 @@
 """The language of kernel files: a small part of Python, checked on the syntax tree before anything runs.
 
-The check gives authors errors with a line and a remedy, and is the jail's innermost wall: only listed
-kinds of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a listed
-builtin. Standard library only: the jail's child imports this module.
+The check gives authors errors with a line and a remedy, and is the jail's innermost wall. Only listed kinds
+of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a listed builtin.
+Standard library only: the jail's child imports this module.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def _parse(source: str) -> ast.Module:
 
 
 def _refuse_letters(source: str, tree: ast.Module) -> None:
-    """Check that names are ASCII as written. The tree has them normalised by NFKC, where fullwidth letters
-    become plain ones, so the file is parsed again with those letters replaced: no name may change."""
+    """Check that names are ASCII as written. The tree holds them normalised by NFKC, which turns fullwidth
+    letters into plain ones. So the file is parsed again with such letters replaced, and no name may
+    change."""
     if source.isascii():
         return
     other = _parse(_BEYOND.sub(_UNLIKE, source))
@@ -113,7 +114,7 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names in a node itself, without those in its constants."""
+    """All names in a node itself, without names in its constants."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]
@@ -126,7 +127,7 @@ def _too_deep(line: int | None = None) -> ProgramError:
 
 
 class _Checker:
-    """A walk over a file; ``line`` is that of the last node with one."""
+    """Walk over a file; ``line`` is the line of the last node that has one."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
         self._tree = tree
@@ -345,7 +346,7 @@ class _Checker:
             )
 
     def _length(self, node: ast.expr) -> int:
-        """The number of iterations of a loop over ``node``, known without running anything."""
+        """The number of iterations of a loop over ``node``, computed without running anything."""
         match node:
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
                 return len(parts)

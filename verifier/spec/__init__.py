@@ -1,1 +1,1 @@
-"""Specs: what an operator must compute, read from YAML and checked."""
+"""Specs: the definitions of operators, read from YAML and checked."""

@@ -1,7 +1,7 @@
 """Domains: the values of an input for which an operator is defined.
 
-``init`` says which values are typical, the domain which are legal. A domain decides what the verifier tries,
-not what an operator computes, so no hash depends on it.
+``init`` describes typical values, the domain legal ones. The domain determines which inputs the verifier
+tries. It is not part of the operator's meaning, so no hash depends on it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Domain = Annotated[
 def bounds(domain: Domain, dtype: str, sizes: Mapping[str, int]) -> tuple[float, float]:
     """The least and the largest legal value at these sizes, both included.
 
-    The least ``positive`` value is 2**-100, below which fp32 loses squares and quotients. ValueError where
-    the arithmetic has no value, or low exceeds high.
+    The least ``positive`` value is 2**-100; below it fp32 loses squares and quotients. ValueError if the
+    arithmetic has no value, or low exceeds high.
     """
     largest = LARGEST[dtype]
     if isinstance(domain, str):

@@ -1,4 +1,4 @@
-"""The base of a spec's parts: a strict model, and faults that name a place and a remedy."""
+"""The base class of a spec's parts: a strict model, and faults with a position and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fault(message: str, *place: str | int) -> PydanticCustomError:
 
 
 def instead(word: object, known: Iterable[str]) -> str:
-    """A suggestion in place of an unknown word."""
+    """A suggestion to replace an unknown word."""
     names = sorted(known)
     close = get_close_matches(str(word), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"

@@ -1,7 +1,7 @@
-"""Spec files: one YAML file an operator.
+"""Read spec files: one YAML file per operator.
 
 ``read`` returns a consistent model or raises ``SpecError``, whose text names the file, the line, the value
-and the remedy. A file is small and a tree: aliases are refused, since ten lines of them can expand beyond any
+and the remedy. A file is small and a tree. Aliases are refused, since ten lines of them can expand beyond any
 memory.
 """
 
@@ -32,7 +32,7 @@ Kind = TypeVar("Kind", bound=Model)
 
 
 class SpecError(InvalidInput):
-    """A spec that cannot be used; ``str`` of it reads ``file:line: what is wrong and what would do``."""
+    """A spec is unusable; the message reads ``file:line: fault and remedy``."""
 
     def __init__(self, path: str | Path, line: int | None, message: str):
         super().__init__(f"{path}:{line}: {message}" if line else f"{path}: {message}")
@@ -47,7 +47,7 @@ def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> K
 
 
 def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """``read``, for a text that is already read from ``path``."""
+    """Like ``read``, for a text that was already read from ``path``."""
     if len(text) > LARGEST:
         raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
     tree = _tree(path, text, kind)
@@ -106,7 +106,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
 
 
 def _check_numbers(path: Path, node: Any, line: int) -> None:
-    """Raise SpecError for an integer beyond all sizes and bounds: Python's integers may have millions of
+    """Raise SpecError for an integer beyond all sizes and bounds: Python's integers can have millions of
     digits."""
     if isinstance(node, int) and not -INT64 <= node < INT64:
         raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
@@ -130,7 +130,7 @@ def _nearby(path: Path) -> str:
 
 
 def plain(node: Any) -> Any:
-    """The same tree in Python's own types, as strict validation needs; lists become tuples."""
+    """The same tree in Python's own types, for strict validation; lists become tuples."""
     match node:
         case dict():
             return {plain(k): plain(v) for k, v in node.items()}

@@ -1,6 +1,6 @@
-"""The forms of ``init`` in a spec's YAML: how an input is drawn.
+"""Forms of ``init`` in a spec's YAML: the distribution of an input.
 
-"Arithmetic over dims" means a number or a text such as ``D**-0.5``, evaluated at a case's sizes.
+"Arithmetic over dims" is a number or a text such as ``D**-0.5``, evaluated at a case's sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import model_validator
 from coda_agent.verifier.spec.fields import Model, fault, instead
 
 Sizes = Mapping[str, int]
-IGNORED_SHARE = 0.1  # share of an input's values that are ``ignored``
+IGNORED_SHARE = 0.1  # share of an input's values with the ``ignored`` value
 
 
 class Normal(Model):
@@ -24,17 +24,17 @@ class Normal(Model):
     std: float | str = 1.0
 
     def at(self, sizes: Sizes) -> float:
-        """The standard deviation at these sizes; ValueError where the arithmetic has no positive value."""
+        """The standard deviation at these sizes; ValueError if the arithmetic has no positive value."""
         return _positive(self.std, sizes)
 
 
 class Init(Model):
-    """How an input is drawn: exactly one form, and ``ignored`` only beside ``integers``.
+    """The distribution of an input: exactly one form; ``ignored`` only with ``integers``.
 
-    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over low to
-    high - 1, each arithmetic over dims; about one value in ten is ``ignored`` instead, where that is given.
-    count: S, arithmetic over dims: value (or row) i is i % S. geometric: [low, high]: value j of n along
-    the last axis is low * (high / low)**(j / n).
+    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over low to high
+    - 1, each arithmetic over dims; with ``ignored``, about one value in ten has that value instead. count: S,
+    arithmetic over dims: value (or row) i is i % S. geometric: [low, high]: value j of n along the last axis
+    is low * (high / low)**(j / n).
     """
 
     normal: Normal | None = None
@@ -51,7 +51,7 @@ class Init(Model):
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
         """The least and largest integers that ``integers`` or ``count`` draw at these sizes, except
-        ``ignored``; ValueError where the arithmetic gives no such range."""
+        ``ignored``. ValueError if the arithmetic gives no such range."""
         if self.count is not None:
             return 0, _integer(self.count, sizes, least=1) - 1
         low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
@@ -62,8 +62,8 @@ class Init(Model):
         return low, high - 1
 
     def span_at(self, sizes: Sizes) -> tuple[float, float]:
-        """The least and largest values drawn at these sizes, except ``ignored``; for a normal, one standard
-        deviation to either side."""
+        """The least and largest values drawn at these sizes, except ``ignored``; for a normal, plus and minus
+        one standard deviation."""
         if self.normal:
             std = self.normal.at(sizes)
             return -std, std
@@ -93,7 +93,7 @@ class Init(Model):
 
 
 def _positive(formula: float | str, sizes: Sizes) -> float:
-    """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
+    """Evaluate arithmetic over dims; ValueError unless the value is positive and finite."""
     value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
@@ -101,7 +101,7 @@ def _positive(formula: float | str, sizes: Sizes) -> float:
 
 
 def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
-    """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
+    """Evaluate arithmetic over dims; ValueError unless the value is an integer of at least ``least``."""
     value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
         raise ValueError(f"{formula!r} is {value}; it must be an integer")
@@ -111,7 +111,7 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 
 
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
-    """The value of a number, or of arithmetic over dims; ValueError where it has none."""
+    """The value of a number, or of arithmetic over dims; ValueError if it has none."""
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:

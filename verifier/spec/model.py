@@ -1,6 +1,6 @@
-"""A spec: what an operator must compute. ``verifier.spec.file`` reads one from its YAML file.
+"""A spec: the definition of an operator. ``verifier.spec.file`` reads one from its YAML file.
 
-Nothing here needs torch; the reference is tried by ``verifier.numerics.trial``.
+Nothing here needs torch; ``verifier.numerics.trial`` runs the reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coda_agent.verifier.spec.rules import assigned, check, describe
 
 
 class BadReference(Exception):
-    """A reference (or baseline, by ``key``) that contradicts its spec's declarations; ``line`` counts in its
+    """A reference (or baseline, by ``key``) contradicts its spec's declarations. ``line`` counts in its
     text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = "reference"):
@@ -40,7 +40,7 @@ class Spec(Declared):
         return self
 
     def signature(self) -> Signature:
-        """The names, shapes and dtypes that a kernel must match; a tracer sees nothing else of the spec."""
+        """The names, shapes and dtypes that a kernel must match; tracing sees nothing else of the spec."""
         return Signature(
             name=self.name,
             dims=tuple(self.dims),
@@ -53,8 +53,7 @@ class Spec(Declared):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything that decides meaning; comments, layout, order of keys and prose do not count.
-        """
+        """SHA-256 of everything with a meaning. Comments, layout, order of keys and prose do not count."""
         meaning = self._meaning({"name", "constants", "cases", "accept"})
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return _digest(meaning)
@@ -65,7 +64,7 @@ class Spec(Declared):
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
-        # exclude_none: a form of init added later leaves the hashes of specs without it as they are
+        # exclude_none: a later form of init must not change the hashes of specs without it
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = _said(getattr(self, kind))

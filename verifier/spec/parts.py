@@ -1,6 +1,6 @@
-"""The parts of a spec's file: tensors, cases, tolerance and threshold.
+"""The parts of a spec file: tensors, cases, tolerance and threshold.
 
-Each part is checked here by itself; ``verifier.spec.rules`` checks how they go together.
+Each part is checked alone here; ``verifier.spec.rules`` checks their combination.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Accept(Model):
 
 
 class Tolerance(Model):
-    """Widens the error gate's ratios by ``factor``, for a ``reason`` a reviewer can judge."""
+    """Widens the error gate's ratios by ``factor``, with a ``reason`` for the reviewer."""
 
     factor: float
     reason: str
@@ -120,7 +120,7 @@ class Forward(Model):
 
 
 class Declared(Model):
-    """All parts of a spec, before the rules are checked."""
+    """All parts of a spec before its rules are checked."""
 
     name: str
     summary: str

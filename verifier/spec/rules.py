@@ -1,7 +1,7 @@
 """The rules of a spec beyond its types: names, sizes, cases, texts.
 
-Each raises a fault: a message for the spec's author and its place, as keys from the model being validated.
-``verifier.spec.file`` turns the place into a line of the file.
+A broken rule raises a fault: a message for the spec's author and its position, as keys from the model being
+validated. ``verifier.spec.file`` turns the position into a line of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("scalar", "vector", "matrix")  # by rank
 
 
 def check(spec: Declared) -> None:
-    """Check every rule, in the order of a reader's questions."""
+    """Check every rule, in the order in which a reader would ask."""
     _check_names(spec)
     _check_shapes(spec)
     _check_kinds(spec)
@@ -77,7 +77,7 @@ def _check_shapes(spec: Declared) -> None:
 
 
 def _check_kinds(spec: Declared) -> None:
-    """Check which dtypes may have which rank, and which inits."""
+    """Check the dtypes and inits allowed for each rank."""
     for name, output in spec.outputs.items():
         rank = len(output.shape)
         if rank not in WRITABLE:
@@ -185,7 +185,7 @@ def _check_values(spec: Declared, case: Case) -> None:
 
 
 def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
-    """Check that arithmetic over dims gives a legal range at every case."""
+    """Check that arithmetic over dims gives a legal range in every case."""
     init = tensor.init
     place: tuple[str, ...] = ("normal", "std") if init.normal else (init.form,)
     try:
@@ -202,7 +202,7 @@ def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
 
 
 def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
-    """Check that all values of ``init`` are legal."""
+    """Check that ``init`` draws only legal values."""
     place = ("inputs", name, "domain")
     try:
         low, high = tensor.bounds(case.sizes)
