@@ -87,7 +87,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise typer.BadParameter(f"{path}: there is no such file") from None
+        raise typer.BadParameter(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
     except OSError as error:

@@ -195,7 +195,7 @@ class _Measuring:
         if longest > left and (self.seated or longest <= self.asked.seconds):
             raise OutOfTime(
                 f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
-                "the same command goes on from here"
+                "repeat the command to continue"
             )
 
     def _left(self) -> float:
@@ -341,7 +341,7 @@ class _Measuring:
         OutOfTime."""
         if self.seated:
             place = f"{turn.row.operator} {turn.row.case}"
-            raise OutOfTime(f"the time was up during {place}: the same command goes on from here")
+            raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
         why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
         return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
 

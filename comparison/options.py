@@ -28,7 +28,7 @@ class Choice:
         Names, typer.Option(metavar="COLUMN", help="Only this column (and matmul). May be repeated.")
     ] = None
     cases: Annotated[Names, typer.Option(metavar="CASE", help="Only this case. May be repeated.")] = None
-    everything: Annotated[bool, typer.Option("--all", help="Every spec and case, not CODA's ten.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="All specs and cases, not only CODA's.")] = False
 
     @property
     def operators(self) -> list[str]:
@@ -48,24 +48,26 @@ class Effort:
         typer.Option(
             "--quick",
             help="Three rows in one process, without max-autotune, QuACK on our search and CODA's own "
-            "package. Begins nothing that may end after two minutes.",
+            "package. Starts nothing that may end after two minutes.",
         ),
     ] = False
     processes: Annotated[
         int | None,
-        typer.Option(min=1, max=20, help=f"Processes that time a row. Default: {PROCESSES}, quickly 1."),
+        typer.Option(min=1, max=20, help=f"Processes that time a row. Default: {PROCESSES}; with --quick 1."),
     ] = None
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=12, help=f"Interleaved rounds at most, in each. Default: {ROUNDS}, quickly {QUICK_ROUNDS}."
+            min=12, help=f"The most interleaved rounds in each. Default: {ROUNDS}; with --quick "
+                         f"{QUICK_ROUNDS}."
         ),
     ] = None
     budget_seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="Begin no sitting that may end later than this; the same command goes on."),
+        typer.Option(min=1, help="Start no session that may end later than this. Repeat the command to "
+                                 "continue."),
     ] = None
-    again: Annotated[bool, typer.Option("--again", help="Try again what failed before, as it is now.")] = (
+    again: Annotated[bool, typer.Option("--again", help="Retry failed arms.")] = (
         False
     )
 
@@ -82,10 +84,11 @@ class Drawing:
     """The path of the results, and how they are shown."""
 
     out: Annotated[
-        Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")
+        Path, typer.Option(help="Folder of results, tables and charts; existing results are not measured "
+                                "again.")
     ] = Path("comparison-results")
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Put the ratios into FILE, after <!-- table: comparison -->."),
+        typer.Option(metavar="FILE", help="Write the ratios into FILE, after <!-- table: comparison -->."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for programs.")] = False

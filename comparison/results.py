@@ -178,7 +178,7 @@ def read(path: Path) -> Results:
     except FileNotFoundError:
         folder = path.parent if path.suffix else path
         raise InvalidInput(
-            f"{path}: there is no such file; on an H100, coda-agent compare --out {folder} makes it"
+            f"{path}: no such file; on an H100, coda-agent compare --out {folder} makes it"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

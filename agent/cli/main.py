@@ -157,7 +157,7 @@ def import_results(
         elif found.status == "unmeasured":
             echo(f"{name}: invalid measurement, {found.reason}. Measure again: coda-agent bundle {name}")
         else:
-            echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
+            echo(f"{name}: rejected at {found.gate}: {found.code}. Continue: coda-agent resume {name}")
 
 
 @app.command()

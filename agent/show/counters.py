@@ -160,7 +160,7 @@ def read(path: Path, case: str | None = None) -> Export:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         raise InvalidInput(
-            f"{path}: there is no such file; docs/performance.md has the command that makes one"
+            f"{path}: no such file; docs/performance.md has the command that makes one"
         ) from None
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:

@@ -108,7 +108,7 @@ def test_layer_is_both_of_a_layer_to_draw_and_to_measure(command: Callable[..., 
 
 def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--from", tmp_path / "none.json")
-    assert status == USAGE and "there is no such file" in said and "coda-agent compare --out" in said
+    assert status == USAGE and "no such file" in said and "coda-agent compare --out" in said
     status, _, said = command("--from", tmp_path / "none")
     assert status == USAGE and f"coda-agent compare --out {tmp_path / 'none'} makes it" in said
 
@@ -152,7 +152,7 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
     readme = tmp_path / "README.md"
     words = ("--from", tmp_path, "--out", tmp_path / "drawn", "--write", readme)
     status, _, told = command(*words)
-    assert status == USAGE and "README.md: there is no such file" in " ".join(told.split())
+    assert status == USAGE and "README.md: no such file" in " ".join(told.split())
     readme.write_text("no place\n")
     status, _, told = command(*words)
     assert status == USAGE and "mark one place for the comparison" in told
@@ -197,11 +197,11 @@ def test_the_readmes_headline_is_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("words", "of", "why"),
     [
-        (("--from", "there", "--quick"), "--quick", "--from draws what was measured; to measure more"),
+        (("--from", "there", "--quick"), "--quick", "--from draws existing results; to measure more"),
         (("--from", "there", "--processes", 2, "--rounds", 20), "--processes and --rounds", "leave --from"),
         (("--from", "there", "--budget-seconds", 9, "--again"), "--budget-seconds and --again", "give --out"),
-        (("--install", "--from", "there", "--all"), "--all and --from", "--install only makes"),
-        (("--install", "--quick", "--json"), "--quick and --json", "leave it out, and compare then"),
+        (("--install", "--from", "there", "--all"), "--all and --from", "--install only creates"),
+        (("--install", "--quick", "--json"), "--quick and --json", "compare afterwards, without it"),
         (("--quick", "--all"), "--all", "--quick has three rows; leave one of the two out"),
     ],
 )
@@ -234,7 +234,7 @@ def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) ->
     [
         (("--columns", "nobody"), "there is no column 'nobody'"),
         (("--columns", ""), "there is no column ''"),
-        (("--columns", "human", "--columns", "roofline"), "roofline needs no choice: every table has it"),
+        (("--columns", "human", "--columns", "roofline"), "every table has roofline; leave it out"),
         (("--only", "gemm_nothing"), "there is no gemm_nothing"),
     ],
 )
@@ -281,7 +281,7 @@ def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured
     monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     (tmp_path / "placeless.md").write_text("no place\n")
     words = ("--out", tmp_path / "out", "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
-    for name, why in (("none.md", "there is no such file"), ("placeless.md", "mark one place")):
+    for name, why in (("none.md", "no such file"), ("placeless.md", "mark one place")):
         status, _, told = command(*words, "--write", tmp_path / name)
         assert status == USAGE and why in " ".join(told.split())
     assert not gpu.opened and not (tmp_path / "out").exists()
@@ -314,7 +314,7 @@ def test_a_quick_look_leaves_out_what_takes_long(
     status, _, told = command("--out", tmp_path, "--quick")
     assert UNFINISHED not in (OK, REJECTED, USAGE, ABSENT, INTERRUPTED)
     assert (tmp_path / "table.md").exists()
-    assert status == UNFINISHED and "20 s are left" in told and "the same command goes on" in told
+    assert status == UNFINISHED and "20 s are left" in told and "repeat the command to continue" in told
     assert len(gpu.sat) == 2 and all(python is None for python, _ in gpu.sat)
     assert not {arm for _, arms in gpu.sat for arm in arms} & {UPSTREAM, *AUTOTUNED}
     assert command("--out", tmp_path, "--quick")[0] == 0 and len(gpu.sat) == 3
@@ -354,5 +354,5 @@ def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(
 
     monkeypatch.setattr(gpu, "ask", gone)
     status, _, told = command(*words)
-    assert status == ABSENT and "what was measured is drawn: CUDA error: the device is gone" in told
+    assert status == ABSENT and "the results so far are drawn: CUDA error: the device is gone" in told
     assert "gemm_swiglu" in (tmp_path / "table.md").read_text()

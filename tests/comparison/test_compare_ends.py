@@ -182,7 +182,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
 
     monkeypatch.setattr(gpu, "ask", ask)
     wanted = asked("gemm_rope", "gemm_swiglu", arms=(PROGRAM, LIGER), seconds=500.0)
-    with pytest.raises(OutOfTime, match="the time was up during gemm_swiglu 1B: the same command"):
+    with pytest.raises(OutOfTime, match="the time ran out during gemm_swiglu 1B: repeat the command"):
         measure(wanted, Results(), kept.append)
     assert not kept[-1].failed() and len(kept[-1].sittings) == 1
     for _ in range(2):

@@ -498,7 +498,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "toy.report.json is no report of an accepted kernel",
     ),
     "program, another schedule than was timed": (pin, "step 0 ran on another schedule than the program's"),
-    "spec, removed": (lambda k: (k / "toy.yaml").unlink(), "toy.yaml: there is no such file"),
+    "spec, removed": (lambda k: (k / "toy.yaml").unlink(), "toy.yaml: no such file"),
     **{
         f"{suffix}, removed": (lambda k, s=suffix: (k / f"toy.{s}").unlink(), f"toy.{suffix}")  # type: ignore[misc]
         for suffix in ("py", "program.json", "cutedsl.py", "report.json")

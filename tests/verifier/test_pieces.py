@@ -102,7 +102,7 @@ def test_a_measurement_that_was_cut_off_goes_on(workers: Workers, verify: Verify
     assert len(pieces_left) == len(before)  # the last score is none; hidden sizes nobody was asked for
     status, out, err = verify()
     assert status == 0 and isinstance(REPORT.validate_json(out), Accepted)
-    assert f"going on with {len(pieces_left)} piece(s) of a measurement" in err and "--again" in err
+    assert f"continuing with {len(pieces_left)} finished stage(s)" in err and "--again" in err
     assert asked(workers) == [("score", "wide"), ("score", "large"), ("score", "wide")]
 
 
@@ -156,7 +156,7 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
         return found[-1]
 
     assert left() is None and said == []
-    assert left() == {"schedules": {}} and "going on with 1 piece(s)" in said[0]
+    assert left() == {"schedules": {}} and "continuing with 1 finished stage(s)" in said[0]
     for name in ("spec_hash", "program_hash", "lowered_hash", "versions"):
         other = {"torch": "0"} if name == "versions" else "0" * 64
         assert left(made.model_copy(update={name: other})) is None

@@ -68,7 +68,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(4 * LARGEST + 4).decode("utf-8")
     except FileNotFoundError:
-        raise SpecError(path, None, f"there is no such file; {_nearby(path)}") from None
+        raise SpecError(path, None, f"no such file; {_nearby(path)}") from None
     except OSError as error:
         raise SpecError(path, None, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -343,7 +343,7 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
 def test_another_format_says_so(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     edit(path, lambda data: data.update(coda_agent_bundle=2))
-    with pytest.raises(InvalidInput, match="format 2, this version reads 1"):
+    with pytest.raises(InvalidInput, match="format 2, but this version reads 1"):
         measure(path)
 
 
@@ -354,7 +354,7 @@ def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu:
     with pytest.raises(InvalidInput, match="nothing.json: No such file"):
         bundle.take(tmp_path / "nothing.json")
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInput, match="give a place that can be written"):
+    with pytest.raises(InvalidInput, match="give a writable path"):
         bundle.pack([name], tmp_path / "file" / "bundle.json")
     with pytest.raises(InvalidInput, match=r"Is a directory"):
         bundle.take(tmp_path)

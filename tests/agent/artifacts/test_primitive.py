@@ -142,7 +142,7 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     found = CliRunner().invoke(app, ["primitive", "softplus", "--provider", "replay"])
     assert found.exit_code == OK, found.output
     assert "attempt 1: checked" in found.output and "--merge" not in found.output
-    with pytest.raises(InvalidInput, match="there is nothing to merge"):
+    with pytest.raises(InvalidInput, match="nothing to merge"):
         primitive.merge("softplus")
     made = proposal.load(primitive.path_of("softplus"), new=False)
     (frame := tmp_path / "softplus.yaml").write_text(made.frame)

@@ -67,9 +67,9 @@ def test_a_spec_mistake(
 def test_a_spec_that_is_not_there(command: Command, spec: Path) -> None:
     for name in ("generate", "prompt"):
         done = command(name, spec.with_name("toi.yaml"))
-        assert done.status == 2 and "toi.yaml: there is no such file; did you mean" in done.said()
+        assert done.status == 2 and "toi.yaml: no such file; did you mean" in done.said()
     done = command("verify", spec.with_name("tony.py"))
-    assert done.status == 2 and "tony.py: there is no such kernel file" in done.err
+    assert done.status == 2 and "tony.py: no such kernel file" in done.err
     done = command("verify", spec)
     assert done.status == 2 and "is a spec; verify takes a kernel's source" in done.err
 
@@ -131,7 +131,7 @@ def test_a_good_kernel(command: Command) -> None:
 
 def test_a_kernel_that_cannot_be_read(command: Command, spec: Path, tmp_path: Path) -> None:
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
-    for name, words in (("nothing.py", "there is no such kernel"), ("binary.py", "cannot be read as text")):
+    for name, words in (("nothing.py", "no such kernel"), ("binary.py", "cannot be read as text")):
         done = command("verify", tmp_path / name, "--spec", spec)
         assert done.status == 2 and words in done.err and "Traceback" not in done.err
 

@@ -195,7 +195,7 @@ def test_a_handoff_is_stopped_interrupted_and_resumed(spec: Path, tmp_path: Path
     waiting.send_signal(signal.SIGINT)
     done = finished(waiting)
     assert done.status == 130 and done.out == ""
-    assert "goes on\n" in done.err and done.err.endswith("coda-agent: interrupted\n")
+    assert "continue with: " in done.err and done.err.endswith("coda-agent: interrupted\n")
 
     answered(directory, fenced(BROKEN), "I have no other idea.")
     done = of_process(coda_agent("resume", name, "--no-gpu", "--json"))

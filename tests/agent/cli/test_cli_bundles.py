@@ -73,7 +73,7 @@ def test_a_slow_kernel_there(
     done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
     assert done.status == 1 and f"{name}: rejected at decision: case large: 0.900x" in done.out
     done = command("import", tmp_path / "r.json")
-    assert done.status == 0 and f"rejected at decision: slow. Feed back: coda-agent resume {name}" in done.out
+    assert done.status == 0 and f"rejected at decision: slow. Continue: coda-agent resume {name}" in done.out
 
 
 def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: Path, gpu: None) -> None:
@@ -88,7 +88,8 @@ def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: 
 
 
 def test_files_that_are_none(command: Command, spec: Path, gpu: None) -> None:
-    for name, kind, what in (("measure", "bundle", "one that bundle wrote"), ("import", "results", "a file")):
+    for name, kind, what in (("measure", "bundle", "a file written by bundle"), ("import", "results", "a "
+                                                                                                      "file")):
         done = command(name, spec)
         assert done.status == 2 and f"toy.yaml: this is no {kind} file of coda-agent" in done.said()
         done = command(name, spec.with_name("nothing"))

@@ -45,7 +45,7 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
     assert len(cut(program).gemms) == products
     assert done.out.count("step ") == products and f"in {products} products" in done.out
     assert (tmp_path / f"{name}_backward_head.program.json").exists() is head
-    assert ("without a product to ride on" in done.out) is head
+    assert ("without a product" in done.out) is head
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
         ("gemm_row_abs_max", ("--of", "amax"), "nothing differentiable leads to an output"),
         ("gemm_swiglu", ("--save-bytes", "1"), "at most 1 bytes a row"),
         ("gemm_swiglu", ("--behind", "down"), "no output 'down'; it has preact, act"),
-        ("gemm_swiglu", ("--out", "nowhere"), "there is no such folder"),
+        ("gemm_swiglu", ("--out", "nowhere"), "no such folder"),
     ],
 )
 def test_bad_input_has_one_line(

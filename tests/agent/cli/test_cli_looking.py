@@ -71,7 +71,7 @@ def test_review_asks_at_a_terminal_before_it_accepts(
     monkeypatch.setattr(main, "_accept", accept)
     name = accepted_run(spec)
     assert command("review", name).status == 0
-    assert asked == ["you have read it: accept it and commit?"]
+    assert asked == ["Have you read it? Accept it and commit?"]
     assert accepted == ([(name, True, True, TOY_KERNEL)] if agreed else [])
     for other in (make_run(spec), make_run(spec, found=slow(load(spec, check=False)))):
         command("review", other)
@@ -93,7 +93,8 @@ def test_what_is_accepted_is_what_was_shown(
     monkeypatch.setattr("typer.confirm", confirm)
     monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)  # it would write into the checkout
     done = command("review", name)
-    assert done.status == 1 and f"run {name} went on while it was read: coda-agent review {name}" in done.err
+    again = f"run {name} changed while you read it; review it again: coda-agent review {name}"
+    assert done.status == 1 and again in done.err
 
 
 def test_review_of_a_rejected_kernel(command: Command, spec: Path) -> None:

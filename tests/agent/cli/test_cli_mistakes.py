@@ -58,7 +58,7 @@ def wrong(done: Done, *words: str) -> None:
 def test_an_accepted_kernels_name_will_do(looking: str, command: Command) -> None:
     done = command(looking, "toy", "--json")
     assert done.status == 0 and json.loads(done.out)
-    wrong(command(looking, "toys", "--json"), "there is no such kernel file; did you mean toy?")
+    wrong(command(looking, "toys", "--json"), "no such kernel file; did you mean toy?")
 
 
 def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None) -> None:
@@ -67,7 +67,7 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     assert done.status == 0 and "checked, not benchmarked" in done.out
     done = command("generate", "toy", "--provider", "replay")
     assert done.status == 3 and "no recorded run of toy" in done.said()
-    wrong(command("generate", "toys"), "specs/toys.yaml: there is no such file; did you mean specs/toy.yaml?")
+    wrong(command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
     (place / "toy").write_text("- no mapping")
     wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
 
@@ -120,9 +120,9 @@ def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
     done = command("optimize", "specs/toy.yaml", "--provider", "handoff", "--no-gpu")
     assert done.status == 3 and "no accepted kernel for toy" in done.said()
     for elsewhere in ("toy.yaml", "generated_kernels/toy.py"):
-        wrong(command("optimize", elsewhere), f"{elsewhere}: is not in specs; give the name of one that is")
+        wrong(command("optimize", elsewhere), f"{elsewhere}: not in specs; give a name from there")
     proposed = "specs/primitives/softsign.yaml"
-    wrong(command("primitive", proposed), f"{proposed}: there is no such proposal", "primitive softsign")
+    wrong(command("primitive", proposed), f"{proposed}: no such proposal", "primitive softsign")
 
 
 # kernels
@@ -152,9 +152,9 @@ def test_what_is_no_kernel_is_not_shown(command: Command, place: Path, name: str
 
 @pytest.mark.parametrize("looking", ["verify", "show"])
 def test_a_kernel_that_is_not_there(command: Command, place: Path, looking: str) -> None:
-    wrong(command(looking, "toyy"), "toyy: there is no such kernel file; did you mean toy?")
-    wrong(command(looking, "generated_kernels/tay.py"), "tay.py: there is no such kernel file; did you mean")
-    wrong(command(looking, "nothing"), "there is no such kernel file; give one, or an accepted kernel's name")
+    wrong(command(looking, "toyy"), "toyy: no such kernel file; did you mean toy?")
+    wrong(command(looking, "generated_kernels/tay.py"), "tay.py: no such kernel file; did you mean")
+    wrong(command(looking, "nothing"), "no such kernel file; give one, or an accepted kernel's name")
     (name,) = runs.names()
     wrong(command(looking, name), f"it is a run: coda-agent review {name}, or report {name}")
 
@@ -188,7 +188,7 @@ def test_a_lesson_that_nobody_gives(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     wrong(
-        command("tips", "propose", mended), "nobody answered; give the lesson by --lesson '...' with --failed"
+        command("tips", "propose", mended), "no answer; give the lesson with --lesson '...' with --failed"
     )
     assert not (tmp_path / "tips.md").exists()
 
@@ -209,7 +209,7 @@ def test_ctrl_c_at_a_prompt(
 
 def test_a_bundle_is_looked_for_before_a_gpu(command: Command, tmp_path: Path) -> None:
     wrong(
-        command("measure", tmp_path / "none.json"), "none.json: there is no such file; give one that bundle"
+        command("measure", tmp_path / "none.json"), "none.json: no such file; give a file written by bundle"
     )
     path = tmp_path / "b.json"
     path.write_text("{}")
@@ -224,7 +224,7 @@ def test_a_bundle_holds_a_run_once_and_is_no_results(command: Command, spec: Pat
     name, path = make_run(spec), tmp_path / "b.json"
     done = command("bundle", name, runs.runs_dir() / name, name, "-o", path)
     assert done.status == 0 and "1 kernel(s)" in done.out
-    wrong(command("import", path), f"this is a bundle: measure it first, coda-agent measure {path}")
+    wrong(command("import", path), f"this is a bundle; measure it first: coda-agent measure {path}")
 
 
 def test_a_page_that_tables_cannot_be_put_into(command: Command, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_page_that_tables_cannot_be_put_into(command: Command, tmp_path: Path)
     binary.write_bytes(b"\xff\xfe")
     half.write_text("<!-- table: edited -->\n<!-- /table -->\n<!-- table: measured -->\nand on\n")
     nothing = tmp_path / "nothing.md"
-    wrong(command("table", "--write", nothing), f"{nothing}: there is no such file")
+    wrong(command("table", "--write", nothing), f"{nothing}: no such file")
     wrong(command("table", "--write", tmp_path), f"{tmp_path}: Is a directory")
     wrong(command("table", "--write", binary), f"{binary}: cannot be read as text")
     wrong(
@@ -247,7 +247,7 @@ def test_a_place_that_cannot_be_written(command: Command, spec: Path, tmp_path: 
     (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
     shapes = ("--shape", "x=M,K", "--shape", "w=N,K")
     out = spec / "toy.yaml"  # in a file
-    wrong(command("new", f"{tmp_path}/ops.py:f", *shapes, "-o", out), f"{out}: ", "another place with --out")
+    wrong(command("new", f"{tmp_path}/ops.py:f", *shapes, "-o", out), f"{out}: ", "another path with --out")
 
 
 def test_counters_of_a_folder(command: Command, place: Path, no_compiler: None) -> None:

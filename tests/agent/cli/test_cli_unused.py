@@ -58,7 +58,8 @@ def test_events_are_exported_without_a_page(command: Command, spec: Path, tmp_pa
 
 def test_a_report_that_is_printed_is_no_page(command: Command, spec: Path, tmp_path: Path) -> None:
     asked = ("report", make_run(spec), "--json")
-    unused(command, *asked, "-o", tmp_path / "p.html", of="--out", why="--json prints, and writes no page")
+    unused(command, *asked, "-o", tmp_path / "p.html", of="--out", why="--json prints instead of writing a "
+                                                                       "page")
     assert json.loads(command(*asked).out)["runs"]
 
 
@@ -69,8 +70,8 @@ def test_tables_are_put_into_a_file_or_printed(command: Command, tmp_path: Path)
 
 @pytest.mark.usefixtures("no_compiler", "place")
 def test_what_shows_machine_code_takes_sass(command: Command) -> None:
-    unused(command, "show", "toy.py", "--full", of="--full", why="give --sass too")
-    why = "it chooses what --sass and --counters show; give one of these too"
+    unused(command, "show", "toy.py", "--full", of="--full", why="add --sass")
+    why = "it applies to --sass and --counters; add one of these"
     unused(command, "show", "toy.py", "--case", "large", of="--case", why=why)
 
 
@@ -96,11 +97,11 @@ def test_a_run_that_goes_on_without_a_gpu_measures_nothing(command: Command, spe
 @pytest.mark.parametrize(
     ("provider", "words", "why"),
     [
-        ("handoff", ("--model", "opus"), "the author is handoff, and it is of anthropic and claude-code"),
-        ("handoff", ("--max-tokens", 2048), "it is of anthropic and claude-code; leave it out"),
-        ("anthropic", ("--time-limit", 60), "the author is anthropic, and it is of claude-code and handoff"),
-        ("anthropic", ("--author", "Ada"), "it is of handoff; leave it out"),
-        ("anthropic", ("--directory", "hands"), "it is of handoff; leave it out"),
+        ("handoff", ("--model", "opus"), "the author is handoff, but this option is for anthropic"),
+        ("handoff", ("--max-tokens", 2048), "this option is for anthropic and claude-code; leave it out"),
+        ("anthropic", ("--time-limit", 60), "the author is anthropic, but this option is for claude-code"),
+        ("anthropic", ("--author", "Ada"), "this option is for handoff; leave it out"),
+        ("anthropic", ("--directory", "hands"), "this option is for handoff; leave it out"),
     ],
 )
 def test_an_option_of_another_provider(
@@ -129,7 +130,7 @@ def test_a_model_is_not_asked_where_a_recording_is_played(command: Command) -> N
         "--model",
         "opus",
         of="--model",
-        why="the author is replay, and it is",
+        why="the author is replay, but this option is",
     )
 
 
@@ -145,8 +146,8 @@ def test_a_run_goes_on_with_what_its_provider_takes(command: Command, spec: Path
         (("--merge", "--reference", "x", "--json"), "--json and --reference", "--merge only writes a patch"),
         (("--reference", "x", "--no-gpu"), "--gpu", "--reference only writes a proposal; leave it out"),
         (("--reference", "x", "--budget-seconds", 9), "--budget-seconds", "--reference only writes"),
-        (("--out", "p.patch"), "--out", "it is where --merge writes; leave it out"),
-        (("--arguments", "x,y"), "--arguments", "it is of what --reference proposes; leave it out"),
+        (("--out", "p.patch"), "--out", "it belongs to --merge; leave it out"),
+        (("--arguments", "x,y"), "--arguments", "it belongs to --reference; leave it out"),
     ],
 )
 @pytest.mark.usefixtures("place")
@@ -158,5 +159,5 @@ def test_a_primitive_is_proposed_authored_or_merged(
 
 
 def test_only_the_list_of_tips_is_printed_for_programs(command: Command) -> None:
-    why = "it is of the list, and retire prints words; leave it out"
+    why = "it belongs to the list, not to retire; leave it out"
     unused(command, "tips", "--json", "retire", "tip-1", of="--json", why=why)

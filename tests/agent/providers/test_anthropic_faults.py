@@ -125,7 +125,7 @@ def test_a_run_s_deadline_ends_an_answer(hangs: Reply) -> None:
     night, purse = Night(), Purse()
     options = {"patience": night.patience(), "timeout": 600.0}
     result, server, _ = ask(hangs, meter=purse, deadline=night.now + 0.3, **options)
-    assert "the run's time ended before there was an answer" in str(refused(result))
+    assert "the run's time ended before an answer came" in str(refused(result))
     assert "RemoteProtocolError" not in str(result)  # it is not the server that ended it
     assert len(server.requests) == 1
     assert [c.settled for c in purse.charges] == [None]

@@ -374,7 +374,7 @@ def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
 
 def test_it_waits_until_the_deadline_at_most(plan: Plan) -> None:
     plan(hangs=True)
-    with pytest.raises(ProviderError, match="time ended before there was an answer: .*not answer within 0"):
+    with pytest.raises(ProviderError, match="time ended before an answer came: .*not answer within 0"):
         make("claude-code").next_turn(Question("S", TASK, deadline=time.monotonic() + 0.2))
 
 

@@ -92,7 +92,7 @@ def test_handoff_an_answer_without_its_end_has_to_stand_still_for_long(tmp_path:
     """The defaults, by which a pause of seconds is none."""
     (tmp_path / "answer-1.md").write_text("```python\na = 1\n```\n")
     with pytest.raises(
-        ProviderError, match=r"answer-1.md is not known to be whole \(it still changed\) .*end it"
+        ProviderError, match=r"answer-1.md looks incomplete \(it was still changing\) .*end it"
     ):
         make("handoff", directory=tmp_path, author="Ada", time_limit=1.2).next_turn(Question("S", ASK))
 
@@ -117,7 +117,7 @@ def test_handoff_takes_what_looks_unfinished_after_a_long_while(
     if not lacks:
         assert patient.next_turn(Question("S", ASK)).text == text
         return
-    with pytest.raises(ProviderError, match=rf"not known to be whole \({lacks}\).*end it with") as caught:
+    with pytest.raises(ProviderError, match=rf"looks incomplete \({lacks}\).*end it with") as caught:
         patient.next_turn(Question("S", ASK))
     assert caught.value.retryable
     assert hand(tmp_path, time_limit=20, patience=0.3).next_turn(Question("S", ASK)).text == text
@@ -127,7 +127,7 @@ def test_handoff_takes_what_looks_unfinished_after_a_long_while(
 def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
     answer = tmp_path / "answer-1.md"
     answer.write_text(text)
-    words = f"{answer} has no more than the line <!-- end --> .*write the answer above it and resume"
+    words = f"{answer} has only the line <!-- end --> .*write the answer above it and resume"
     with pytest.raises(ProviderError, match=words) as caught:
         hand(tmp_path, time_limit=0.1, settle=0.0, patience=0.0).next_turn(Question("S", ASK))
     assert caught.value.retryable
@@ -139,7 +139,7 @@ def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
 def test_handoff_s_end_is_a_line_of_its_own(tmp_path: Path, text: str) -> None:
     """Else it is text, which has to stand still."""
     (tmp_path / "answer-1.md").write_text(text)
-    with pytest.raises(ProviderError, match="not known to be whole"):
+    with pytest.raises(ProviderError, match="looks incomplete"):
         hand(tmp_path, time_limit=0.1, settle=60.0).next_turn(Question("S", ASK))
     assert hand(tmp_path, settle=0.0, patience=0.0).next_turn(Question("S", ASK)).text == text
 
@@ -192,7 +192,7 @@ def test_handoff_resumes_with_the_answer_that_is_there(tmp_path: Path) -> None:
 def test_handoff_refuses_the_answer_to_another_prompt(tmp_path: Path) -> None:
     (tmp_path / "answer-1.md").write_text("for another run")
     (tmp_path / "prompt-1.md").write_text("another prompt")
-    with pytest.raises(ProviderError, match="answers another prompt"):
+    with pytest.raises(ProviderError, match="answers an older prompt"):
         hand(tmp_path).next_turn(Question("S", ASK))
 
 

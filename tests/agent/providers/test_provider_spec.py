@@ -72,8 +72,8 @@ def test_doctor_checks_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        (("--budget-tokens", "9"), 2, "an author by oracle"),
-        (("--author", "Ada"), 2, "the author is oracle, and it is of handoff"),
+        (("--budget-tokens", "9"), 2, "the spending of oracle"),
+        (("--author", "Ada"), 2, "the author is oracle, but this option is for handoff"),
         ((), 3, "needs the package 'an_sdk_that_is_not_installed'; pip install 'oracle-sdk'"),
     ],
 )

@@ -78,6 +78,6 @@ def test_a_run_has_a_row_and_ctrl_c_stops_it(runs_home: Path, tmp_path: Path) ->
         process.send_signal(signal.SIGINT)
         process.wait(timeout=PATIENCE)
     assert process.returncode == 130
-    assert f"coda-agent resume {past.run} goes on" in screen.seen
+    assert f"continue with: coda-agent resume {past.run}" in screen.seen
     (past,) = history.past()
     assert (past.status, past.attempts) == ("rejected", 1)

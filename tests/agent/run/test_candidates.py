@@ -67,7 +67,7 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
     done = coda_agent("generate", toy, *options(tmp_path / "hands"), *more)
     first, second = runs.names()
     assert done.returncode == 0, done.stderr
-    assert f"the best: {second}" in done.stdout and f"{first}: rejected trace/python" in done.stdout
+    assert f"best run: {second}" in done.stdout and f"{first}: rejected trace/python" in done.stdout
     assert "1: rejected at trace: python" in done.stdout and f"coda-agent bundle {second}" in done.stdout
     assert [run.status for run in history.past()] == ["rejected", "checked"]
     for name in (first, second):
@@ -91,12 +91,12 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
         _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     first, second = runs.names()
-    assert f"coda-agent resume {first} {second} goes on" in said.decode()
+    assert f"continue with: coda-agent resume {first} {second}" in said.decode()
     assert free(first) and free(second)
     for number in (1, 2):
         answer(tmp_path / "hands", number, fenced(TOY_KERNEL))
     done = coda_agent("resume", first, second, "--no-gpu", "--budget-seconds", "100")
-    assert done.returncode == 0 and f"the best: {first}" in done.stdout
+    assert done.returncode == 0 and f"best run: {first}" in done.stdout
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -139,7 +139,7 @@ def test_a_terminal_shows_them_until_ctrl_c(toy: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=PATIENCE)
     assert process.returncode == 130
-    assert f"coda-agent resume {first} {second} goes on" in screen.seen
+    assert f"continue with: coda-agent resume {first} {second}" in screen.seen
     assert [run.status for run in history.past()] == ["authoring", "authoring"]
 
 

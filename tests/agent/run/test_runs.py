@@ -141,7 +141,7 @@ def test_a_spec_that_was_edited_is_another(runs_home: Path, tmp_path: Path, old:
 def test_a_missing_spec_names_its_file(runs_home: Path, tmp_path: Path) -> None:
     name = make_run(write_toy(tmp_path))
     (runs_home / name / "spec.yaml").unlink()
-    with pytest.raises(SpecError, match="spec.yaml: there is no such file"):
+    with pytest.raises(SpecError, match="spec.yaml: no such file"):
         runs.reopen(name)
 
 

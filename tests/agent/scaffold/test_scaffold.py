@@ -486,7 +486,7 @@ BODIES = {
     "two axes too many": ("    return (x @ w)[None]", 1, "output out has 3 axes"),
     "no tensor": ("    return (x @ w).shape", 1, "output out is Size"),
     "integers": ("    return (x @ w).argmax(-1)", 1, "is torch.int64"),
-    "unnamed outputs": ("    return {0: x @ w}", 2, "output 0 has no name"),
+    "unnamed outputs": ("    return {0: x @ w}", 2, "output 0 has no valid name"),
 }
 
 
@@ -499,11 +499,11 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
 @pytest.mark.parametrize(
     ("source", "place", "words"),
     [
-        ("\nf = lambda x, w: x @ w\n", "odd.py:2: ", "f is no function but lambda; write def f(...)"),
+        ("\nf = lambda x, w: x @ w\n", "odd.py:2: ", "f is not a function but lambda; write def f(...)"),
         ("class f:\n    pass\n", "odd.py:1: ", "write def f(...)"),
         ("def ff(x):\n    return x\n", "odd.py: ", "no function 'f' at its top level; did you mean ff?"),
         ("\ndef f(x, w)\n    return x\n", "odd.py:2: ", "expected ':'"),
-        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args may be any number of inputs; name each"),
+        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args stands for any number of inputs"),
         (
             "def f(x, w, mode='fast'):\n    return x\n",
             "odd.py:1: ",
@@ -545,7 +545,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
             "odd.py:1: ",
             "name it in a shape, or give it a default",
         ),
-        ("def f(x, W):\n    return x @ W\n", "odd.py:1: ", "'W' is no name for a value"),
+        ("def f(x, W):\n    return x @ W\n", "odd.py:1: ", "'W' is not a valid name for a value"),
         ("@cached\ndef f(x, w):\n    return x @ w\n", "odd.py:1: ", "@cached may change"),
     ],
 )
@@ -564,23 +564,23 @@ def refused(new: Command, source: str, place: str, words: str) -> None:
     ("arguments", "words"),
     [
         (["ops.py:swiglu"], "ops.py:23: no shape for x, w; give --shape x=... --shape w=..."),
-        (["ops.py:swiglu", "--shape", "x=M,D", "--input"], "no answer to 'x: dtype'; give --dtype x=..."),
+        (["ops.py:swiglu", "--shape", "x=M,D", "--input"], "no answer to 'x: dtype'; use --dtype x=..."),
         (
             ["ops.py:swiglu", "--shape", "z=M,D"],
             "--shape z: there is no 'z' here; there are x, w, preact, act",
         ),
         (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "N=8"], "--dim N: there is no 'N' here"),
-        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "M=0"], "--dim M=0: '0' is no size"),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "M=0"], "--dim M=0: '0' is not a size"),
         (
             ["ops.py:swiglu", *shapes_of("swiglu"), "--dtype", "x=bf8"],
-            "--dtype x=bf8: 'bf8' will not do here",
+            "--dtype x=bf8: 'bf8' is not valid here",
         ),
         (["ops.py:swiglu", *shapes_of("swiglu"), "--init", "w={norm: 1}"], "unknown key 'norm'"),
         (["ops.py:swiglu", "--shape", "x"], "--shape x: write --shape NAME=VALUE"),
         (["ops.py:swiglu", "--shape", "x=3,4", "--shape", "w=6,4"], "no shape names a dim"),
-        (["ops.py:swiglu", *shapes_of("swiglu"), "--out", "Swiglu.yaml"], "'Swiglu' is no name for a spec"),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--out", "Swiglu.yaml"], "'Swiglu' is not a valid spec"),
         (["ops.py"], "'ops.py' names no function; write path/to/file.py:function"),
-        (["none.py:f"], "none.py: there is no such file"),
+        (["none.py:f"], "none.py: no such file"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_remedy(new: Command, arguments: list[str], words: str) -> None:

@@ -330,7 +330,7 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
         assert finish["other_schedule"] is None and finish["schedule"] is None  # it has none
         assert ("ANOTHER" in shown(kernel)) is other
     path.write_text(raw(launched(ACCEPTED)))  # an older export
-    assert "not said by this export" in " ".join(shown(kernel).split())
+    assert "not in this export" in " ".join(shown(kernel).split())
     assert json.loads(shown(kernel, "--json"))["counters"][0]["other_schedule"] is None
 
 
@@ -481,7 +481,7 @@ def test_what_ncu_lists_is_read_and_silence_asks_for_all(
 
 
 def test_profiling_what_does_not_compile_says_why(ncu: Path) -> None:
-    with pytest.raises(SystemExit, match=r"no_kernel\.program\.json: there is no such kernel"):
+    with pytest.raises(SystemExit, match=r"no_kernel\.program\.json: no such kernel"):
         command.main(["no_kernel", "--ncu"])
     assert not (ncu / "asked").exists()
 

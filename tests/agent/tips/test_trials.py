@@ -247,7 +247,7 @@ def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
         {"tokens": 12_500, "dollars": 0.125, "seconds": 250.0}
     ] * 8
     said = CliRunner().invoke(app, ["tips", "measure", "--help"]).output
-    assert "Tokens that all runs may cost together; each gets an equal part." in " ".join(said.split())
+    assert "Tokens for all runs together; each gets an equal part." in " ".join(said.split())
 
 
 def test_a_proposed_tip_is_in_the_runs_with_it_alone(taught: Taught, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_second_call_goes_on_where_the_first_was_cut_off(taught: Taught, tmp_p
     taught.fails_after = 4
     cut = command(tmp_path, "tip-1", "--runs", 2)
     assert isinstance(cut.exception, ProviderError) and read_tips(tips.TIPS)[0].measured == ""
-    assert "the same command goes on from here" in cut.stderr
+    assert "repeat the command to continue" in cut.stderr
     begun = runs.names()
     assert command(tmp_path, "tip-1", "--runs", 2).exit_code == 0
     assert len(taught.asked) == 6 and set(begun) < set(runs.names()) and len(runs.names()) == 4
