@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import derived_layer
+from coda_agent.comparison.competitors import COMPILE, PROGRAM
 from coda_agent.comparison.layers.errors import relative, results, truth
 from coda_agent.comparison.layers.fused import unrotated
 from coda_agent.comparison.layers.runners import Interpreted, accepted
@@ -32,3 +33,14 @@ def test_gradients_are_the_plain_layers() -> None:
     exact = truth(SMALL, drawn)
     for layer in (one_pass, derived):
         assert max(relative(results(layer, drawn), exact).values()) < 0.01
+
+
+def test_the_page_has_medians_and_ratios() -> None:
+    arms = (PROGRAM, derived_layer.ONE_PASS, COMPILE, derived_layer.DERIVED)
+    times = {f"{arm}: {part}": [2.0] * 10 for arm in arms for part in derived_layer.PASSES}
+    times |= {f"{derived_layer.DERIVED}: backward": [1.0] * 10, derived_layer.ATTENTION: [0.5] * 10}
+    where = {"gpu": "a GPU", "torch": "1", "cuda": "2"}
+    entry = {"date": "2026-01-01T", "where": where, "times": times, "agreement": {"derived": {"d x": 0.01}}}
+    page = derived_layer.page({"1B": entry})
+    assert "| 1B | backward | 2.000 | 2.000 | 2.000 | 1.000 | 2.000 [2.000, 2.000] | 2.000" in page
+    assert "| 1B | 0.500 | 1.500 | 1.500 | 1.000 |" in page and "| 1B | derived | d x | 0.0100 |" in page
