@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from coda_agent.primitives.derive import NEXT, Derived, all_sizes
+from coda_agent.primitives.derive.arrange import UNUSED
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
 from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
@@ -36,20 +37,26 @@ class Pair(NamedTuple):
         return file.of_text(Path(f"{self.program.signature.name}.yaml"), self.text, Spec, check_reference)
 
 
-def pair(spec: Spec, program: Program, derived: Derived, behind: str | None = None) -> Pair | None:
-    """The spec of a derived backward; None where it has no products. Raises ProgramError for an operation
-    without a PyTorch text."""
+def pair(
+    spec: Spec,
+    program: Program,
+    derived: Derived,
+    of: Collection[str] | None = None,
+    behind: str | None = None,
+) -> Pair | None:
+    """The spec of a derived backward; None where it has no products. ``of`` and ``behind`` as it was derived.
+    Raises ProgramError for an operation without a PyTorch text."""
     if derived.program is None:
         return None
     fixed = _fixed(spec, derived)
     made = fixed(derived.program) if derived.widths else derived.program
     signature = made.signature
-    forward, head = _forward(spec, program, derived, behind), _head(spec, derived)
+    forward, head = _forward(spec, program, derived, behind), _head(derived)
+    again = [f"{name} = {other}" for name, other in derived.same.items() if other in made.outputs]
     fixes = [f"{dim} = {spec.cases[0].sizes[dim]}" for dim in fixed.dims]
     constants = [f"{name} = {value!r}" for name, value in spec.constants.items()]
-    own = {n: t for n, t in spec.signature().inputs.items() if n not in signature.inputs}
-    alone = own | {n: t for n, t in _read(derived).items() if n not in signature.inputs}
-    read = {n: fixed.tensor(t) for n, t in alone.items()}
+    every = spec.signature().inputs | _coming(program, of, behind) | _read(derived)
+    read = {n: fixed.tensor(t) for n, t in every.items() if n not in signature.inputs}
     lines = [
         f"name: {signature.name}",
         f"summary: Backward of {spec.name}, derived from its program.",
@@ -63,7 +70,7 @@ def pair(spec: Spec, program: Program, derived: Derived, behind: str | None = No
         *(["  inputs:", *_inputs(spec, read, "    ")] if read else []),
         *_block("  reference", [*fixes, *constants, *forward]),
         *(_block("  head", [*fixes, *head]) if head else []),
-        *_block("reference", reference(made).splitlines()),
+        *_block("reference", [*reference(made).splitlines(), *again]),
         *_block("baseline", reference(made, cast=True).splitlines()),
         "cases:",
         *_cases(spec, derived, signature.dims, fixed.dims),
@@ -111,11 +118,24 @@ def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None)
     return [*text.splitlines(), *([f"{NEXT_VALUE} = {behind} @ w_next.mT"] if behind else [])]
 
 
-def _head(spec: Spec, derived: Derived) -> list[str]:
-    """The head, and gradients that are another value as it is."""
-    inputs = {*spec.inputs, *_read(derived)}
-    same = [f"{name} = {other}" for name, other in derived.same.items() if other in inputs]
-    return [*(reference(derived.head).splitlines() if derived.head else []), *same]
+def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
+    """The gradients that come in, read or not: a rule that drops one is seen. Those of outputs behind a
+    statistic stop there."""
+    types, stops = program.types(), list[bool]()
+    for node in program.nodes:
+        stopped = bool(node.args) and OPERATIONS[node.op].derivative is None
+        stops.append(stopped or any(stops[a] for a in node.args))
+    chosen = {n: program.outputs[n] for n in of or program.outputs if n != behind}
+    chosen = {n: i for n, i in chosen.items() if not stops[i] and types[i].kind not in ("head", "range")}
+    return {f"d_{n}": program.signature.outputs[n] for n in chosen}
+
+
+def _head(derived: Derived) -> list[str]:
+    """The head, and gradients that are another value as it is, or zero."""
+    lines = reference(derived.head).splitlines() if derived.head else []
+    later = derived.program.outputs if derived.program else {}
+    lines += [f"{name} = {other}" for name, other in derived.same.items() if other not in later]
+    return lines + [f"d_{name} = {name} * 0.0" for name, why in derived.left.items() if why == UNUSED]
 
 
 def _read(derived: Derived) -> dict[str, TensorType]:

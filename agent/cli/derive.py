@@ -66,7 +66,7 @@ def derive(
             save_bytes=save_bytes,
             positive={n for n, t in loaded.inputs.items() if t.domain == "positive"},
         )
-        made = pair(loaded, source.program, derived, behind)
+        made = pair(loaded, source.program, derived, _names(of), behind)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     if not out.is_dir():

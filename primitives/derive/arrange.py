@@ -16,6 +16,7 @@ from coda_agent.primitives.lang.trace import tracing
 
 NEXT = "NEXT"  # the dim that the next product adds
 LEAVES = ("tile", "vector")
+UNUSED = "no output uses it"
 
 
 class Derived(NamedTuple):
@@ -107,7 +108,7 @@ class Attempt:
         same, outputs = self.aliases(trace, {f"d_{n}": i for n, i in gradients.items()})
         left = {
             name: next(
-                (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), "no output uses it"
+                (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), UNUSED
             )
             for name in self.wrt
             if name not in gradients

@@ -38,7 +38,7 @@ def derived(name: str, behind: str | None = None) -> tuple[Spec, Pair]:
     positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
     of = [behind] if behind else None
     found = derive(program, spec.cases[0].sizes, of=of, behind=behind, positive=positive)
-    made = pair(spec, program, found, behind)
+    made = pair(spec, program, found, of, behind)
     assert made is not None
     return spec, made
 

@@ -20,6 +20,7 @@ from coda_agent.verifier.spec.parts import OutputSpec
 from coda_agent.verifier.spec.rules import assigned
 
 LEAST = 2.0**-30  # share of the RMS that counts as an error
+ANYTHING = OutputSpec(shape=(), dtype="fp32")
 CHANGE = 2.0**-24  # relative change of stored values
 NARROWER = 2.0**-20  # share of its effect that fp64 may lose: of the 29 bits that fp32 lacks, 9 are slack
 
@@ -57,7 +58,7 @@ def _autograd(
     known = assigned(before.reference)
     into = {name[2:]: name for name in leaves if name.startswith("d_") and name[2:] in known}
     asked = {name: leaves[name].clone().requires_grad_() for name in map(_of, _gradients(spec))}
-    outputs = dict.fromkeys((*before.outputs, *into), OutputSpec(shape=(), dtype="fp32"))
+    outputs = dict.fromkeys((*before.outputs, *into), ANYTHING)
     with torch.inference_mode(False), torch.enable_grad():
         values = run(before.model_copy(update={"outputs": outputs}), {**leaves, **asked}, sizes)
         total = torch.stack([(values[y] * leaves[d]).sum() for y, d in into.items()]).sum()
@@ -70,18 +71,19 @@ def _autograd(
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
     """The gradients by the texts of head and backward."""
     found: dict[str, Tensor] = {}
-    if spec.head:
-        own = dict.fromkeys((*spec.head.outputs, *_gradients(spec.head)), OutputSpec(shape=(), dtype="fp32"))
-        found = run(spec.head.model_copy(update={"outputs": own}), known, sizes)
-    return found | run(spec, {**known, **found}, sizes)
+    for part in (spec.head, spec):
+        if part:
+            names = {*part.outputs, *_gradients(spec, part)}
+            text = part.model_copy(update={"outputs": dict.fromkeys(names, ANYTHING)})
+            found |= run(text, {**known, **found}, sizes)
+    return found
 
 
-def _gradients(spec: Spec) -> list[str]:
-    """The gradients that a backward gives, its head's included."""
-    if spec.head:
-        return [*_gradients(spec.head), *spec.outputs]
-    named = sorted(n for n in assigned(spec.reference) if n.startswith("d_"))
-    return [n for n in named if n in spec.outputs or _of(n) in spec.inputs]
+def _gradients(spec: Spec, *parts: Spec) -> list[str]:
+    """The gradients that the texts of a backward assign, returned or not."""
+    parts = parts or (*([spec.head] if spec.head else []), spec)
+    names = sorted({name for part in parts for name in assigned(part.reference)})
+    return [name for name in names if name.startswith("d_") and _of(name) in spec.drawn]
 
 
 def _of(gradient: str) -> str:
