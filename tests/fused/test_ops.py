@@ -8,13 +8,13 @@ import pytest
 import torch
 from checkout import ROOT
 
-from coda_agent.fused import ops
+from coda_agent.fused import ops, programs
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.values import trial
 
-NAMES = sorted(ops.defined)
+NAMES = sorted(programs.accepted())
 
 
 def drawn(name: str) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,326 @@
+"""Decoder layers and losses of Hugging Face models, computed by fused parts.
+
+A layer has three: the norm with queries, keys and values; the output projection; the norm with the MLP.
+Each runs fused where its projections are plain ``torch.nn.Linear``, and as the model computes it elsewhere,
+so that adapters, hooks and other kinds of weights keep their meaning. Attention and the cache are the
+model's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_f
+
+from coda_agent.fused import functional
+
+ACTIVATIONS = {
+    "SiLU": "swiglu",
+    "SiLUActivation": "swiglu",
+    "GELUTanh": "geglu",
+    "PytorchGELUTanh": "geglu",
+    "NewGELUActivation": "geglu",
+}
+GRAIN = 8  # 16 bytes of a 16-bit row
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+PARTS = {
+    "in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "mlp": ("post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+}
+
+
+class Settings(NamedTuple):
+    """How a layer's class computes: ``centered`` norms multiply by 1 + weight; ``rotates``: queries and keys
+    are turned as they come from their product."""
+
+    activation: str
+    centered: bool
+    rotates: bool
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    eager_attention: Callable[..., Any]
+    attentions: Any
+
+
+def family(module: nn.Module, suffix: str) -> str:
+    """The family of a model's class, such as "llama" for its LlamaDecoderLayer; empty for others, and for
+    classes that override the model's."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
+            continue
+        name = cls.__module__.removeprefix("transformers.models.").partition(".")[0]
+        known = name in FAMILIES and cls.__module__ == f"transformers.models.{name}.modeling_{name}"
+        return name if known and cls.__name__.lower() == name + suffix.lower() else ""
+    return ""
+
+
+def settings(layer: Any) -> Settings:
+    name = family(layer, "DecoderLayer")
+    code = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    attention = layer.self_attn
+    return Settings(
+        activation=ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, ""),
+        centered=name == "gemma",
+        rotates=not hasattr(attention, "q_norm") and attention.q_proj.bias is None,
+        rotate=code.apply_rotary_pos_emb,
+        eager_attention=code.eager_attention_forward,
+        attentions=code.ALL_ATTENTION_FUNCTIONS,
+    )
+
+
+def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
+    for path in PARTS[part]:
+        module: Any = layer
+        for name in path.split("."):
+            module = getattr(module, name)
+        yield path, module
+
+
+def refusal(layer: Any, how: Settings, part: str) -> str:
+    """Why a part of a layer is left to PyTorch; empty if it is not."""
+    if part == "mlp" and not how.activation:
+        return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
+    for path, module in _modules(layer, part):
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return f"{path} has hooks"
+        if not path.endswith("_proj"):
+            continue
+        if type(module) is not nn.Linear:
+            return f"{path} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
+        if type(module.weight) not in (nn.Parameter, Tensor):
+            return f"{path}.weight is a {type(module.weight).__name__}"
+        if module.bias is not None and part != "in":
+            return f"{path} has a bias"
+        if any(size % GRAIN for size in module.weight.shape):
+            return f"{path} of {tuple(module.weight.shape)} is no multiple of {GRAIN}"
+    attention = layer.self_attn
+    if part == "in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
+        return "some of queries, keys and values have a bias, and some have none"
+    return ""
+
+
+def _unfit(x: Tensor, layer: Any) -> str:
+    """Why these tensors take PyTorch's path; empty if they do not."""
+    weights = {layer.mlp.down_proj.weight.dtype, layer.self_attn.o_proj.weight.dtype}
+    dtype = _dtype(x)
+    if torch.is_autocast_enabled(x.device.type) is False and weights != {x.dtype}:
+        return f"a stream of {x.dtype} and weights of {', '.join(map(str, sorted(weights, key=str)))}"
+    if x.device.type == "cuda":
+        if torch.cuda.get_device_capability(x.device) != (9, 0):
+            return f"{torch.cuda.get_device_name(x.device)} is no Hopper GPU"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"matrices of {dtype} on a GPU"
+    elif x.device.type != "cpu" or dtype == torch.float64:
+        return f"{dtype} on {x.device.type}"
+    return ""
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What matrices are computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+_warned: set[str] = set()
+
+
+def _warn(why: str) -> None:
+    if why not in _warned and not torch.compiler.is_compiling():
+        _warned.add(why)
+        warnings.warn(f"fused: {why}: PyTorch computes this instead", stacklevel=3)
+
+
+def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward. Activation checkpointing is the model's."""
+    if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+        if kwargs.get("cache") is not None or kwargs.get("use_cache"):
+            _warn("a cache is of no use under activation checkpointing")
+            kwargs |= {"cache": None, "use_cache": False}
+        run = partial(_layer, layer, how, usual, **kwargs)
+        return layer._gradient_checkpointing_func(run, *args)
+    return _layer(layer, how, usual, *args, **kwargs)
+
+
+def _layer(
+    layer: Any,
+    how: Settings,
+    usual: Callable[..., Any],
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    cache: Any = None,
+    use_cache: Any = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> Any:
+    own = {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "cache": cache,
+        "use_cache": use_cache,
+        "position_embeddings": position_embeddings,
+    }
+    why = _unfit(hidden_states, layer)
+    if why:
+        _warn(why)
+        return usual(hidden_states, **own, **kwargs)
+    if _watched(layer.self_attn):
+        return usual(hidden_states, **own, **kwargs)
+    attended = _attended(layer, how, hidden_states, **own, **kwargs)
+    return _rest(layer, how, attended, hidden_states)
+
+
+def _watched(attention: Any) -> bool:
+    """Whether someone looks at what attention returns, which is no value of a fused layer."""
+    hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
+    idle = attention.config._attn_implementation != "eager"  # only then does the model record its weights
+    return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
+
+
+def _norm(module: Any, centered: bool) -> functional.Norm:
+    weight = 1.0 + module.weight.float() if centered else module.weight
+    return functional.Norm(weight, getattr(module, "variance_epsilon", None) or module.eps)
+
+
+def _attended(
+    layer: Any,
+    how: Settings,
+    x: Tensor,
+    attention_mask: Any,
+    cache: Any,
+    position_embeddings: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """What attention gives to its output projection, [..., A]."""
+    attention = layer.self_attn
+    cos, sin = position_embeddings
+    rotated = how.rotates and cos.shape[-1] == attention.head_dim and not refusal(layer, how, "in")
+    projected = _projected(layer, how, x, cos, sin, rotated)
+    q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
+    if rotated and cache is not None:  # a cache has them as the model does, whoever reads it next
+        q, k = functional.rotary_halves(q), functional.rotary_halves(k)
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if not rotated:
+        q, k = how.rotate(q, k, cos, sin)
+    if cache is not None:
+        k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
+    config = attention.config
+    run = how.attentions.get_interface(config._attn_implementation, how.eager_attention)
+    window = attention.sliding_window if hasattr(attention, "sliding_window") else None
+    if window is None and "sliding_window" not in vars(attention):
+        window = getattr(config, "sliding_window", None)
+    found, _ = run(
+        attention,
+        q,
+        k,
+        v,
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **({} if window is None else {"sliding_window": window}),
+        **kwargs,
+    )
+    return found.reshape(*x.shape[:-1], -1)
+
+
+def _projected(
+    layer: Any, how: Settings, x: Tensor, cos: Tensor, sin: Tensor, rotated: bool
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values, [..., heads * width] each."""
+    attention = layer.self_attn
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if refusal(layer, how, "in"):
+        normed = layer.input_layernorm(x)
+        return tuple(part(normed) for part in parts)
+    dtype, width = _dtype(x), attention.head_dim
+    sizes = [part.weight.shape[0] for part in parts]
+    weights = [part.weight.to(dtype) for part in parts]
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    table = None
+    if rotated:
+        weights[:2] = [functional.rotary_pairs(w, width) for w in weights[:2]]
+        table = functional.angles(cos, sin, x.shape[:-1]).to(dtype)
+    norm = _norm(layer.input_layernorm, how.centered)
+    made = functional.before_attention(x, norm, torch.cat(weights), bias, table, sum(sizes[:2]))
+    return made.split(sizes, -1)
+
+
+def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
+    """The layer behind attention."""
+    out, mlp, dtype = layer.self_attn.o_proj, layer.mlp, _dtype(x)
+    if refusal(layer, how, "mlp"):
+        h = x + out(a)
+        return h + mlp(layer.post_attention_layernorm(h))
+    norm = _norm(layer.post_attention_layernorm, how.centered)
+    up = functional.paired(mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))
+    down = mlp.down_proj.weight.to(dtype)
+    if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
+        return functional.after_attention(a, x, norm, out.weight, up, down, how.activation)
+    h = x + out(a)
+    if h.dtype == dtype:
+        return functional.feed_forward(h, norm, up, down, how.activation)
+    return h + functional.feed_forward(h, norm, up, down, how.activation, residual=False)
+
+
+def loss_refusal(model: Any) -> str:
+    """Why a causal model's loss is left to PyTorch; empty if it is not."""
+    head = model.lm_head
+    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, Tensor)
+    if not plain or head.bias is not None:
+        return "lm_head is no plain torch.nn.Linear without a bias"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "lm_head has hooks"
+    if any(size % GRAIN for size in head.weight.shape):
+        return f"lm_head of {tuple(head.weight.shape)} is no multiple of {GRAIN}"
+    if getattr(model.config, "final_logit_softcapping", None):
+        return "logits are soft-capped"
+    if model.loss_function.__name__ != "ForCausalLMLoss":
+        return f"the loss is {model.loss_function.__name__}"
+    return ""
+
+
+def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A causal model's forward: while it trains on labels its loss is fused, and there are no logits."""
+    keeps = kwargs.get("logits_to_keep", 0)
+    usually = (
+        len(args) > 1
+        or not model.training
+        or kwargs.get("labels") is None
+        or isinstance(keeps, Tensor)
+        or keeps != 0
+        or kwargs.get("ignore_index", functional.IGNORED) != functional.IGNORED
+        or loss_refusal(model)
+        or _unfit(model.lm_head.weight, model.model.layers[0])
+    )
+    if usually:
+        return usual(*args, **kwargs)
+    own = {n: kwargs.pop(n, None) for n in ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")}
+    asked = kwargs.pop("return_dict", None)
+    found = model.model(*args, **kwargs)
+    loss = _loss(found.last_hidden_state, model.lm_head.weight, **own)
+    code = sys.modules["transformers.modeling_outputs"]
+    made = code.CausalLMOutputWithPast(
+        loss=loss, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
+    )
+    return made if (model.config.return_dict if asked is None else asked) else made.to_tuple()
+
+
+def _loss(
+    h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
+) -> Tensor:
+    """The mean over tokens with a target, or the sum over what the caller counted."""
+    target = shift_labels
+    if target is None:
+        target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]
+    target, dtype = target.to(h.device), _dtype(h)
+    each = functional.cross_entropy(h.to(dtype), weight.to(dtype), target)
+    number = (target != functional.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return each.sum() / (number.to(each.device) if isinstance(number, Tensor) else number)

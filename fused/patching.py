@@ -1,0 +1,142 @@
+"""Whole models: ``patch`` lets fused parts compute a Hugging Face model, ``unpatch`` gives it back.
+
+A patched module has another ``forward``, and nothing else changes: parameters, names, state dicts and classes
+are the model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from coda_agent.fused import huggingface
+from coda_agent.fused.huggingface import Settings
+from coda_agent.primitives.system.markdown_table import markdown_table
+
+OLDEST, NEXT = (5, 24), (6,)  # of transformers, whose classes these stand in for
+
+
+class Row(NamedTuple):
+    """A part of some modules: what computes it, by which programs, and why it is not fused if it is not."""
+
+    module: str
+    part: str
+    runs: str
+    programs: str
+    why: str
+
+
+class Table(tuple[Row, ...]):
+    """What ``patch`` found, a row a kind of part; printed as Markdown."""
+
+    def __str__(self) -> str:
+        return markdown_table(Row._fields, self)
+
+    _repr_markdown_ = __str__
+
+    @property
+    def fused(self) -> bool:
+        """Whether anything runs fused."""
+        return any(row.runs == "fused" for row in self)
+
+
+class Forward:
+    """A patched module's forward. ``previous``: an instance's own that stood there before."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
+        self.module, self.run, self.settings = module, run, settings
+        self.previous = vars(module).get("forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
+
+    def usual(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes unpatched."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = () if self.settings is None else (self.settings,)
+        return self.run(self.module, *own, self.usual, *args, **kwargs)
+
+
+def patch(model: nn.Module) -> Table:
+    """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
+    Qwen2, Qwen3 and Gemma, wherever they stand in ``model``; all else is left alone. A model that is patched
+    already is patched anew.
+
+    What cannot run fused runs as before: the table says why. RuntimeError for a version of transformers that
+    this was not proved with.
+    """
+    unpatch(model)
+    found: dict[Row, list[str]] = {}
+    for name, module in list(model.named_modules()):
+        if huggingface.family(module, "DecoderLayer"):
+            rows = _layer(module)
+        elif huggingface.family(module, "ForCausalLM"):
+            rows = _causal(module)
+        else:
+            continue
+        for row in rows:
+            found.setdefault(row, []).append(name or "model")
+    return Table(row._replace(module=_together(names)) for row, names in found.items())
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take back what ``patch`` did. Modules that were not patched are left alone."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, Forward):
+            del module.forward
+            if own.previous is not None:
+                module.forward = own.previous
+
+
+def _layer(layer: Any) -> list[Row]:
+    _expect_version()
+    how = huggingface.settings(layer)
+    why = {part: huggingface.refusal(layer, how, part) for part in huggingface.PARTS}
+    layer.forward = Forward(layer, huggingface.layer_forward, how)
+    bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
+    before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
+    after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
+    unturned = "a head's norm stands before it" if not bias else "a bias stands before it"
+    return [
+        _row(layer, "norm, queries, keys, values", before, why["in"]),
+        _row(layer, "rotation", before, why["in"] or ("" if turned else unturned)),
+        _row(layer, "attention", "", "the model's own"),
+        _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
+        _row(layer, "norm, MLP, residual", after, why["mlp"]),
+    ]
+
+
+def _causal(model: Any) -> list[Row]:
+    _expect_version()
+    why = huggingface.loss_refusal(model)
+    model.forward = Forward(model, huggingface.causal_forward, None)
+    return [_row(model, "loss in training, without logits", "loss", why)]
+
+
+def _row(module: nn.Module, part: str, program: str, why: str) -> Row:
+    name = type(module).__name__
+    return Row(name, part, "PyTorch" if why else "fused", "" if why else f"{program} (derived)", why)
+
+
+def _together(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def _expect_version() -> None:
+    import transformers
+
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not OLDEST <= found < NEXT:
+        raise RuntimeError(
+            f"fused.patch knows transformers {OLDEST[0]}.{OLDEST[1]} to {NEXT[0] - 1}; this is "
+            f"{transformers.__version__}"
+        )

@@ -1,0 +1,356 @@
+"""Patched Hugging Face models: loss, gradients, logits and text are the unpatched model's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import small_models
+import torch
+from layer_parts import loss_of
+from small_models import FAMILIES, tokens, trained
+from torch import Tensor
+
+from coda_agent import fused
+from coda_agent.fused import huggingface
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "_warned", set())
+
+
+def own_operators(call: Callable[[], Any]) -> list[str]:
+    """The operators of this project that a call runs."""
+    seen: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "coda_agent":
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        call()
+    return seen
+
+
+@EVERY_FAMILY
+def test_loss_and_every_gradient_are_those_of_fp64(family: str) -> None:
+    model = small_models.model(family)
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    fused.patch(model)
+    found = trained(model, tokens())
+    assert found.keys() == exact.keys() == {"loss", *(n for n, _ in model.named_parameters())}
+    for name in exact:
+        assert loss_of(found[name], exact[name]) < 3e-6, name
+
+
+@EVERY_FAMILY
+def test_in_bf16_it_loses_no_more_than_the_unpatched_model(family: str) -> None:
+    model = small_models.model(family, torch.bfloat16)
+    ids = tokens(4, 24)
+    exact, usual = trained(copy.deepcopy(model).double(), ids), trained(model, ids)
+    fused.patch(model)
+    found = trained(model, ids)
+    for name in exact:
+        assert loss_of(found[name], exact[name]) < max(2 * loss_of(usual[name], exact[name]), 5e-3), name
+
+
+@EVERY_FAMILY
+def test_every_part_of_a_layer_runs_fused(family: str) -> None:
+    model = small_models.model(family)
+    table = fused.patch(model)
+    ran = own_operators(lambda: trained(model, tokens()))
+    forward = [each for each in ran if "backward" not in each]
+    activation = "geglu" if family == "Gemma" else "swiglu"
+    before = {"Qwen2": "attention_in_bias", "Qwen3": "attention_in"}.get(family, "attention_in_rotated")
+    assert forward == [before, f"block_{activation}"] * 2 + ["loss"]
+    assert len(ran) == 2 * len(forward)
+    said = {row.part: row.runs for row in table}
+    assert said["norm, MLP, residual"] == said["norm, queries, keys, values"] == "fused"
+    assert said["rotation"] == ("PyTorch" if family in ("Qwen2", "Qwen3") else "fused")
+    assert said["attention"] == "PyTorch" and "the model's own" in str(table)
+
+
+@EVERY_FAMILY
+def test_generate_gives_the_same_tokens(family: str) -> None:
+    model = small_models.model(family).eval()
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0  # a shorter prompt
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    usual = model.generate(tokens(2, 9), **how)
+    fused.patch(model)
+    ran = own_operators(lambda: model.generate(tokens(2, 9), **how))
+    assert torch.equal(model.generate(tokens(2, 9), **how), usual)
+    assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
+
+
+def test_a_cache_that_an_unpatched_model_filled_can_be_read_on() -> None:
+    model = small_models.model("Llama").eval()
+    ids = tokens(1, 8)
+    with torch.no_grad():
+        usual = model(ids).logits[:, -1]
+        begun = model(ids[:, :5], use_cache=True)
+        fused.patch(model)
+        mixed = model(ids[:, 5:], cache=begun.cache).logits[:, -1]
+    assert loss_of(mixed, usual) < 1e-5
+
+
+def test_scaled_rotations_are_the_models() -> None:
+    model = small_models.model("Llama", rope_parameters=small_models.SCALED)
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    fused.patch(model)
+    found = trained(model, tokens())
+    assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+
+
+@EVERY_FAMILY
+def test_unpatched_it_is_bitwise_what_it_was(family: str) -> None:
+    model = small_models.model(family)
+    before = trained(model, tokens())
+    fused.patch(model)
+    fused.unpatch(model)
+    after = trained(model, tokens())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def saved(model: Any, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@EVERY_FAMILY
+def test_checkpoints_are_byte_for_byte_the_models(family: str, tmp_path: Path) -> None:
+    model = small_models.model(family)
+    plain, state = saved(model, tmp_path / "plain"), model.state_dict()
+    fused.patch(model)
+    assert saved(model, tmp_path / "patched") == plain
+    assert list(model.state_dict()) == list(state)
+    other = small_models.model(family, seed=5)
+    fused.patch(other)
+    other.load_state_dict(state)
+    loaded = type(model).from_pretrained(tmp_path / "patched").train()
+    for again in (other, loaded):
+        found, expected = trained(again, tokens()), trained(model, tokens())
+        assert all(loss_of(found[name], expected[name]) < 1e-5 for name in expected)
+
+
+def test_an_optimizer_made_before_patching_goes_on() -> None:
+    model = small_models.model("Llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fused.patch(model)
+    losses = []
+    for _ in range(5):
+        losses.append(float(trained(model, tokens())["loss"]))
+        optimizer.step()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.05
+
+
+def test_frozen_weights_have_no_gradient_and_no_product() -> None:
+    model = small_models.model("Llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    fused.patch(model)
+    found = trained(model, tokens())
+    assert found.keys() == exact.keys() == {"loss", *(n for n, _ in model.named_parameters() if "norm" in n)}
+    assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+    ran = own_operators(lambda: trained(model, tokens()))
+    assert "block_swiglu_backward_a_x_gamma" in ran
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["patched first", "adapted first"])
+def test_lora_adapters_stand_beside(first: bool) -> None:
+    model = small_models.model("Llama")
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if first:
+        fused.patch(model)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, how)
+    plain = copy.deepcopy(adapted)
+    fused.unpatch(plain)
+    exact = trained(plain.double(), tokens())
+    if not first:
+        said = {row.part: row for row in fused.patch(adapted)}
+        assert "self_attn.q_proj is a peft Linear" in said["norm, queries, keys, values"].why
+        assert said["norm, MLP, residual"].runs == "fused"
+    found = trained(adapted, tokens())
+    assert found.keys() == exact.keys() and any("lora" in name for name in exact)
+    assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+    ran = own_operators(lambda: trained(adapted, tokens()))
+    assert ran.count("block_swiglu") == 2 and "attention_in_rotated" not in ran
+
+
+def test_a_hook_on_a_projection_is_called() -> None:
+    model = small_models.model("Llama")
+    fused.patch(model)
+    seen: list[int] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(0))
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append(1))
+    trained(model, tokens())
+    assert seen == [0, 1]
+
+
+def test_hidden_states_and_attentions_are_recorded() -> None:
+    model = small_models.model("Llama", attn_implementation="eager").eval()
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        usual = model(tokens(), **asked)
+        fused.patch(model)
+        found = model(tokens(), **asked)
+    for mine, theirs in ((found.hidden_states, usual.hidden_states), (found.attentions, usual.attentions)):
+        assert len(mine) == len(theirs)
+        assert all(loss_of(a, b) < 1e-5 for a, b in zip(mine, theirs, strict=True))
+
+
+def test_the_models_own_checkpointing_gives_the_same_gradients() -> None:
+    model = small_models.model("Llama")
+    fused.patch(model)
+    plain = trained(model, tokens(), use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ran = own_operators(lambda: trained(model, tokens(), use_cache=False))
+    again = trained(model, tokens(), use_cache=False)
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert ran.count("block_swiglu") == 4  # each layer once more in the backward
+
+
+# Bad input
+
+
+def says(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        call()
+    return [str(each.message) for each in caught if "fused" in str(each.message)]
+
+
+def plain_losses(model: Any) -> Tensor:
+    plain = copy.deepcopy(model)
+    fused.unpatch(plain)
+    return trained(plain, tokens())["loss"]
+
+
+def test_fp64_takes_the_models_path_with_one_warning() -> None:
+    model = small_models.model("Llama", torch.float64)
+    fused.patch(model)
+    (said,) = says(lambda: trained(model, tokens()))
+    assert "torch.float64 on cpu: PyTorch computes this instead" in said
+    assert torch.equal(trained(model, tokens())["loss"], plain_losses(model))
+
+
+def test_another_activation_is_left_to_the_model() -> None:
+    model = small_models.model("Llama", hidden_act="relu")
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    said = {row.part: row.why for row in fused.patch(model)}
+    assert said["norm, MLP, residual"] == "the activation ReLU is not in the vocabulary"
+    found = trained(model, tokens())
+    assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+
+
+def test_odd_widths_are_left_to_the_model() -> None:
+    model = small_models.model("Gemma", hidden_size=36)
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    table = fused.patch(model)
+    assert not table.fused and "is no multiple of 8" in table[-1].why
+    assert own_operators(lambda: trained(model, tokens())) == []
+    assert max(loss_of(g, exact[name]) for name, g in trained(model, tokens()).items()) < 3e-6
+
+
+def test_a_bias_of_the_mlp_is_left_to_the_model() -> None:
+    model = small_models.model("Llama", mlp_bias=True, attention_bias=True)
+    exact = trained(copy.deepcopy(model).double(), tokens())
+    said = {row.part: row.why for row in fused.patch(model)}
+    assert "has a bias" in said["norm, MLP, residual"] and "has a bias" in said["output projection, residual"]
+    assert said["norm, queries, keys, values"] == ""
+    found = trained(model, tokens())
+    assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+
+
+def test_unknown_models_are_left_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    table = fused.patch(model)
+    assert len(table) == 0 and not table.fused
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_class_that_overrides_the_models_is_left_alone() -> None:
+    model = small_models.model("Llama")
+    kind = type(model.model.layers[0])
+    model.model.layers[0].__class__ = type("Mine", (kind,), {"forward": lambda self, x, **_: x})
+    assert "model.layers.1" in {row.module for row in fused.patch(model)}
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_patching_twice_is_patching_once() -> None:
+    model = small_models.model("Llama")
+    assert fused.patch(model) == fused.patch(model)
+    fused.unpatch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    fused.unpatch(model)
+
+
+def test_an_instances_own_forward_is_given_back() -> None:
+    model = small_models.model("Llama")
+    layer = model.model.layers[0]
+    calls: list[int] = []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return type(layer).forward(layer, *args, **kwargs)
+
+    layer.forward = mine
+    fused.patch(model)
+    fused.unpatch(model)
+    assert layer.forward is mine
+    trained(model, tokens())
+    assert calls == [1]
+
+
+def copies(model: Any) -> Iterator[Any]:
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    yield torch.load(buffer, weights_only=False)
+
+
+def test_a_copy_of_a_patched_model_is_patched_and_its_own() -> None:
+    model = small_models.model("Llama")
+    fused.patch(model)
+    expected = trained(model, tokens())
+    for other in copies(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.0)
+        found = trained(other, tokens())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert other.model.layers[0].forward.module is other.model.layers[0]
+        assert own_operators(partial(trained, other, tokens()))
+
+
+def test_a_forward_keeps_its_parameters_for_those_who_ask() -> None:
+    model = small_models.model("Llama")
+    before = inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)
+    fused.patch(model)
+    assert (inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)) == before
+
+
+def test_another_transformers_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(RuntimeError, match=r"knows transformers 5.24 to 5; this is 4.57.1"):
+        fused.patch(small_models.model("Llama"))

@@ -1,0 +1,52 @@
+"""Tiny Hugging Face models of each family that fused patches, and what tests ask of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 64
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 6},
+    "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "Gemma": {"num_key_value_heads": 1, "head_dim": 16},
+}
+SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
+    """A causal model of two layers with random weights, norms and biases included, in training."""
+    library = importlib.import_module(f"transformers.models.{family.lower()}")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
+    random = torch.random.fork_rng()
+    with random:
+        torch.manual_seed(seed)
+        config = getattr(library, f"{family}Config")(**sizes | FAMILIES[family] | more)
+        made = getattr(library, f"{family}ForCausalLM")(config)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return made.to(dtype).train()
+
+
+def tokens(rows: int = 2, length: int = 12, seed: int = 1) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (rows, length), generator=random)
+
+
+def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
+    """The loss of one step, and every parameter's gradient by name."""
+    model.zero_grad(set_to_none=True)
+    labels = ids.clone()
+    labels[0, 3] = -100
+    loss = model(input_ids=ids, labels=labels, **more).loss
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
