@@ -16,7 +16,7 @@ from coda_agent.primitives.derive import NEXT, Derived, all_sizes
 from coda_agent.primitives.derive.arrange import UNUSED
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature, TensorType
 from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
@@ -65,7 +65,7 @@ def pair(
         *_inputs(spec, signature.inputs, "  "),
         *([f"static: {json.dumps(list(signature.static))}"] if signature.static else []),
         "outputs:",
-        *(f"  {name}: {json.dumps(_entry(t))}" for name, t in signature.outputs.items()),
+        *(f"  {n}: {json.dumps(_entry(t) | _updated(signature, n))}" for n, t in signature.outputs.items()),
         "forward:",
         *(["  inputs:", *_inputs(spec, read, "    ")] if read else []),
         *_block("  reference", [*fixes, *constants, *forward]),
@@ -154,6 +154,10 @@ def _inputs(spec: Spec, tensors: Mapping[str, TensorType], indent: str) -> Itera
 
 def _entry(tensor: TensorType) -> dict[str, Any]:
     return {"shape": [str(d) for d in tensor.shape], "dtype": tensor.dtype}
+
+
+def _updated(signature: Signature, output: str) -> dict[str, Any]:
+    return {"updates": signature.updates[output]} if output in signature.updates else {}
 
 
 def _block(key: str, lines: Iterable[str]) -> list[str]:

@@ -46,6 +46,15 @@ def derive(
         bool,
         typer.Option("--check", help="Judge it with its forward against fp64 autograd, as verify does."),
     ] = False,
+    save: Annotated[
+        str | None, typer.Option(help="Stored whatever it costs: outputs, or nodes as 'node 3', with commas.")
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Computed again whatever it costs: outputs, as act,z.")
+    ] = None,
+    accumulate: Annotated[
+        str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, as w.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path(),
     weak_jail: WeakJail = False,
 ) -> None:
@@ -64,6 +73,9 @@ def derive(
             of=_names(of),
             behind=behind,
             save_bytes=save_bytes,
+            save=_names(save) or (),
+            recompute=_names(recompute) or (),
+            accumulate=_names(accumulate) or (),
             positive={n for n, t in loaded.inputs.items() if t.domain == "positive"},
         )
         made = pair(loaded, source.program, derived, _names(of), behind)
@@ -122,19 +134,23 @@ def _told(derived: Derived, spec: Spec) -> list[str]:
         for step in cut(derived.program).gemms:
             lines.append(f"step {step.index}: {_step(derived.program, step)}")
         sizes = all_sizes(derived, {NEXT: WIDTH, **spec.cases[0].sizes})
-        count = ledger.count(derived.program, sizes)
+        count, bound = ledger.count(derived.program, derived.head, sizes), derived.bound
         lines.append(
-            f"at {spec.cases[0].name}: {count.moved / 1e6:.1f} MB moved, {count.least / 1e6:.1f} MB at "
-            f"least; {count.flops / 1e12:.3f} TFLOP in {len(cut(derived.program).gemms)} products"
+            f"at {spec.cases[0].name}: {count.moved / 1e6:.1f} MB moved, {bound.least / 1e6:.1f} MB at "
+            f"least; {count.flops / 1e12:.3f} TFLOP in {len(cut(derived.program).gemms)} products, "
+            f"{bound.flops / 1e12:.3f} at least"
         )
         if NEXT in signature.dims:
             lines.append(f"{NEXT}, the next product's inner size, counts as {WIDTH}")
     lines.append(f"reads of the forward: {', '.join(derived.stored)}")
     for name, node in derived.saves.items():
         lines.append(f"the forward must also store node {node} as {name}")
+    if derived.recomputed:
+        lines.append(f"computed again: {', '.join(derived.recomputed)}")
     if derived.head:
         lines.append(f"without a product, for torch.compile: {', '.join(derived.head.outputs)}")
     lines += [f"{name} equals {other}" for name, other in derived.same.items()]
+    lines += [f"{name} is the sum of {parts}" for name, parts in derived.folds.items()]
     lines += [f"no gradient of {name}: {why}" for name, why in derived.left.items()]
     return lines + list(derived.notes)
 

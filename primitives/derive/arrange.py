@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from coda_agent.primitives.derive.ledger import Ledger
 from coda_agent.primitives.derive.reverse import Reverse
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
@@ -20,75 +21,88 @@ UNUSED = "no output uses it"
 
 
 class Derived(NamedTuple):
-    """A backward. ``same``: gradients that are another value as it is; ``stored``: what it reads of the
-    forward, and ``saves`` of these what the forward does not return yet; ``left``: gradients that no program
-    gives, and why; ``notes``: where gradients stop; ``widths``: dims of the programs that stand for sizes of
-    the forward, whose own dims follow from no shape there."""
+    """A backward.
+
+    ``head`` and ``program``: see ``derive``. ``same``: gradients that are another value as it is. ``folds``:
+    gradients that are sums of an output's elements: of all for a scalar, else over heads. ``stored``: what is
+    read of the forward; of these ``saves`` by node is what the forward does not return yet. ``recomputed``:
+    products, sums and outputs of the forward that are computed again, by node. ``left``: gradients that no
+    program gives, and why. ``notes``: where gradients stop. ``widths``: dims of the programs that stand for
+    sizes of the forward, whose own dims follow from no shape there. ``bound``: the fewest bytes and FLOPs of
+    all plans that were compared.
+    """
 
     program: Program | None
     head: Program | None
     same: dict[str, str]
+    folds: dict[str, str]
     stored: tuple[str, ...]
     saves: dict[str, int]
+    recomputed: dict[str, int]
     left: dict[str, str]
     notes: tuple[str, ...]
     widths: dict[str, Dim]
+    bound: Ledger = Ledger(0, 0, 0)
+
+
+class Asked(NamedTuple):
+    """What a backward is to give: see ``derive``."""
+
+    program: Program
+    wrt: tuple[str, ...]
+    of: tuple[str, ...]
+    behind: str | None = None
+    positive: tuple[str, ...] = ()
+    accumulate: tuple[str, ...] = ()
+
+
+class Plan(NamedTuple):
+    """``stored``: forward nodes that lie in memory; ``moves`` and ``turns``: how products are simplified."""
+
+    stored: frozenset[int]
+    moves: bool = False
+    turns: bool = False
 
 
 class Attempt:
-    """One arrangement. ``save``: the forward stores its accumulators, and no product is computed again."""
+    """The backward of one plan."""
 
-    def __init__(
-        self,
-        program: Program,
-        wrt: tuple[str, ...],
-        of: tuple[str, ...],
-        behind: str | None,
-        save: bool,
-        moves: bool,
-        positive: Collection[str],
-    ):
-        self.program, self.types, self.wrt, self.of, self.behind = program, program.types(), wrt, of, behind
-        self.moves, self.positive = moves, positive
-        signature = program.signature
+    def __init__(self, asked: Asked, plan: Plan):
+        self.asked, self.plan = asked, plan
+        self.program, self.types = asked.program, asked.program.types()
+        signature = self.program.signature
         self.narrow = next(
             (t.dtype for t in signature.inputs.values() if len(t.shape) == 2 and t.dtype != "fp32"), "bf16"
         )
         self.inputs = signature.inputs | signature.outputs
-        outputs = program.outputs
-        self.stored = {i: n for n, i in outputs.items() if self.types[i].kind in LEAVES}
-        self.saves: dict[str, int] = {}
-        self.widths: dict[str, Dim] = {}
-        for index, node in enumerate(program.nodes):
-            if save and node.op == "gemm" and index not in self.stored:
-                self.saves[self.declare(f"saved_{index}", index)] = index
+        names = {i: n for n, i in self.program.outputs.items()}
+        self.saves = {self.declare(f"saved_{i}", i): i for i in sorted(plan.stored) if i not in names}
+        self.stored = {i: n for i, n in names.items() if i in plan.stored}
         self.stored |= {i: n for n, i in self.saves.items()}
+        self.widths: dict[str, Dim] = {}
+        self.updates: dict[str, str] = {}
+        self.used: set[str] = set()  # see ``Simplifier``
+        self.wanted: set[int] = set()  # forward nodes whose values it asks for
 
     def declare(self, name: str, index: int) -> str:
         """Name an input of the backward that is as large as a forward value."""
         kind = self.types[index]
-        dtype = "fp32" if kind.kind == "vector" else self.narrow
+        return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
+
+    def announce(self, name: str, tensor: TensorType) -> str:
         while name in self.inputs:
             name += "_"
-        self.inputs[name] = TensorType(kind.shape, dtype)
+        self.inputs[name] = tensor
         return name
 
     def derive(self) -> Derived:
-        signature = self.program.signature
-        given = {self.program.outputs[n]: self.declare(f"d_{n}", self.program.outputs[n]) for n in self.of}
-        dims = signature.dims
-        if self.behind:
-            rows, columns = signature.outputs[self.behind].shape
-            self.inputs["d_next"] = TensorType((rows, Dim.parse(NEXT)), self.narrow)
-            self.inputs["w_next"] = TensorType((Dim.parse(NEXT), columns), self.narrow)
-            dims = (*dims, NEXT)
-        trace = Simplifier(
-            Signature(f"{signature.name}_backward", dims, self.inputs, {}, static=signature.static),
-            self.moves,
-        )
-        reverse = Reverse(self.program, trace, self.stored, self.positive)
+        asked, nodes = self.asked, self.program.outputs
+        given = {nodes[n]: self.declare(f"d_{n}", nodes[n]) for n in asked.of}
+        trace = Simplifier(self.signature(), self.plan.moves)
+        self.used = trace.used
+        reverse = Reverse(self.program, trace, self.stored, asked.positive)
         with tracing(trace):
-            after = self.program.outputs[self.behind] if self.behind else -1
+            after = nodes[asked.behind] if asked.behind else -1
             known: dict[int, int] = {}
             for index, name in given.items():
                 node = Node("input", (), name)
@@ -96,22 +110,72 @@ class Attempt:
                     pair = [trace.add(Node("input", (), n)) for n in ("d_next", "w_next")]
                     node = Node("gemm", tuple(pair))
                 known[index] = trace.add(node)
-            gradients = reverse.gradients(known, self.wrt)
+            gradients = reverse.gradients(known, asked.wrt)
+            self.wanted = set(reverse.known)
         if not gradients:
             why = next(iter(reverse.stopped.values()), "nothing differentiable leads to an output")
-            raise ProgramError("wrt", f"no gradient of {', '.join(self.wrt)}: {why}")
-        return self.split(trace, gradients, reverse)
+            raise ProgramError("wrt", f"no gradient of {', '.join(asked.wrt)}: {why}")
+        outputs, folds = self.outputs(trace, gradients)
+        again = {i: reverse.known[i] for i in reverse.again}
+        if self.plan.turns:
+            outputs, again = trace.turn(outputs, again)
+        outputs = {n: self.accumulated(trace, n, i) for n, i in outputs.items()}
+        recomputed = self.again(trace, outputs, again)
+        return self.split(trace, outputs, reverse)._replace(folds=folds, recomputed=recomputed)
+
+    def signature(self) -> Signature:
+        """All that the backward may read."""
+        own, dims = self.program.signature, self.program.signature.dims
+        if self.asked.behind:
+            rows, columns = own.outputs[self.asked.behind].shape
+            self.inputs["d_next"] = TensorType((rows, Dim.parse(NEXT)), self.narrow)
+            self.inputs["w_next"] = TensorType((Dim.parse(NEXT), columns), self.narrow)
+            dims = (*dims, NEXT)
+        for name in self.asked.accumulate:
+            whole = TensorType(own.inputs[name].shape, "fp32")
+            self.updates[f"d_{name}"] = self.announce(f"sum_{name}", whole)
+        return Signature(f"{own.name}_backward", dims, self.inputs, {}, static=own.static)
+
+    def outputs(
+        self, trace: Simplifier, gradients: Mapping[str, int]
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """The gradients by name, or what is to be summed for them."""
+        outputs: dict[str, int] = {}
+        folds: dict[str, str] = {}
+        for name, index in gradients.items():
+            own = f"d_{name}"
+            if trace.types[index].shape != self.program.signature.inputs[name].shape:
+                folds[own] = f"{own}_parts"
+            outputs[folds.get(own, own)] = index
+        return outputs, folds
+
+    def accumulated(self, trace: Simplifier, name: str, index: int) -> int:
+        """A gradient added to its buffer."""
+        if name not in self.updates:
+            return index
+        if not self.late(trace)[index]:
+            raise ProgramError("accumulate", f"{name} needs no product, so that none can add it to a buffer")
+        return trace.add(Node("add", (trace.add(Node("input", (), self.updates[name])), index)))
+
+    def again(
+        self, trace: Simplifier, outputs: Mapping[str, int], known: Mapping[int, int]
+    ) -> dict[str, int]:
+        """Products, sums and outputs of the forward that the backward computes again."""
+        reached = set(self.reached(trace, outputs.values()))
+        names = {i: n for n, i in self.program.outputs.items()}
+        named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
+        return {names.get(i, f"node {i}"): i for i in sorted(named & known.keys()) if known[i] in reached}
 
     # Head and products
 
     def split(self, trace: Simplifier, gradients: dict[str, int], reverse: Reverse) -> Derived:
-        same, outputs = self.aliases(trace, {f"d_{n}": i for n, i in gradients.items()})
+        same, outputs = self.aliases(trace, gradients)
         left = {
             name: next(
                 (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), UNUSED
             )
-            for name in self.wrt
-            if name not in gradients
+            for name in self.asked.wrt
+            if not gradients.keys() & {f"d_{name}", f"d_{name}_parts"}
         }
         late = self.late(trace)
         head = program = None
@@ -135,8 +199,10 @@ class Attempt:
             program,
             head,
             same,
+            {},
             tuple(n for n in (*own.inputs, *own.outputs, *self.saves) if n in read),
             {n: i for n, i in self.saves.items() if n in read},
+            {},
             left,
             tuple(dict.fromkeys(reverse.notes)),
             self.widths,
@@ -262,6 +328,7 @@ class Attempt:
             {n: tensors[n] for n in sorted(read)},
             {n: tensors[n] for n in made},
             static=tuple(d for d in trace.signature.static if d in names),
+            updates={n: self.updates[n] for n in made if n in self.updates},
         )
         return Program(signature, tuple(nodes), {n: place[i] for n, i in outputs.items()}).check()
 
@@ -297,4 +364,5 @@ class Attempt:
 
     def tensor(self, trace: Simplifier, name: str, index: int) -> TensorType:
         kind = trace.types[index]
-        return TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow)
+        wide = kind.kind == "vector" or name in self.updates
+        return TensorType(kind.shape, "fp32" if wide else self.narrow)

@@ -1,56 +1,43 @@
-"""Count bytes and FLOPs of a program from its steps."""
+"""Count bytes and FLOPs of a backward, by the roofline of its programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from coda_agent.primitives.compiler.roofline import ITEM_BYTES
-from coda_agent.primitives.lang.assign_steps import untransposed
-from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES, roofline
+from coda_agent.primitives.lang.ir import Program, TensorType
 
 
 class Ledger(NamedTuple):
-    """``moved``: bytes if each step reads each of its tensors once. ``least``: each input and output once."""
+    """``moved``: bytes if each step reads and writes each of its tensors once; ``least``: if the whole reads
+    each input and writes each output once."""
 
     moved: int
     least: int
     flops: int
 
 
-def size(shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
-    """The number of elements of a shape."""
-    total = 1
-    for dim in shape:
-        total *= dim(sizes)
-    return total
+def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
+    """Bytes of tensors."""
+    return sum(math.prod(d(sizes) for d in t.shape) * ITEM_BYTES[t.dtype] for t in tensors)
 
 
-def count(program: Program, sizes: Mapping[str, int]) -> Ledger:
-    """The ledger of a program with a valid partition, at these sizes."""
-    steps = cut(program)
-
-    def stored(index: int) -> int:
-        tensor = program.input_tensor(index)
-        dtype = tensor.dtype if tensor else steps.dtypes.get(index, "fp32")
-        return size(steps.types[index].shape, sizes) * ITEM_BYTES[dtype]
-
+def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Ledger:
+    """The ledger of a pointwise head, in one pass, and the products behind it."""
     moved = flops = 0
-    for step in steps.gemms:
-        operands = [untransposed(program, a) for a in program.nodes[step.gemm].args]
-        vectors = [program.nodes[i].args[0] for i in (*step.vectors, *step.repeats)]
-        moved += sum(map(stored, {*operands, *step.loads, *vectors}))
-        moved += sum(map(stored, step.stores))
-        inner = program.nodes[step.gemm].args[0]
-        flops += 2 * size(steps.types[step.gemm].shape, sizes) * steps.types[inner].shape[1](sizes)
-    moved += sum(stored(i) for several in steps.finishes.values() for i in several)
-    return Ledger(moved, least(program, sizes), flops)
-
-
-def least(program: Program, sizes: Mapping[str, int]) -> int:
-    """Bytes of each input that is read and of each output, once."""
-    signature = program.signature
-    tensors = [*signature.inputs.values(), *signature.outputs.values()]
-    return sum(size(t.shape, sizes) * ITEM_BYTES[t.dtype] for t in tensors)
+    read: dict[str, TensorType] = {}
+    written: dict[str, TensorType] = {}
+    for part in (head, program):
+        if part:
+            read |= part.signature.inputs
+            written |= part.signature.outputs
+    if head:
+        moved += size([*head.signature.inputs.values(), *head.signature.outputs.values()], sizes)
+    if program:
+        floor = roofline(program, sizes)
+        moved, flops = moved + floor.bytes, floor.flops
+    between = read.keys() & written.keys()
+    ends = [t for each in (read, written) for n, t in each.items() if n not in between]
+    return Ledger(moved, size(ends, sizes), flops)

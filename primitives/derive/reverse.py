@@ -28,6 +28,7 @@ class Reverse:
         self.trace, self.stored, self.positive = trace, dict(stored), positive
         self.stored |= {i: str(n.attribute) for i, n in enumerate(self.nodes) if n.op == "input"}
         self.known: dict[int, int] = {}
+        self.again: set[int] = set()  # of these, what is computed again
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
         self.given: Collection[int] = ()
@@ -41,6 +42,7 @@ class Reverse:
                 self.known[index] = self.trace.add(Node("input", (), self.stored[index]))
             elif self.cheap(index) or (found := self.solved(index)) is None:
                 node = self.nodes[index]
+                self.again.add(index)
                 self.known[index] = self.trace.add(
                     Node(node.op, tuple(self.value(a) for a in node.args), node.attribute)
                 )
@@ -101,11 +103,14 @@ class Reverse:
             if index in active and self.nodes[index].args:
                 for total in found[index].values():
                     self.pass_on(index, total, active, found)
-        return {
-            str(self.nodes[i].attribute): next(iter(g.values()))
-            for i, g in found.items()
-            if self.nodes[i].op == "input" and i in active and g and i not in self.stopped
-        }
+        whole: dict[str, int] = {}
+        for index, totals in found.items():
+            if self.nodes[index].op == "input" and index in active and totals and index not in self.stopped:
+                if len(totals) > 1:
+                    self.stop([index], "its parts are sums over different sizes", active)
+                else:
+                    whole[str(self.nodes[index].attribute)] = next(iter(totals.values()))
+        return whole
 
     def active(self, wrt: Collection[str]) -> set[int]:
         found: set[int] = set()
@@ -127,20 +132,23 @@ class Reverse:
             self.collect(found, node.args[0], early)
             return
         wanted = [a for a in node.args if a in active]
-        scalars = [a for a in wanted if self.types[a].kind == "scalar" and self.types[index].kind != "scalar"]
-        self.stop(scalars, "no primitive sums all of a tile to a scalar", active)
         if rule is None:
             self.notes.append(f"{node.op} is a statistic and has no derivative: gradients stop there")
             return
         try:
             parts = rule(*(Tensor(i) for i in (total, self.value(index), *map(self.value, node.args))))
         except ProgramError as error:
-            if error.code != "derivative":
+            if error.code != "derivative" and self.trace.types[total] == self.types[index]:
                 raise
             self.stop(wanted, error.message, active)
             return
         for argument, part in zip(node.args, parts, strict=True):
-            if argument in active and argument not in scalars and part is not None:
+            if argument in active and part is not None:
+                if self.types[argument].kind == "scalar" and part._type.kind != "scalar":
+                    if part._type.kind not in ("tile", "vector"):
+                        self.stop([argument], f"{part._type} sums to no scalar", active)
+                        continue
+                    part = apply("row_sums", part) if part._type.kind == "tile" else part
                 self.collect(found, argument, part._index)
 
     # Scales of rows

@@ -6,8 +6,8 @@ split and a join of the same halves cancel. Each rewriting holds for real number
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Node, Signature
 from coda_agent.primitives.lang.trace import Trace
@@ -36,11 +36,15 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """``moves``: row factors of a product's left operand move out of the product, or into the sum."""
+    """``moves``: factors of a product's left operand leave it, or cross the sum. ``products``: those that are
+    computed anyway, by operands: the sums of other products turn to these. ``used``: which of these two ways
+    was taken."""
 
     def __init__(self, signature: Signature, moves: bool = False):
         super().__init__(signature)
         self.moves = moves
+        self.used: set[str] = set()
+        self.products: dict[tuple[int | None, ...], int] = {}
 
     def add(self, node: Node) -> int:
         found = self.simpler(node)
@@ -53,7 +57,9 @@ class Simplifier(Trace):
             given = self.nodes[node.args[0]]
             return given.args[op == "odd"] if given.op == "join" else None
         if op in ("row_sums", "column_sums"):
-            return self.sums(node, op.removesuffix("_sums"))
+            kind = op.removesuffix("_sums")
+            found = self.sums(node, kind)
+            return self.turned(node.args[0], kind) if found is None else found
         if op == "gemm":
             return self.product(*node.args)
         if op == "where" and (chosen := self.chosen(node)) != node:
@@ -115,7 +121,14 @@ class Simplifier(Trace):
             return self.number(FOLDED[node.op](*values))
         if (found := self.neutral(node)) is not None:
             return found
+        kinds = {self.types[a].kind for a in node.args}
+        if node.op in ("multiply", "divide", "negative") and kinds <= {"vector", "head", "scalar"}:
+            return self.monomial(node)
+        if node.op == "multiply" and kinds == {"scalar", "tile"}:
+            return self.scaled_spread(*sorted(node.args, key=lambda a: self.types[a].kind != "scalar"))
         if node.op == "add":
+            if (found := self.doubled(*node.args)) is not None:
+                return found
             a, b = (self.nodes[i] for i in node.args)
             if a.op == b.op == "join":
                 halves = (self.add(Node("add", each)) for each in zip(a.args, b.args, strict=True))
@@ -158,6 +171,61 @@ class Simplifier(Trace):
             return None
         bare = (a if self.types[a].kind == "scalar" else self.nodes[a].args[0] for a in node.args)
         return self.add(Node(spread, (self.add(Node(node.op, tuple(bare))),)))
+
+    def doubled(self, a: int, b: int) -> int | None:
+        """a + b where b is a, or a term of it."""
+        if a == b:
+            return self.add(Node("multiply", (self.number(2.0), a)))
+        terms = self.nodes[a].args if self.nodes[a].op == "add" else ()
+        if b not in terms:
+            return None
+        twice = self.add(Node("multiply", (self.number(2.0), b)))
+        return self.add(Node("add", (terms[terms[0] == b], twice)))
+
+    def scaled_spread(self, scalar: int, tile: int) -> int | None:
+        """A scalar times a tile that has a spread vector as a factor: it meets the vector."""
+        node = self.nodes[tile]
+        for place, argument in enumerate(node.args if node.op == "multiply" else ()):
+            if self.nodes[argument].op in SPREADS.values():
+                met = self.add(Node("multiply", (scalar, argument)))
+                return self.add(Node("multiply", (met, node.args[1 - place])))
+        return None
+
+    def monomial(self, node: Node) -> int | None:
+        """Products and quotients of vectors as one number, what multiplies it, and what divides it, without
+        those that do both; None where none is left."""
+        number, powers = self.powers(node)
+        above = [f for f, power in powers.items() for _ in range(power)]
+        below = [f for f, power in powers.items() for _ in range(-power)]
+        kept = {self.types[f].kind for f in (*above, *below)}
+        if not number or not {self.types[a].kind for a in node.args} - {"scalar"} <= kept:
+            return None
+        if number != 1 or not above:
+            above.insert(0, super().add(Node("constant", (), number)))
+        made = self.chain(above)
+        return super().add(Node("divide", (made, self.chain(below)))) if below else made
+
+    def chain(self, several: list[int]) -> int:
+        """The product of values as it is written."""
+        total = several[0]
+        for each in several[1:]:
+            total = super().add(Node("multiply", (total, each)))
+        return total
+
+    def powers(self, node: Node) -> tuple[float, dict[int, int]]:
+        """A product of vectors and scalars: its number, and the power of each other factor."""
+        number, found = -1.0 if node.op == "negative" else 1.0, dict[int, int]()
+        for place, argument in enumerate(node.args):
+            own, sign = self.nodes[argument], -1 if node.op == "divide" and place else 1
+            if own.op in ("multiply", "divide", "negative"):
+                inner, powers = self.powers(own)
+            else:
+                known = self.constant(argument)
+                inner, powers = (1.0, {argument: 1}) if not known else (known, {})
+            number = number * inner if sign > 0 else number / inner
+            for factor, power in powers.items():
+                found[factor] = found.get(factor, 0) + sign * power
+        return number, dict(sorted(found.items()))
 
     def number(self, value: float) -> int:
         return self.add(Node("constant", (), value + 0.0))
@@ -234,9 +302,58 @@ class Simplifier(Trace):
         found = self.factors(left, "row")
         if found.core in (None, left):
             return None
+        self.used.add("moves")
         if not turned:
             return self.scaled(self.add(Node("gemm", (found.core, b))), found, "per_row")
         if self.nodes[b].op == "transpose":
             return None
         core = self.add(Node("transpose", (found.core,)))
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"))))
+
+    def turn(self, *several: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
+        """The values of these with sums turned to other products that they compute."""
+        needed, pending = set[int](), [i for each in several for i in each.values()]
+        while pending:
+            index = pending.pop()
+            if index not in needed:
+                needed.add(index)
+                pending += self.nodes[index].args
+        own = sorted(needed)
+        self.products = {self.nodes[i].args: i for i in own if self.nodes[i].op == "gemm"}
+        place: dict[int, int] = {}
+        for index in own:
+            node = self.nodes[index]
+            place[index] = self.add(node._replace(args=tuple(place[a] for a in node.args)))
+        return ({n: place[i] for n, i in each.items()} for each in several)
+
+    def turned(self, summed: int, kind: str) -> int | None:
+        """The sums of A @ B times C from a product that is computed anyway. Along rows they are those of
+        A * (C @ B'), along columns of B * (A' @ C)."""
+        node = self.nodes[summed]
+        for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
+            if self.nodes[product].op != "gemm":
+                continue
+            a, b = self.nodes[product].args
+            kept, left, right = (a, other, b) if kind == "row" else (b, a, other)
+            pair: tuple[int | None, int | None]
+            pair = (left, self.mirrored(right)) if kind == "row" else (self.mirrored(left), right)
+            turned = self.nodes[kept].op == "transpose"
+            if turned:
+                kept = self.nodes[kept].args[0]
+                pair = self.mirrored(pair[1]), self.mirrored(pair[0])
+            if pair in self.products:
+                along = kind if not turned else {"row": "column", "column": "row"}[kind]
+                self.used.add("turns")
+                known, self.products = self.products, {}  # once: it would turn back
+                met = self.add(Node("multiply", (known[pair], kept)))
+                found = self.add(Node(f"{along}_sums", (met,)))
+                self.products = known
+                return found
+        return None
+
+    def mirrored(self, index: int | None) -> int | None:
+        """The transpose; None for one that nothing reads yet."""
+        if index is None:
+            return None
+        node = self.nodes[index]
+        return node.args[0] if node.op == "transpose" else self._known.get(Node("transpose", (index,)))

@@ -60,6 +60,12 @@ def backward(
             own = solve_sizes(part.signature, shapes, sizes) if part is derived.program else {}
             known |= evaluate(part, known, all_sizes(derived, sizes) | own)
     known |= {name: known[other] for name, other in derived.same.items()}
+    for name, parts in derived.folds.items():
+        tensor = program.signature.inputs[name.removeprefix("d_")]
+        if tensor.shape:
+            known[name] = known[parts].unflatten(-1, (-1, tensor.shape[-1](sizes))).sum(-2)
+        else:
+            known[name] = known[parts].sum()
     return {name: known[name] for name in known.keys() - memory.keys() if name.startswith("d_")}
 
 

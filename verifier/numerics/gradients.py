@@ -17,7 +17,7 @@ from coda_agent.verifier.numerics.reference import Tensors, cast, run
 from coda_agent.verifier.numerics.values import Sizes
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec
-from coda_agent.verifier.spec.rules import assigned
+from coda_agent.verifier.spec.rules import PARTS, assigned
 
 LEAST = 2.0**-30  # share of the RMS that counts as an error
 ANYTHING = OutputSpec(shape=(), dtype="fp32")
@@ -76,7 +76,17 @@ def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
             names = {*part.outputs, *_gradients(spec, part)}
             text = part.model_copy(update={"outputs": dict.fromkeys(names, ANYTHING)})
             found |= run(text, {**known, **found}, sizes)
-    return found
+    for name, output in spec.outputs.items():
+        found[name] = found[name] - known[output.updates] if output.updates else found[name]
+    return {name: _whole(name, t, known) for name, t in found.items()}
+
+
+def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
+    """A gradient that is the sum of its parts: all of them for a scalar, else over heads."""
+    if not name.endswith(PARTS):
+        return found
+    own = known[_of(name)]
+    return found.unflatten(-1, (-1, own.shape[-1])).sum(-2) if own.dim() else found.sum()
 
 
 def _gradients(spec: Spec, *parts: Spec) -> list[str]:
@@ -87,7 +97,7 @@ def _gradients(spec: Spec, *parts: Spec) -> list[str]:
 
 
 def _of(gradient: str) -> str:
-    return gradient[2:]
+    return gradient[2:].removesuffix(PARTS)
 
 
 def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:

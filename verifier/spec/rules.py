@@ -19,6 +19,7 @@ from coda_agent.verifier.spec.parts import Case, Declared, Forward, OutputSpec, 
 
 RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
 KINDS = ("scalar", "vector", "matrix")  # by rank
+PARTS = "_parts"  # ends the name of an output whose sum is a gradient
 
 
 def check(spec: Declared) -> None:
@@ -239,7 +240,7 @@ def _check_forward(spec: Declared, forward: Forward) -> None:
     if not any(n.startswith("d_") and n[2:] in stored for n in floats):
         raise fault("no input is the gradient of what forward assigns; name it d_ and the value", place)
     for name in spec.outputs:
-        if not (name.startswith("d_") and name[2:] in floats):
+        if not (name.startswith("d_") and name[2:].removesuffix(PARTS) in floats):
             message = f"output {name!r} is the gradient of no float that is drawn; name it d_ and the input"
             raise fault(message, "outputs", name)
 

@@ -119,9 +119,12 @@ def per_column(v: Tensor) -> Tensor:
 
 
 def _per_head_derivative(g: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor]:
-    if y._type.kind != "spread":
-        raise ProgramError("derivative", f"{y._type} repeats for each head: no primitive sums over heads")
-    return (apply("head_sums", g, attribute=str(y._type.period)),)
+    """Of a vector that repeats for each head, parts [H*W] that are still to be added over heads."""
+    if y._type.kind == "spread":
+        return (apply("head_sums", g, attribute=str(y._type.period)),)
+    if len(y._type.shape) == 2:
+        raise ProgramError("derivative", f"{y._type} repeats for each head: no primitive adds tiles of heads")
+    return (apply("column_sums", g),)
 
 
 register(

@@ -1,0 +1,131 @@
+"""What a derived backward stores, computes again and moves, and where its sums ride."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from derived import backward, error, evaluate
+
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.derive import Derived, chains, derive, ledger
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+
+SIZES = {"M": 16384, "D": 2048, "F": 5632}
+SMALL = {"M": 6, "D": 8, "F": 10}
+WRT = ["h", "gamma", "w_up", "w_down"]
+ITEM = 2  # bytes of bf16
+
+
+def mlp(**asked: Any) -> tuple[Program, Derived]:
+    program = chains.mlp().program("mlp")
+    return program, derive(program, SIZES, wrt=WRT, of=["out"], **asked)
+
+
+def agrees(program: Program, derived: Derived) -> bool:
+    """Whether the gradients are autograd's."""
+    random = torch.Generator().manual_seed(0)
+    leaves = {
+        n: torch.randn([d(SMALL) for d in t.shape], generator=random, dtype=torch.float64)
+        for n, t in program.signature.inputs.items()
+    }
+    leaves |= {n: leaves[n].requires_grad_() for n in WRT} | {"eps": torch.tensor(1e-6)}
+    outputs = evaluate(program, leaves, SMALL)
+    coming = torch.randn(outputs["out"].shape, generator=random, dtype=torch.float64)
+    truth = torch.autograd.grad(outputs["out"], [leaves[n] for n in WRT], coming)
+    memory = leaves | outputs | {"d_out": coming} | {f"sum_{n}": torch.zeros_like(leaves[n]) for n in WRT}
+    found = backward(program, derived, {n: t.detach() for n, t in memory.items()}, SMALL)
+    return all(error(found[f"d_{n}"], t) < 1e-11 for n, t in zip(WRT, truth, strict=True))
+
+
+def test_the_norm_weights_gradient_rides_on_the_weight_gradient() -> None:
+    """dgamma = column_sums(p * w_up), where p = dzs' @ h and d_w_up = p * gamma."""
+    _, derived = mlp()
+    program = derived.program
+    assert program is not None
+    nodes, outputs = program.nodes, program.outputs
+    (summed,) = nodes[outputs["d_gamma"]].args
+    assert nodes[outputs["d_gamma"]].op == "column_sums"
+    product, weight = (nodes[i] for i in nodes[summed].args)
+    assert (nodes[summed].op, product.op, weight.attribute) == ("multiply", "gemm", "w_up")
+    step = next(s for s in cut(program).gemms if nodes[s.gemm] == product)
+    assert step.stores == [outputs["d_w_up"]] and step.reductions == [outputs["d_gamma"]]
+
+
+def test_the_ledger_is_the_rooflines() -> None:
+    _, derived = mlp()
+    assert derived.program is not None
+    floor, count = roofline(derived.program, SIZES), ledger.count(derived.program, None, SIZES)
+    assert (count.moved, count.flops) == (floor.bytes, floor.flops)
+    assert count.least < count.moved
+
+
+def test_no_plan_is_below_the_bound() -> None:
+    for limit in (None, 0, 10**9):
+        _, derived = mlp(save_bytes=limit)
+        assert derived.program is not None
+        count = ledger.count(derived.program, derived.head, SIZES)
+        assert derived.bound.flops <= count.flops and derived.bound.least <= count.least
+        products = 2 * SIZES["M"] * SIZES["D"] * SIZES["F"]
+        assert derived.bound.flops == 6 * products  # two products of each of the three weights' [D, F]
+
+
+@pytest.mark.parametrize(
+    ("limit", "again"),
+    [
+        (None, set()),
+        (2 * 3 * 5632 + 4, set()),
+        (2 * 2 * 5632 + 4, {"act"}),  # z and rstd are kept
+        (4, {"act", "z"}),  # rstd alone
+    ],
+)
+def test_what_is_stored_fits_the_limit(limit: int | None, again: set[str]) -> None:
+    program, derived = mlp(save_bytes=limit)
+    assert {n for n in derived.recomputed if n in program.outputs} == again
+    assert not again & set(derived.stored)
+    assert agrees(program, derived)
+
+
+def test_a_limit_that_cannot_be_met_says_what_can() -> None:
+    program = chains.head().program("head")
+    with pytest.raises(ProgramError) as refused:
+        derive(program, {"M": 64, "D": 32, "V": 128}, wrt=["w"], of=["lse"], save_bytes=3)
+    assert refused.value.code == "save_bytes" and "\n" not in refused.value.message
+
+
+def test_the_choice_can_be_forced() -> None:
+    program, derived = mlp(recompute=["act"])
+    assert "act" in derived.recomputed and "act" not in derived.stored and agrees(program, derived)
+    product = next(i for i, n in enumerate(program.nodes) if n.op == "gemm")
+    program, derived = mlp(save=[f"node {product}"], recompute=["z"])
+    assert list(derived.saves.values()) == [product] and "z" not in derived.stored
+    assert agrees(program, derived)
+
+
+@pytest.mark.parametrize("name", ["q", "node 99", "h", "node 0"])
+def test_only_what_the_forward_computes_can_be_forced(name: str) -> None:
+    with pytest.raises(ProgramError) as refused:
+        mlp(save=[name])
+    assert refused.value.code == "save"
+
+
+def test_weight_gradients_are_added_to_a_buffer() -> None:
+    program, derived = mlp(accumulate=["w_up", "w_down", "gamma"])
+    made = derived.program
+    assert made is not None
+    updates = {"d_w_up": "sum_w_up", "d_w_down": "sum_w_down", "d_gamma": "sum_gamma"}
+    assert made.signature.updates == updates
+    assert {made.signature.outputs[n].dtype for n in updates} == {"fp32"}
+    assert len(cut(made).gemms) == 4 and lower(made).text
+    assert agrees(program, derived)
+
+
+def test_a_gradient_without_a_product_is_added_to_no_buffer() -> None:
+    program = chains.attention_out().program("out")
+    with pytest.raises(ProgramError) as refused:
+        derive(program, {"M": 8, "A": 8, "D": 8}, accumulate=["x"])
+    assert refused.value.code == "accumulate"
