@@ -35,7 +35,7 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
     """The provider's name; for auto, the first that can author here. ``edits``: a run that edits CuTeDSL."""
     if provider != AUTO:
         return provider
-    run, lacking = _context(spec, Path(spec), edits), []
+    run, lacking = _context(spec, edits), []
     for name, auto in providers.automatic():
         if not (lacks := auto.lacks(run)):
             return name
@@ -43,19 +43,18 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
     raise Absent(f"{', and '.join(lacking)}; provide one of them, or answer yourself with --provider handoff")
 
 
-def new_header(
+def new_author(
     name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, edits: bool = False
-) -> dict[str, Any]:
-    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
-    what it may cost. What cannot work says so here, before there is a run."""
+) -> tuple[dict[str, Any], Provider]:
+    """The header of a new run's journal, and its provider: who writes ``name`` or plays back which run, where
+    a handoff's files go, and what it may cost. What cannot work says so here, before there is a run."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    given |= providers.named(provider).header(_context(name, Path(name), edits))
+    given |= providers.named(provider).header(_context(name, edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
-    make_provider(header, name, Path(name), edits=edits)
-    return header
+    return header, make_provider(header, name, edits=edits)
 
 
 def refuse_idle(provider: str, *names: str) -> None:
@@ -83,10 +82,14 @@ def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) ->
 
 
 def author(
-    run: Run, watch: Listener, measure: Measure | None, given: Mapping[str, Any] | None = None
+    run: Run,
+    watch: Listener,
+    measure: Measure | None,
+    given: Mapping[str, Any] | None = None,
+    provider: Provider | None = None,
 ) -> Outcome:
     """Run the loop with the header's options. Options in ``given`` (and each limit in it) replace them for
-    this time."""
+    this time. ``provider``: the header's, if it exists already."""
     from coda_agent.agent.run.budget import Limits
     from coda_agent.agent.run.loop import Loop
 
@@ -97,7 +100,7 @@ def author(
         run.journal,
         run.spec,
         work,
-        provider_of(run, header),
+        provider or provider_of(run, header),
         watch,
         header["attempts"],
         measure and work.measuring(measure, watch.gate),
@@ -127,21 +130,21 @@ def work_of(run: Run) -> Work:
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
     """The provider in the run's header, or the one given in its place. Raises ProviderError."""
     header = header or run.journal.header
-    return make_provider(header, run.spec.name, run.directory, edits=_edits(header))
+    return make_provider(header, run.spec.name, edits=_edits(header))
 
 
-def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, edits: bool) -> Provider:
-    """The provider that a header names, for a run of ``spec`` in the folder ``run``, which need not be there
-    yet. ``edits``: as in ``choose_provider``. Raises ProviderError."""
+def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provider:
+    """The provider that a header names, for a run of ``spec``. ``edits``: as in ``choose_provider``. Raises
+    ProviderError."""
     name = header["provider"]
-    options = providers.named(name).arguments(header, _context(spec, run, edits))
+    options = providers.named(name).arguments(header, _context(spec, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
 
 
-def _context(spec: str, folder: Path, edits: bool) -> RunContext:
+def _context(spec: str, edits: bool) -> RunContext:
     from coda_agent.agent.artifacts.accept import recording
 
-    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, folder, recording(spec, edited=edits))
+    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, recording(spec, edited=edits))
 
 
 def _edits(header: Mapping[str, Any]) -> bool:

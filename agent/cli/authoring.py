@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,8 +28,9 @@ from coda_agent.agent.options import (
 from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from coda_agent.agent.providers import Provider
     from coda_agent.agent.run.history import Past
     from coda_agent.agent.run.runs import Run
 
@@ -56,16 +58,17 @@ def generate(
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
-    spec = typed.spec_file(spec)
-    name = load(spec, check=False).name  # report an unreadable spec first
+    path = typed.spec_file(spec)
+    loaded, text = load(path), typed.source(path)
     limits = budget.limits().shared(candidates)
-    header = setup.new_header(name, authoring, limits, directory)
+    header, provider = setup.new_author(loaded.name, authoring, limits, directory)
     header |= {"improve": improve, "weak_jail": weak_jail}
     setup.need_gpu(gpu, *spelled(measuring))
     if candidates > 1:
-        _attend(begun(spec, header, candidates), flags(gpu, measuring), as_json)
+        names = begun(partial(runs.create, loaded, text), header, candidates)
+        _attend(names, flags(gpu, measuring), as_json)
     else:
-        _go(runs.start(spec, header), gpu, measuring, as_json)
+        _go(runs.create(loaded, text, header), gpu, measuring, as_json, provider=provider)
 
 
 @grouped
@@ -86,11 +89,12 @@ def optimize(
 
     name = typed.name_in(typed.SPECS, name)
     path = typed.shipped(typed.SPECS / f"{name}.yaml")
-    base(load(path, check=False))  # a missing kernel is reported first
-    header = setup.new_header(name, authoring, budget.limits(), directory, edits=True)
+    spec = load(path)
+    base(spec)  # a missing kernel is reported first
+    header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     header |= {"improve": improve, "optimizes": name}
     setup.need_gpu(gpu, *spelled(measuring))
-    _go(runs.start(path, header), gpu, measuring, as_json)
+    _go(runs.create(spec, typed.source(path), header), gpu, measuring, as_json, provider=provider)
 
 
 @grouped
@@ -136,9 +140,9 @@ def primitive(
         echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
-    header = setup.new_header(name, authoring, budget.limits(), directory, edits=True)
+    header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     setup.need_gpu(gpu)
-    _go(proposals.start(path, header), gpu, Measuring(), as_json)
+    _go(proposals.start(path, header), gpu, Measuring(), as_json, provider=provider)
 
 
 @grouped
@@ -166,17 +170,15 @@ def resume(
         _go(runs.reopen(run[0]), gpu, measuring, as_json, given)
 
 
-def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
+def begun(create: Callable[[dict[str, Any]], Run], header: dict[str, Any], number: int) -> list[str]:
     """Create ``number`` runs without starting them; return their names."""
-    from coda_agent.agent.run import runs
-
     names: list[str] = []
     directory = header["directory"]
     for place in range(1, number + 1):
         own: dict[str, Any] = {"candidate": place, "candidates": number}
         own |= {"group": names[0]} if names else {}  # a run without a group is named by itself
         own |= {"directory": str(Path(directory) / str(place))} if directory else {}
-        run = runs.start(spec, header | own)
+        run = create(header | own)
         run.journal.close()
         names.append(run.name)
     return names
@@ -217,6 +219,7 @@ def _go(
     measuring: Measuring,
     as_json: bool,
     given: Mapping[str, Any] | None = None,
+    provider: Provider | None = None,
 ) -> None:
     """Author until the end, and report the result."""
     from coda_agent.agent.reporting import progress, render
@@ -226,7 +229,8 @@ def _go(
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with progress.Watch(console, run.name) as watch:
-            outcome = setup.author(run, watch, setup.measurer(gpu, measuring.options(), watch), given)
+            measure = setup.measurer(gpu, measuring.options(), watch)
+            outcome = setup.author(run, watch, measure, given, provider)
     except KeyboardInterrupt:
         echo(f"continue with: coda-agent resume {run.name}", err=True)
         raise

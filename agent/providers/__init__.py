@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coda_agent.primitives.errors import Absent
@@ -187,7 +188,7 @@ class Question:
     `tools` are offered to providers that support tools. `meter` pays; a provider that cannot see its author's
     tokens ignores it. `say` receives text as it arrives, for a person to watch; only the turn counts.
     `deadline`: the moment of `time.monotonic` after which an answer is useless; a provider then gives up with
-    a ProviderError.
+    a ProviderError. `run`: the folder of the run, which has the run's name.
     """
 
     system: str
@@ -196,6 +197,7 @@ class Question:
     meter: Meter = FREE
     say: OnText = _unheard
     deadline: float | None = None
+    run: Path | None = None
 
     @property
     def number(self) -> int:

@@ -17,11 +17,10 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from coda_agent.agent.finding import Finding
-from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.primitives.system.files import write_atomic
 
@@ -33,7 +32,7 @@ FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # the opening or closing line of
 
 
 class Handoff:
-    """Exchange prompts and answers as files in `directory`, which is created if missing.
+    """Exchange prompts and answers as files in `directory`, by default in the run's folder; creates it.
 
     `author` names the author in reports. `time_limit` bounds the wait for one answer. `settle`: how long an
     answer without END must stay unchanged; `patience`: the same for an answer that looks unfinished; `poll`:
@@ -44,18 +43,16 @@ class Handoff:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | None,
         author: str,
         *,
-        run: str = "",
         time_limit: float = 3600.0,
         settle: float = 10.0,
         patience: float = 60.0,
         poll: float = 0.2,
     ):
-        self._directory = Path(directory)
+        self._directory = directory
         self._author = author
-        self._run = run
         if not 0 <= time_limit < math.inf:
             raise ProviderError(f"a time limit of {time_limit} s", "give a positive number of seconds")
         self._time_limit = time_limit
@@ -71,9 +68,10 @@ class Handoff:
         KeyboardInterrupt passes after a message to `say`.
         """
         say, number = question.say, question.number
-        prompt, answer = self._directory / f"prompt-{number}.md", self._directory / f"answer-{number}.md"
+        folder = Path(self._directory or (question.run or Path()) / "handoff")
+        prompt, answer = folder / f"prompt-{number}.md", folder / f"answer-{number}.md"
         try:
-            self._put(prompt, answer, _render(number, question.system, question.messages, self._run))
+            self._put(prompt, answer, _render(question))
             say(f"prompt {prompt} awaits its answer in {answer}\n")
             text = self._wait(answer, question.deadline)
         except OSError as error:
@@ -85,7 +83,7 @@ class Handoff:
         return Turn(text, Usage(), f"{self._author} via handoff", "end_turn")
 
     def _put(self, prompt: Path, answer: Path, text: str) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        prompt.parent.mkdir(parents=True, exist_ok=True)
         if not answer.exists():
             write_atomic(prompt, text)
         elif prompt.exists() and _asked(_read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")) != _asked(
@@ -101,7 +99,7 @@ class Handoff:
         end = limit if deadline is None else min(limit, deadline)
         seen, since = None, time.monotonic()
         while True:
-            self._check_stop()
+            _check_stop(answer.with_name("stop"))
             state, now = _state(answer), time.monotonic()
             if state != seen:
                 seen, since = state, now
@@ -138,10 +136,10 @@ class Handoff:
             retryable=True,
         )
 
-    def _check_stop(self) -> None:
-        stop = self._directory / "stop"
-        if stop.exists():
-            raise ProviderError(f"stopped by {stop}", "remove that file and resume the run")
+
+def _check_stop(stop: Path) -> None:
+    if stop.exists():
+        raise ProviderError(f"stopped by {stop}", "remove that file and resume the run")
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
@@ -223,13 +221,13 @@ def _asked(prompt: str) -> str:
     return prompt.partition(HOW)[0]
 
 
-def _render(number: int, system: str, messages: Sequence[Message], run: str) -> str:
+def _render(question: Question) -> str:
     # The run's name distinguishes its prompts, and so its answers, from those of another run of the same
     # spec.
-    parts = [f"<!-- run {run} -->"] if run else []
-    parts.append(f"<!-- system -->\n\n{system}")
-    parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]
-    name = f"answer-{number}.md"
+    parts = [f"<!-- run {question.run.name} -->"] if question.run else []
+    parts.append(f"<!-- system -->\n\n{question.system}")
+    parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(question.messages, 1)]
+    name = f"answer-{question.number}.md"
     parts.append(
         f"{HOW}\n\nWrite your next message, and nothing else, to `{name}` in this directory, and end it with"
         f" the line\n\n{END}\n\nwhich marks it as complete. Without that line the reader waits until the "
@@ -242,9 +240,8 @@ SPEC = ProviderSpec(
     name=Handoff.name,
     make=Handoff,
     arguments=lambda header, run: {
-        "directory": Path(header["directory"] or run.folder / "handoff"),
+        "directory": header["directory"],
         "author": header["author"],
-        "run": run.folder.name,
         "time_limit": header["time_limit"],
     },
     options=("--time-limit", "--author", "--directory"),

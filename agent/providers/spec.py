@@ -21,12 +21,11 @@ __all__ = ["Auto", "ProviderSpec", "RunContext"]
 class RunContext:
     """The run for which a provider is chosen or created.
 
-    ``task``: the name of the spec or primitive, for messages. ``folder``: the run's folder, which need not
-    exist yet. ``recording``: the file with the recorded run of the same task, which need not exist either.
+    ``task``: the name of the spec or primitive, for messages. ``recording``: the file with the recorded run
+    of the same task, which need not exist.
     """
 
     task: str
-    folder: Path
     recording: Path
 
 

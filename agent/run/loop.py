@@ -157,8 +157,8 @@ class Loop:
         """The next turn that submits a source, and the results of its other tool calls. Appends to
         ``messages`` the turns that only use tools, with their results."""
         for used in range(1 + CALLS):
-            say, deadline = self.listener.text, self.ledger.deadline
-            question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline)
+            say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
+            question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
             turn = self._answer(question)
             words = self._used(question.number, turn)
             messages.append(Message("assistant", turn.text, turn.blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,10 +41,13 @@ class Run:
         return runs_dir() / self.name
 
 
-def start(path: Path, options: dict[str, Any]) -> Run:
+def start(path: Path, options: Mapping[str, Any]) -> Run:
     """Start a run of the spec at ``path``. Raises SpecError before anything is written."""
-    spec = load(path)
-    text = path.read_text(encoding="utf-8")
+    return create(load(path), path.read_text(encoding="utf-8"), options)
+
+
+def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
+    """Start a run of a spec, whose YAML is ``text``. Raises JournalError."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         name = f"{spec.name}-{stamp}{suffix}"

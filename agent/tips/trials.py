@@ -170,7 +170,7 @@ class Runs:
         for name in runs.names():
             if name not in self.taken and _same(name, header | {"spec_hash": spec.hash}, given):
                 return runs.reopen(name)
-        return runs.start(path, header)
+        return runs.create(spec, text, header)
 
 
 def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:

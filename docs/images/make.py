@@ -30,7 +30,7 @@ from coda_agent.agent.options import Authoring  # noqa: E402
 from coda_agent.agent.reporting import html_report, progress  # noqa: E402
 from coda_agent.agent.run import history, runs  # noqa: E402
 from coda_agent.agent.run.budget import Limits  # noqa: E402
-from coda_agent.primitives.lang.ir import Program  # noqa: E402
+from coda_agent.primitives.compiler.kernel_source import KernelSource  # noqa: E402
 from coda_agent.verifier.decision import BASELINE, KEPT  # noqa: E402
 from coda_agent.verifier.report import Measured, Rejected, Timing  # noqa: E402
 from coda_agent.verifier.spec.model import Spec  # noqa: E402
@@ -48,10 +48,10 @@ Answers = list[fake_messages.Reply]
 def stand_in(speedup: float) -> Callable[..., Measured | Rejected]:
     """Measures nothing: so many times the baseline's speed, and a change gains 6 %."""
 
-    def measure(spec: Spec, program: Program, keep: object, kept: object, raw: str) -> Measured | Rejected:
+    def measure(spec: Spec, kernel: KernelSource, keep: object, kept: object) -> Measured | Rejected:
         now = speedup * 1.06 if kept else speedup
-        found = measured(spec, program, now)
-        gain = measured(spec, program, 1.06).timings[0].ratios[BASELINE]
+        found = measured(spec, kernel.program, now)
+        gain = measured(spec, kernel.program, 1.06).timings[0].ratios[BASELINE]
         rows = tuple(_timed(t, now) for t in found.timings)
         if kept:
             rows = tuple(t.model_copy(update={"ratios": t.ratios | {KEPT: gain}}) for t in rows)

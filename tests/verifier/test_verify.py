@@ -24,6 +24,7 @@ from authoring import (
 
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -177,7 +178,7 @@ def test_the_contract_gate_refuses_a_schedule_that_does_not_fit(
 def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Schedule] = []
 
-    def compiler(program: Program, sizes: object, schedules: Iterable[Schedule], raw: str) -> tuple[()]:
+    def compiler(kernel: object, sizes: object, schedules: Iterable[Schedule]) -> tuple[()]:
         asked.extend(schedules)
         return ()
 
@@ -278,11 +279,11 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended
     asked: list[Options] = []
 
     def measure(
-        spec: Spec, program: Program, options: Options, *, ahead: Sequence[Ahead], **_: Any
+        spec: Spec, kernel: KernelSource, options: Options, *, ahead: Sequence[Ahead], **_: Any
     ) -> object:
         assert len(ahead) == 1 and not ended
         asked.append(options)
-        return measured(spec, program)
+        return measured(spec, kernel.program)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     options = Options(("torch.compile",), rounds=9)

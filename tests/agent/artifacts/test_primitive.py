@@ -24,6 +24,7 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.loading import load
@@ -73,9 +74,9 @@ def test_the_pack_is_one_prefix_and_lacks_the_function() -> None:
 
 
 def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
-    def measure(spec: Spec, program: Any, keep: object, kept: object, raw: str) -> Measured:
-        assert raw == GOOD
-        found = checked_identity(begun, raw)
+    def measure(spec: Spec, kernel: KernelSource, keep: object, kept: object) -> Measured:
+        assert kernel.edited == GOOD
+        found = checked_identity(begun, GOOD)
         return Measured(
             identity=found, gates=(), timings=(), conditions={}, seeds={}, date="2026-11-22T12:00:00+00:00"
         )

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,20 @@ from authoring import (
 from checkout import ROOT
 from commanding import Command, Done, of_process
 
-from coda_agent.agent import setup
+from coda_agent.agent import providers, setup
 from coda_agent.agent.options import Further, flags
 from coda_agent.agent.reporting import progress as live
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.budget import Limits
 from coda_agent.agent.run.journal import read_export
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.verifier import loading
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.measure import Checkpoint, Options
 from coda_agent.verifier.report import REPORT, Checked, QuackTuned
+from coda_agent.verifier.spec import file
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 
@@ -61,6 +64,30 @@ def test_generate_says_how_it_went(command: Command, spec: Path, tmp_path: Path)
     assert "attempt 1: rejected" in done.out and "trace/python: TypeError: gemm() missing" in done.out
     assert "attempt 2: checked" in done.out and "written by [/x] A via handoff in 2 attempt(s)" in done.out
     assert f"coda-agent bundle {name}" in done.out
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_command_reads_its_spec_and_makes_its_provider_once(
+    command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noted(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(of: object, *given: Any, **more: Any) -> Any:
+            seen.append(str(of))
+            return usual(of, *given, **more)
+
+        return call
+
+    monkeypatch.setattr(loading, "read", noted(file.read))
+    monkeypatch.setattr(providers, "make", noted(providers.make))
+    directory = answered(tmp_path / "handoff", fenced(TOY_KERNEL))
+    done = command("generate", spec, "--provider", "handoff", "--directory", directory, "--no-gpu")
+    assert (done.status, seen) == (0, [f"{spec}", "handoff"])
+    seen.clear()
+    (name,) = runs.names()
+    assert command("resume", name, "--no-gpu").status == 0
+    assert seen == [f"{runs.folder(name) / 'spec.yaml'}", "handoff"]
 
 
 def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: Path) -> None:
@@ -114,19 +141,18 @@ def test_generate_with_a_gpu(
 
     def measure(
         spec: Any,
-        program: Any,
+        kernel: KernelSource,
         options: Options,
         *,
         progress: Progress,
         keep: Checkpoint,
         kept: Incumbent | None,
-        raw: str,
         quack: Mapping[str, QuackTuned],
     ) -> object:
-        assert kept is None and not raw and quack == before
+        assert kept is None and kernel.edited is None and quack == before
         arms.append(options.arms)
         progress("benchmark", "case large")
-        return measured(spec, program)
+        return measured(spec, kernel.program)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))

@@ -15,7 +15,7 @@ from commanding import Command, Done
 from gpu_taken import gpu_taken
 
 from coda_agent.agent import setup
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.model import Spec
 
@@ -27,7 +27,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and figures as it might give them."""
     monkeypatch.setattr(setup, "use_gpu", lambda gpu: True)
     monkeypatch.setattr(
-        "coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
+        "coda_agent.verifier.measure.measure",
+        lambda spec, kernel, *_, **options: measured(spec, kernel.program),
     )
 
 
@@ -49,11 +50,11 @@ def test_a_bundle_is_measured_when_the_gpu_is_free(
     command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
-    begun: list[Program] = []
+    begun: list[KernelSource] = []
 
-    def measure(spec: Spec, program: Program, *_: object, **options: object) -> Measured:
-        begun.append(program)
-        return measured(spec, program)
+    def measure(spec: Spec, kernel: KernelSource, *_: object, **options: object) -> Measured:
+        begun.append(kernel)
+        return measured(spec, kernel.program)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     command("bundle", make_run(spec), "-o", tmp_path / "b.json")

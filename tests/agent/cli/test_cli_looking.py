@@ -137,7 +137,7 @@ def test_show_of_what_is_no_kernel(command: Command, spec: Path, kernel: Callabl
 def test_show_of_what_does_not_compile(
     command: Command, spec: Path, kernel: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*given: object, raw: str) -> None:
+    def refuse(*given: object) -> None:
         raise CompileError("error: too many registers")
 
     monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", refuse)

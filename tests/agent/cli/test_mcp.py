@@ -363,7 +363,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]
 async def test_a_measured_kernel_awaits_a_person(
     here: Client, gpu: Callable[[Callable[..., Any]], None]
 ) -> None:
-    gpu(lambda spec, program, *_: measured(spec, program))
+    gpu(lambda spec, kernel, *_: measured(spec, kernel.program))
     async with here as client:
         name = await begun(client)
         await said(client, "verify", run=name, source=TOY_KERNEL)

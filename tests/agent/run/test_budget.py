@@ -39,6 +39,7 @@ from coda_agent.agent.run import runs
 from coda_agent.agent.run.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
 from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.loop import Loop
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir
@@ -268,8 +269,8 @@ def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callabl
     for accepted in (False, True):
         run, provider = begin(), Late([GOOD if accepted else BAD])
 
-        def measure(spec: Spec, program: Program, *_: object) -> Measured:
-            return measured(spec, program)
+        def measure(spec: Spec, kernel: KernelSource, *_: object) -> Measured:
+            return measured(spec, kernel.program)
 
         with run.journal:
             going = loop(run, provider, measure=measure, improve=1, limits=Limits(seconds=3600.0))
@@ -294,7 +295,7 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
             time.sleep(0.3)
             now[0] += 1000
 
-    def measure(spec: Spec, program: Program, keep: Checkpoint, *_: object) -> Measured:
+    def measure(spec: Spec, kernel: KernelSource, keep: Checkpoint, *_: object) -> Measured:
         if keep.load("numerics/large") is None:
             now[0] += 5
             keep.save("numerics/large", {"conditions": {}})
@@ -304,7 +305,7 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
         now[0] += 7
         keep.save("score/large", {})
         now[0] += 0.5
-        return measured(spec, program)
+        return measured(spec, kernel.program)
 
     run, thread = begin(), threading.Thread(target=another)
     thread.start()
@@ -325,9 +326,9 @@ def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
     """What waited until its time was up begins no measurement; the kernel is checked."""
     run, measurements = begin(), list[Program]()
 
-    def measure(spec: Spec, program: Program, *_: object) -> Measured:
-        measurements.append(program)
-        return measured(spec, program)
+    def measure(spec: Spec, kernel: KernelSource, *_: object) -> Measured:
+        measurements.append(kernel.program)
+        return measured(spec, kernel.program)
 
     with run.journal:
         going = loop(run, Scripted([GOOD]), measure=measure, limits=Limits(seconds=3600.0))
@@ -347,13 +348,13 @@ def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
 
 def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Run]) -> None:
     run = begin()
-    measurements: list[Program] = []
+    measurements: list[KernelSource] = []
 
     def measure(
-        spec: Spec, program: Program, keep: object, kept: object = None, raw: str = ""
+        spec: Spec, kernel: KernelSource, keep: object, kept: object = None
     ) -> Measured | Rejected:
-        measurements.append(program)
-        return slow(spec) if len(measurements) == 1 else measured(spec, program)
+        measurements.append(kernel)
+        return slow(spec) if len(measurements) == 1 else measured(spec, kernel.program)
 
     with run.journal:
         going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=Limits(gpu_seconds=0.0))
@@ -413,7 +414,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     run, workers = begin(), list[Worker]()
 
-    def measure(spec: Spec, program: Program, *_: object) -> Measured:
+    def measure(spec: Spec, kernel: KernelSource, *_: object) -> Measured:
         with Worker() as worker:
             workers.append(worker)
             worker.ask(worker_tasks.hang, None, patience=300.0)

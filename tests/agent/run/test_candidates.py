@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_one_that_may_not_ask_says_why(toy: Path, tmp_path: Path, number: int) -
 def test_one_that_is_killed_says_so(toy: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
-    names = begun(toy, HEADER | {"directory": str(tmp_path / "hands")}, 2)
+    names = begun(partial(runs.start, toy), HEADER | {"directory": str(tmp_path / "hands")}, 2)
     with candidates.started(names, ["--no-gpu"]) as started:
         expect(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
         for candidate in started:

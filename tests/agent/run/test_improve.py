@@ -29,7 +29,6 @@ from coda_agent.agent.run.loop import Loop, Outcome, standing
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.decision import BASELINE, KEPT, compared, decide
 from coda_agent.verifier.gates import Failed
@@ -206,9 +205,9 @@ def test_a_change_travels_with_what_it_has_to_beat(
     bundle.pack([name], tmp_path / "bundle.json")
     seen: dict[str, Any] = {}
 
-    def measure(spec: Spec, program: Program, options: Options, **given: Any) -> Measured:
-        seen.update(given, program=program)
-        return measured(spec, program)
+    def measure(spec: Spec, kernel: KernelSource, options: Options, **given: Any) -> Measured:
+        seen.update(given, program=kernel.program)
+        return measured(spec, kernel.program)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     bundle.measure(

@@ -28,7 +28,7 @@ from coda_agent.agent import setup
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, standing
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected, joined
 from coda_agent.verifier.spec.model import Spec
 
@@ -50,8 +50,8 @@ def keys(run: runs.Run) -> list[str]:
     return [event.key for event in run.journal.events()]
 
 
-def fast(spec: Spec, program: Program, keep: object = None, kept: object = None, raw: str = "") -> Measured:
-    return measured(spec, program)
+def fast(spec: Spec, kernel: KernelSource, keep: object = None, kept: object = None) -> Measured:
+    return measured(spec, kernel.program)
 
 
 # what an answer holds
@@ -145,7 +145,7 @@ def test_measured_here(begin: Callable[..., runs.Run]) -> None:
         assert standing(run.journal, run.spec) == outcome
 
 
-def _never(spec: Spec, program: Program, keep: object, kept: object = None, raw: str = "") -> Measured:
+def _never(spec: Spec, kernel: KernelSource, keep: object, kept: object = None) -> Measured:
     raise AssertionError("measured again")
 
 
@@ -155,10 +155,10 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
     found = iter([slow, fast])
 
     def measure(
-        spec: Spec, program: Program, keep: object, kept: object = None, raw: str = ""
+        spec: Spec, kernel: KernelSource, keep: object, kept: object = None
     ) -> Measured | Rejected:
         step = next(found)
-        return step(spec) if step is slow else fast(spec, program)
+        return step(spec) if step is slow else fast(spec, kernel)
 
     run, provider = begin(), Scripted([GOOD, GOOD, fenced(TURNED)])
     with run.journal:
