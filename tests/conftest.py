@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a thousand processes would compile the project
+    sys.dont_write_bytecode = False
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # workers side by side: PyTorch's threads would wait in turn
@@ -189,4 +191,4 @@ def nothing_beside() -> Iterator[None]:
     """No command of these tests writes into the checkout."""
     before = set(os.listdir(ROOT))
     yield
-    assert set(os.listdir(ROOT)) - before <= {".cache", ".coverage"}
+    assert set(os.listdir(ROOT)) - before <= {".cache", ".coverage", "__pycache__"}

@@ -1,4 +1,4 @@
-"""Ratios of interleaved samples, with confidence intervals. Standard library only.
+"""Ratios of interleaved samples, with confidence intervals.
 
 Both arms of a round run at the same clocks and temperature. So a ratio is the median of the rounds' ratios:
 drift cancels, and the kernels' difference and noise remain. A ratio of medians would include drift: if the
@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -44,7 +45,7 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
     trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive samples.
     """
     logs = _logs(a, b, confidence)
-    bootstrap = _bootstrap([logs], confidence, seed)
+    bootstrap = _bootstrap((tuple(logs),), confidence, seed)
     student = _student(logs, confidence)
     return Interval(
         estimate=math.exp(median(logs)),
@@ -71,7 +72,7 @@ def across(
     centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))
     reach = student_quantile(confidence, len(logs) - 1) * error
     student = math.exp(centre - reach), math.exp(centre + reach)
-    bootstrap = _bootstrap(rows, confidence, seed)
+    bootstrap = _bootstrap(tuple(map(tuple, rows)), confidence, seed)
     return Interval(
         estimate=math.exp(centre),
         low=min(bootstrap[0], student[0]),
@@ -120,16 +121,39 @@ def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[flo
     return [math.log(x / y) for x, y in zip(a, b, strict=True)]
 
 
-def _bootstrap(rows: Sequence[Sequence[float]], confidence: float, seed: int) -> tuple[float, float]:
+@lru_cache(1024)  # reports, tables and audits ask for the same ratios again
+def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int) -> tuple[float, float]:
     """Percentiles of the mean over processes of their rounds' medians, with both resampled."""
-    draw = random.Random(seed)
-    means = sorted(
-        fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
-        for _ in range(RESAMPLES)
-    )
+    rounds = {len(row) for row in rows}
+    means = sorted(_equal_draws(rows, seed) if len(rounds) == 1 else _draws(rows, seed))
     tail = (1 - confidence) / 2
     low, high = means[math.floor(tail * RESAMPLES)], means[math.ceil((1 - tail) * RESAMPLES) - 1]
     return math.exp(low), math.exp(high)
+
+
+def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
+    """The means that ``_bootstrap`` sorts."""
+    draw = random.Random(seed)
+    return [
+        fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
+        for _ in range(RESAMPLES)
+    ]
+
+
+def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
+    """``_draws`` for rows of one length, to the last bit and several times as fast: NumPy's Mersenne Twister
+    in the state of Python's gives the same numbers."""
+    import numpy as np  # half of this module's users need no bootstrap
+
+    _, (*state, position), _ = random.Random(seed).getstate()
+    twister = np.random.RandomState()
+    twister.set_state(("MT19937", np.array(state, dtype=np.uint32), position, 0, 0.0))
+    processes, rounds = len(rows), len(rows[0])
+    drawn = twister.random_sample((RESAMPLES, processes * (1 + rounds)))
+    process = (drawn[:, :processes] * processes).astype(int)
+    place = (drawn[:, processes:] * rounds).astype(int).reshape(RESAMPLES, processes, rounds)
+    medians = np.median(np.array(rows)[process[:, :, None], place], axis=2)
+    return [fmean(each) for each in medians.tolist()]
 
 
 def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
@@ -144,6 +168,7 @@ def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
     return math.exp(centre - reach), math.exp(centre + reach)
 
 
+@lru_cache(256)
 def student_quantile(confidence: float, freedom: int) -> float:
     """t with P(|T| <= t) = confidence for ``freedom`` degrees of freedom (0.95, 29 -> 2.0452)."""
     low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(freedom)) is bounded, t is not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from coda_agent.agent.run.loop import Loop, standing
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import cpu_numerics
 from coda_agent.verifier.provenance import UNTOLD, problems
 from coda_agent.verifier.report import Accepted, Checked
 
@@ -42,17 +44,22 @@ EDITED = sorted(p.name.removesuffix(".raw.report.json") for p in KERNELS.glob("*
 SUPERSEDED: set[str] = set()
 
 
-@pytest.fixture
-def kernels(runs_home: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def accepted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the spec, the four files and the recording of an accepted kernel, toy."""
-    directory = tmp_path / "kernels"
-    directory.mkdir()
+    directory = tmp_path_factory.mktemp("accepted")
     run = runs.reopen(accepted_run(write_toy(directory)))
     with run.journal:
         outcome = standing(run.journal, run.spec)
         assert outcome is not None
         accept(outcome, run.journal, directory, directory)
     return directory
+
+
+@pytest.fixture
+def kernels(accepted: Path, tmp_path: Path) -> Path:
+    """A copy of them to tamper with."""
+    return shutil.copytree(accepted, tmp_path / "kernels")
 
 
 def test_what_was_accepted_stands(kernels: Path) -> None:
@@ -129,8 +136,14 @@ def test_edits_whose_programs_were_measured_again_are_listed() -> None:
     assert found == SUPERSEDED
 
 
-def test_committed_recordings_replay_to_their_kernels(runs_home: Path, no_compiler: None) -> None:
-    for name in COMMITTED:
+def test_committed_recordings_replay_to_their_kernels(
+    runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each on another fifth of the interpreter's runs, so that together they meet runs of every kind."""
+    every = cpu_numerics.runs
+    for place, name in enumerate(COMMITTED):
+        fifth = slice(place % 5, None, 5)
+        monkeypatch.setattr(cpu_numerics, "runs", lambda *given, fifth=fifth: [*every(*given)][fifth])
         program = replayed(name, SPECS, RECORDINGS / f"{name}.jsonl")
         report = Accepted.model_validate_json((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
         assert program.hash == report.identity.program_hash
@@ -142,7 +155,7 @@ def test_committed_recordings_say_nothing_of_the_machine() -> None:
         assert header.keys() <= {"run", "spec", "spec_hash", "provider", "attempts", "author", "model"}
 
 
-def test_a_recording_replays_to_its_kernel(kernels: Path, no_compiler: None) -> None:
+def test_a_recording_replays_to_its_kernel(kernels: Path, runs_home: Path, no_compiler: None) -> None:
     assert (
         replayed("toy", kernels, kernels / "toy.jsonl").to_json()
         == (kernels / "toy.program.json").read_text()

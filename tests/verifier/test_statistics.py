@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from coda_agent.verifier import statistics
 from coda_agent.verifier.statistics import Interval, across, detectable, ratio, through
 
 ROUNDS, TRIALS = 24, 40
@@ -17,6 +18,15 @@ def interval(estimate: float, below: float, above: float) -> Interval:
     """With these half widths in logarithms; the bootstrap's are half of them, Student's the whole."""
     ends = [(estimate * math.exp(-below * part), estimate * math.exp(above * part)) for part in (0.5, 1)]
     return Interval(estimate, *ends[1], 0.9, *ends)
+
+
+@pytest.mark.parametrize("rounds", [8, 13])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_both_ways_to_draw_anew_draw_the_same(rounds: int, processes: int) -> None:
+    """A report's interval may not depend on which one made it."""
+    draw = random.Random(processes)
+    rows = tuple(tuple(draw.gauss(0, 1) for _ in range(rounds)) for _ in range(processes))
+    assert statistics._equal_draws(rows, 7) == statistics._draws(rows, 7)
 
 
 def test_half_widths_of_both_steps_add_as_squares_in_logarithms() -> None:

@@ -236,26 +236,41 @@ def _accumulate(
     stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add one block of rows to ``stats``; return its tiles' sums of e^2 and r^2, and their element counts."""
-    t, g, r = (values.double() for values in (truth, got, yard))
-    rounded = truth if dtype.itemsize == 1 else truth.to(dtype)  # fp8 saturates: it holds all that is finite
-    if not _finite(rounded, g, r):
-        usable = _usable(stats, start, rounded.isfinite(), g, t, r)
-        t, g, r = (values.where(usable, 0.0) for values in (t, g, r))
-    stats.zeros += int(((g == 0) & (t != 0)).sum())
-    stats.g2 += float(g.square().sum())
-    stats.gt += float((g * t).sum())
-    e, r = g - t, r - t
-    stats.e_max = max(stats.e_max, float(e.abs().max()))
-    stats.r_max = max(stats.r_max, float(r.abs().max()))
-    stats.rt += float((r * t).sum())
-    e2, r2, t2 = e.square_(), r.square_(), t.square()
-    stats.e2 += float(e2.sum())
-    stats.r2 += float(r2.sum())
-    stats.t2 += float(t2.sum())
+    t, g, y = (values.double() for values in (truth, got, yard))
+    e, r = g - t, y - t
+    largest = [_largest(values) for values in (t, e, r)]
+    # fp8 saturates: it holds all that is finite
+    most = math.inf if dtype.itemsize == 1 else torch.finfo(dtype).max
+    if not all(map(math.isfinite, largest)) or largest[0] > most:
+        rounded = truth if dtype.itemsize == 1 else truth.to(dtype)
+        usable = _usable(stats, start, rounded.isfinite(), g, t, y)
+        t, g, e, r = (values.where(usable, 0.0) for values in (t, g, e, r))
+        largest = [_largest(values) for values in (t, e, r)]
+    if g.count_nonzero() < g.numel():
+        stats.zeros += int(((g == 0) & (t != 0)).sum())
+    stats.e_max, stats.r_max = max(stats.e_max, largest[1]), max(stats.r_max, largest[2])
+    stats.g2 += _dot(g, g)
+    stats.gt += _dot(g, t)
+    stats.t2 += _dot(t, t)
+    rt = r * t
+    stats.rt += float(rt.sum())
+    stats.r2t2 += _dot(rt, rt)
+    e2, r2 = e.square_(), r.square_()
+    stats.r4 += _dot(r2, r2)
     tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
-    stats.r4 += float(r2.square().sum())
-    stats.r2t2 += float(r2.mul_(t2).sum())
+    stats.e2 += float(tiles[0].sum())
+    stats.r2 += float(tiles[1].sum())
     return tiles
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude; NaN where a value is."""
+    low, high = values.aminmax()
+    return float(torch.maximum(-low, high))
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(a.flatten().dot(b.flatten()))
 
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
@@ -273,12 +288,6 @@ def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, ya
     return holds & ok & known
 
 
-def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are finite, judged by their sums: testing each value takes as long as the rest of
-    the gate. If a sum overflows, each value is tested."""
-    return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
-
-
 def _off_by_themselves(
     got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
 ) -> list[str]:
@@ -289,14 +298,16 @@ def _off_by_themselves(
     floors.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
-    size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
-    if not _finite(truth, got, yard):
-        usable = truth.isfinite() & got.isfinite() & yard.isfinite()
-        size, e, r = (values.where(usable, 0.0) for values in (size, e, r))
+    least = CANCELLED * floor
+    size, e = truth.abs(), (got - truth).abs()
+    if not (e > (size * SHARE).clamp_min(least)).any():
+        return []
+    r = (yard - truth).abs()
+    usable = truth.isfinite() & got.isfinite() & yard.isfinite()
+    size, e, r = (values.where(usable, 0.0) for values in (size, e, r))
     octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
     worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
     worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
-    least = CANCELLED * floor
     off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
     if loud and off.any():
         off &= e > least * _loudness(size)

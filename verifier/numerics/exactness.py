@@ -10,7 +10,8 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-CHUNK = 1 << 25  # elements compared at once, about 2 GB of fp64 temporaries
+#: Elements compared at once: about 2 GB of fp64 temporaries on a GPU, what a core's cache holds on a CPU.
+CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
 EXACT_BITS = 22  # of fp32's 24 bits: two are spare, for sums in another order than the reference's
 
 
@@ -39,7 +40,7 @@ def _is_exact(values: Tensor, truth: Tensor) -> bool:
 
 def rows_at_once(values: Tensor) -> int:
     """Rows to process at once: a multiple of a tile's."""
-    return max(TILE, CHUNK // values.shape[1] // TILE * TILE)
+    return max(TILE, CHUNK[values.device.type] // values.shape[1] // TILE * TILE)
 
 
 def matrix(tensor: Tensor) -> Tensor:

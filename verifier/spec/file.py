@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,10 +86,8 @@ class _NoAlias(Composer):
 
 
 def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
-    yaml = YAML()
-    yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
     try:
-        tree = yaml.load(text)
+        tree = _parsed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = str(error.problem or error.context).partition(" with value")[0]
@@ -103,6 +102,13 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
     return tree
+
+
+@lru_cache(32)  # a command loads its spec from several places; parsing takes most of the time
+def _parsed(text: str) -> Any:
+    yaml = YAML()
+    yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
+    return yaml.load(text)
 
 
 def _check_numbers(path: Path, node: Any, line: int) -> None:
