@@ -31,7 +31,7 @@ from coda_agent.primitives.lang.ops.reductions import (
     row_sums,
 )
 from coda_agent.primitives.lang.ops.stateful import head_sums, row_logsumexp, row_select
-from coda_agent.primitives.lang.ops.tiles import column_index, column_range, gemm, join, pairs
+from coda_agent.primitives.lang.ops.tiles import column_index, column_range, gemm, in_columns, join, pairs
 from coda_agent.primitives.lang.ops.vectors import per_column, per_head, per_row
 from coda_agent.primitives.lang.trace import kernel
 
@@ -47,6 +47,7 @@ __all__ = [
     "gelu",
     "gemm",
     "head_sums",
+    "in_columns",
     "join",
     "kernel",
     "log",

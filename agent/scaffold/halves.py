@@ -19,13 +19,15 @@ ADJACENT = (
 )
 EXAMPLE = "as specs/gemm_swiglu.yaml does"
 PARTS = (
-    "No kernel cuts a tile into blocks of columns. Where all parts are computed alike, return one output "
-    "that holds them: its reader cuts it without a copy. Else give each part a weight and a spec of its own"
+    "A kernel returns a block of a tile's columns as an output of its own with column_range(t, first, "
+    "width), and chooses by columns with in_columns, for a spec such as specs/gemm_qkv_rope.yaml: widths are "
+    "made of static dims. Nothing else takes a block: reductions and further products are of whole tiles"
 )
 UNLIKE = "No kernel joins tiles of unlike widths; return each as an output"
 ROTATED = (
     "rotates contiguous halves, as a rotary embedding does. A kernel rotates adjacent columns, as "
-    "specs/gemm_rope.yaml does: interleave the two halves of each head in the weight's rows (the result's "
+    "specs/gemm_rope.yaml does: interleave the two halves of each head in the weight's rows as it is loaded, "
+    "which checkpoints that keep q, k and v apart have copied then anyway (the result's "
     "columns are permuted alike, which a product of queries and keys does not show). "
 )
 

@@ -99,6 +99,7 @@ class StepWriter(Writer):
             self.resources.grains(),
             self.resources.sums[1] if self.resources.sums else None,
             self.resources.starts(),
+            tuple((first, past) for _, first, past in self.resources.bounds()),
         )
 
     # The class
@@ -298,10 +299,12 @@ class StepWriter(Writer):
 
     def number(self, index: int, template: str, values: Values) -> Iterator[str]:
         """Values computed from a lane's position."""
+        order = [node for node, *_ in self.resources.bounds()]
+        bounds = f"self.column_bounds[{order.index(index)}]" if index in order else ""
         count = int(2 * self.resources.width(index))
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
-            yield f"n{index}_{k} = {template.format(self.where(count, k))}"
+            yield f"n{index}_{k} = {template.format(self.where(count, k), bounds=bounds)}"
 
     def value(self, index: int, values: Values) -> list[str]:
         node = self.nodes[index]

@@ -147,8 +147,10 @@ def _attributes(
 ) -> tuple[tuple[str, Any], ...]:
     """Attributes of the step's class that its object also depends on."""
     starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
+    bounds = (("column_bounds", kernel.column_bounds(sizes)),) if kernel.bounds else ()
     return (
         *starts,
+        *bounds,
         ("deep", schedule.deep),
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),

@@ -75,7 +75,8 @@ class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads' widths in the
     GEMM's columns. ``grains``: divisors of its tiles' columns, some heads' widths among them. ``adds``: the
-    input that D is added to, where D overwrites it. ``starts``: the first columns of ranges, by name."""
+    input that D is added to, where D overwrites it. ``starts``: the first columns of ranges, by name.
+    ``bounds``: of choices by columns, the first column and the one past the last."""
 
     step: int
     name: str
@@ -92,6 +93,7 @@ class GemmKernel:
     grains: tuple[Dim, ...]
     adds: int | None = None
     starts: tuple[tuple[str, Dim], ...] = ()
+    bounds: tuple[tuple[Dim, Dim], ...] = ()
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
         """Whether a schedule's tile holds whole heads and whole pairs; ``sizes`` has the static dims."""
@@ -128,6 +130,10 @@ class GemmKernel:
     def range_starts(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
         """``starts`` at these sizes of the static dims."""
         return tuple((name, first(sizes)) for name, first in self.starts)
+
+    def column_bounds(self, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """``bounds`` at these sizes of the static dims."""
+        return tuple((first(sizes), past(sizes)) for first, past in self.bounds)
 
     def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """``periods`` at these static sizes."""

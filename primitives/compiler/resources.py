@@ -73,6 +73,12 @@ class StepResources(Writer):
         members = [i for shared in self.ranges.values() for i in shared]
         return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
 
+    def bounds(self) -> tuple[tuple[int, Dim, Dim], ...]:
+        """Of each choice by columns, its node, the first column and the one past the last."""
+        inside = [i for i in (*self.step.body, *self.step.sweep) if self.nodes[i].op == "in_columns"]
+        found = {i: list(map(Dim.parse, sizes_named(self.nodes[i]))) for i in sorted(inside)}
+        return tuple((i, first, first + width) for i, (first, width) in found.items())
+
     def load(self, index: int) -> Argument:
         width, dtype = self.width(index), self.dtype(index)
         role: Literal["load", "memory"] = "load" if self.streams(width, dtype) and width >= 1 else "memory"

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from quack.compile_utils import div_for_dtype, fake_batched
 from quack.epilogue.ops import EpiOp, TileStore, setup_epi_tensor
 
-__all__ = ["Range", "RangeStore"]
+__all__ = ["Range", "RangeStore", "within"]
 
 
 def _fake(key: Any, fctx: Any) -> Any:
@@ -26,6 +26,11 @@ def _issue(copies: cutlass.Constexpr, inside: tuple[Any, ...], src_idx: Any, dst
     for k in cutlass.range_constexpr(len(copies)):
         if inside[k]:
             copies[k](src_idx=src_idx, dst_idx=dst_idx)
+
+
+def within(column: Any, bounds: tuple[int, int]) -> Any:
+    """Whether a column lies from the first bound on, before the second."""
+    return (column >= bounds[0]) & (column < bounds[1])
 
 
 class Range(EpiOp):

@@ -281,7 +281,7 @@ class _Cutter:
         found = {
             "loaded": loads,
             "statistic": statistics,
-            "column_index": [i for i in step.sweep if self.nodes[i].op == "column_index"],
+            "column_index": [i for i in step.sweep if OPERATIONS[self.nodes[i].op].at],
             "per_head": read & set(step.repeats),
             "width": [i for i in read if self.nodes[i].op == "per_column" and self.width[step.index, i] != 1],
         }
@@ -343,6 +343,7 @@ class _Cutter:
             self.static(self.types[index].period, index)
             step.statistics.append(index)
             return ()
+        self.check_sizes(index)
         read = values_read(self.program, index)
         for argument in read:
             if self.types[argument].kind == "repeated":
@@ -353,16 +354,15 @@ class _Cutter:
         body.append(index)
         return () if node.op == "gemm" else read
 
+    def check_sizes(self, index: int) -> None:
+        """Check that the sizes that an operation names are known to the compiler."""
+        for size in sizes_named(self.nodes[index]):
+            if missing := sorted(Dim.parse(size).names - set(self.program.signature.static)):
+                op, names = self.nodes[index].op, ", ".join(missing)
+                raise self.fail("static", f"{op} of {size}: the spec must declare {names} static", index)
+
     def check_range(self, index: int, step: GemmStep) -> None:
-        """Check that a tile whose columns are stored apart has the accumulator's, at places known to the
-        compiler."""
-        first, _ = map(Dim.parse, sizes_named(self.nodes[index]))
-        if missing := sorted(first.names - set(self.program.signature.static)):
-            raise self.fail(
-                "static",
-                f"column_range from {first}: the spec must declare {', '.join(missing)} static",
-                index,
-            )
+        """Check that a tile whose columns are stored apart has the accumulator's."""
         if self.relative(self.nodes[index].args[0], step, reader=index) != 1:
             raise self.fail(
                 "width", f"column_range takes a tile as wide as its gemm: {diagnostics.RANGE}", index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cheats import blind, contract, documents, eights, graphs, mathematics, sandbox, takeover
+from cheats import blind, contract, documents, eights, graphs, heads, mathematics, sandbox, takeover
 
 THEMES = {
     "sandbox": sandbox.CHEATS,
@@ -12,6 +12,7 @@ THEMES = {
     "documents": documents.CHEATS,
     "mathematics": mathematics.CHEATS,
     "eights": eights.CHEATS,
+    "heads": heads.CHEATS,
     "blind": blind.CHEATS,
 }
 PROGRAMS = (*THEMES["graphs"], *THEMES["documents"])  # JSON that bypasses the tracer

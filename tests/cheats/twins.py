@@ -111,3 +111,30 @@ gate, up = pairs(z)
 act = silu(gate) * up
 return {"preact": z, "act": act, "out": gemm(act, w_down.mT)}
 """)  # fmt: skip
+EPS = twin("gemm_residual_partial_rmsnorm_eps", "y, w, x, gamma, eps", """
+h = gemm(y, w.mT) + x
+mean = row_sums(h * h) / h.columns
+return {"h": h, "hg": h * per_column(gamma), "rstd": rsqrt(mean + eps)}
+""")  # fmt: skip
+QKV = twin("gemm_rmsnorm_qkv_bias_rope", "x, w, rstd, bias, cos_sin, H, G, P", """
+heads, groups = 2 * P * H, 2 * P * G
+t = gemm(x, w.mT) * per_row(rstd) + per_column(bias)
+even, odd = pairs(t)
+cos, sin = pairs(per_head(cos_sin))
+turned = join(even * cos - odd * sin, even * sin + odd * cos)
+out = where(in_columns(t, 0, heads + groups), turned, t)
+q, k = column_range(out, 0, heads), column_range(out, heads, groups)
+return {"q": q, "k": k, "v": column_range(out, heads + groups, groups)}
+""")  # fmt: skip
+QKV_NORM = twin("gemm_rmsnorm_qkv_norm_rope", "x, w, rstd, gamma_q, gamma_k, eps, cos_sin, H, G, P", """
+width = 2 * P
+t = gemm(x, w.mT) * per_row(rstd)
+scale = rsqrt(head_sums(t * t, width) / width + eps)
+gamma = where(in_columns(t, 0, width * H), per_head(gamma_q), per_head(gamma_k))
+even, odd = pairs(t * per_head(scale) * gamma)
+cos, sin = pairs(per_head(cos_sin))
+turned = join(even * cos - odd * sin, even * sin + odd * cos)
+out = where(in_columns(t, 0, width * (H + G)), turned, t)
+q, k = column_range(out, 0, width * H), column_range(out, width * H, width * G)
+return {"q": q, "k": k, "v": column_range(out, width * (H + G), width * G)}
+""")  # fmt: skip

@@ -270,6 +270,7 @@ LANGUAGE: dict[str, Any] = {
     "repeated": repeated, "wrapped": lambda *given: repeated(*given[:-1]), "tabled": repeated,
     "table": lambda source: source,
     "put": put, "put_four": put_four, "put_head": put_head,
+    "within": lambda at, bounds: bounds[0] <= at < bounds[1],
     "at_subtile": lambda gemm, name, states, at: states[name],
     "fold": lambda gemm, name, state, values: state.fold(values),
     "statistic": lambda gemm, name, state: state.fragment(),
@@ -333,6 +334,7 @@ class Machine:
         product = (a.mT if kernel.a_transposed else a) @ (b.mT if kernel.b_transposed else b)
         made, place = self.module[kernel.name](), Place(*product.shape)
         made.head_widths, made.cta_tile_shape_mnk = kernel.head_widths(self.sizes), (128, 128, 64)
+        made.column_bounds = kernel.column_bounds(self.sizes)
         rows = torch.nn.functional.pad(product, (0, PAST, 0, PAST))
         resources: dict[str, Any] = {"place": place}
         kinds = {name: (kind, *rest) for kind, name, *rest in made._epi_ops}

@@ -3,10 +3,11 @@
 ``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
 (ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8 operands (the
 library's epilogues are for 16 bits), for the backward of cross-entropy (no operator gives a column's index),
-or for a head norm whose eps is an input (QuACK's eps is fixed). The call includes finishing the reductions,
-in the fastest way open to a user: QuACK's second kernel for RMSNorm, a torch sum, or a few operations under
-torch.compile. Values that depend on weights alone (rotary frequencies, a head's weight repeated for every
-head) are prepared outside the call. Importing this module imports nothing heavy.
+for a head norm whose eps is an input (QuACK's eps is fixed), or for packed heads of which some are rotated.
+The call includes finishing the reductions, in the fastest way open to a user: QuACK's second kernel for
+RMSNorm, a torch sum, or a few operations under torch.compile. Values that depend on weights alone (rotary
+frequencies, a head's weight repeated for every head) are prepared outside the call. Importing this module
+imports nothing heavy.
 """
 
 from __future__ import annotations

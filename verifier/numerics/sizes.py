@@ -58,7 +58,8 @@ def hidden(
     reaches: dict[tuple[int, ...], dict[str, int]] = {}  # each dim's largest extent, by the static dims
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
-            static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
+            known = random.choice(spec.cases).sizes if spec.static else {}
+            static = {dim: known[dim] for dim in spec.static}
             fixed = static | (dict.fromkeys(leading, rows) if rows else {})
             key = tuple(static.values())
             if key not in reaches:

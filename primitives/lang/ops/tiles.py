@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
@@ -177,18 +178,33 @@ register(
 )
 
 
-def _range(types: tuple[Type, ...], attribute: Attribute) -> Type:
+def _ranged(name: str, types: tuple[Type, ...], attribute: Attribute) -> Dim:
+    """The width of a range of a tile's columns."""
     if [t.kind for t in types] != ["tile"]:
-        raise ProgramError("arguments", f"column_range takes one tile, not {', '.join(map(str, types))}")
-    rows, columns = types[0].shape
+        raise ProgramError("arguments", f"{name} takes one tile, not {', '.join(map(str, types))}")
+    columns = types[0].shape[1]
     first, width = size_attributes(attribute, 2)
     if not all(size.never_negative() for size in (first, width, columns + -first + -width)):
         raise ProgramError(
             "shapes",
-            f"column_range of {width} columns from {first} on: {columns} columns do not have them at every "
-            "size",
+            f"{name} of {width} columns from {first} on: {columns} columns do not have them at every size",
         )
-    return Type("range", (rows, width))
+    return width
+
+
+def _range(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    width = _ranged("column_range", types, attribute)
+    return Type("range", (types[0].shape[0], width))
+
+
+def _inside(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    _ranged("in_columns", types, attribute)
+    return types[0]
+
+
+def _is_inside(torch: Any, t: Any, first: int, width: int) -> Any:
+    at = _columns(torch, t)
+    return ((at >= first) & (at < first + width)) * 1.0
 
 
 register(
@@ -204,7 +220,7 @@ register(
 
 def column_range(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
     """Some columns of a tile, for an output of their own: nothing else takes them. Compute over the whole
-    tile, choosing by column_index, and cut it last.
+    tile, choosing by in_columns, and cut it last.
 
     Shapes: [M, N] to [M, width]; ``first`` and ``width`` are made of static dims (parameters of the kernel)
     and whole numbers; the tile has its gemm's width. Dtypes: as stored. Cost: none beyond the store, and the
@@ -214,6 +230,31 @@ def column_range(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
         right = column_range(t, P, P)
     """
     return apply("column_range", t, attribute=f"{size_of(first)}, {size_of(width)}")
+
+
+register(
+    Operation(
+        "in_columns",
+        _inside,
+        _is_inside,
+        at="choose(within(column(place, {0}), {bounds}), 1.0, 0.0)",
+        reads=0,
+        sizes=2,
+        derivative=lambda g, y, t: (None,),
+    )
+)
+
+
+def in_columns(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
+    """1 in some columns of a tile, 0 elsewhere: for what some heads have and others have not.
+
+    Shapes: [M, N] to [M, N]; ``first`` and ``width`` as for column_range, in the tile's own columns. Dtypes:
+    fp32. Cost: half an instruction an element. Paper: family 3, tiles.
+
+        mine = in_columns(t, P, P)
+        louder = where(mine, 2 * t, t)
+    """
+    return apply("in_columns", t, attribute=f"{size_of(first)}, {size_of(width)}")
 
 
 def column_index(t: Tensor) -> Tensor:

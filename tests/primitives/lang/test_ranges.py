@@ -27,7 +27,7 @@ LINES = (
     "even, odd = pairs(t)",
     "cos, sin = pairs(per_head(cos_sin))",
     "turned = join(even * cos - odd * sin, even * sin + odd * cos)",
-    "kept = where(column_index(t) < heads + groups, turned, t)",
+    "kept = where(in_columns(t, 0, heads + groups), turned, t)",
 )
 ENDS = "'q': column_range(kept, 0, heads), 'k': column_range(kept, heads, groups)"
 WHOLE = f"return {{{ENDS}, 'v': column_range(kept, heads + groups, groups)}}"

@@ -29,8 +29,10 @@ pytestmark = pytest.mark.slow
 
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 EPS = 1e-6
-SMALL = {"M": 24, "K": 10, "N": 14, "D": 12, "F": 18, "V": 22, "H": 3, "P": 4}
-RAGGED = {"M": 300, "K": 144, "N": 208, "D": 144, "F": 208, "V": 208, "H": 7, "P": 16}
+SMALL = {"M": 24, "K": 10, "N": 14, "D": 12, "F": 18, "V": 22, "H": 3, "G": 2, "P": 4}
+RAGGED = {"M": 300, "K": 144, "N": 208, "D": 144, "F": 208, "V": 208, "H": 7, "G": 3, "P": 16}
+
+HEADS = {size["G"]: size["H"] for size in (SMALL, RAGGED)}  # of q, by those of k and v
 
 Tensors = dict[str, Tensor]
 Truth = Callable[[Tensors], Tensors]
@@ -144,6 +146,23 @@ def _(i: Tensors) -> Tensors:
 def _(i: Tensors) -> Tensors:
     t = F.linear(i["x"], i["w"]) * i.get("rstd", torch.ones(1))[:, None]
     return {"q": rotated(t, torch.complex(*halves(i["cos_sin"]))).flatten(1)}
+
+
+@truth("qkv_rope", "rmsnorm_qkv_rope", "rmsnorm_qkv_bias_rope", "rmsnorm_qkv_norm_rope")
+def _(i: Tensors) -> Tensors:
+    """By three products, with the parts of the weight that checkpoints keep apart."""
+    turn = torch.complex(*halves(i["cos_sin"]))
+    width, x = 2 * turn.shape[1], i["x"] * i.get("rstd", torch.ones(1))[:, None]
+    groups = next(g for g in HEADS if len(i["w"]) == (HEADS[g] + 2 * g) * width)
+    sizes = (HEADS[groups] * width, groups * width, groups * width)
+    weights, biases = i["w"].split(sizes), i.get("bias", torch.zeros(len(i["w"])).double()).split(sizes)
+    q, k, v = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    if "gamma_q" in i:
+        q, k = (
+            F.rms_norm(t.unflatten(1, (-1, width)), (width,), i[f"gamma_{name}"], eps_of(i)).flatten(1)
+            for name, t in (("q", q), ("k", k))
+        )
+    return {"q": rotated(q, turn).flatten(1), "k": rotated(k, turn).flatten(1), "v": v}
 
 
 @truth("rope_positions")
@@ -348,6 +367,11 @@ SLIPS = [
     ("rope", "(H, P, 2)).unbind(-1)", "(H, 2, P)).unbind(2)"),  # halves of a head, not neighbours
     ("rope", "even * cos - odd * sin", "even * cos + odd * sin"),
     ("rmsnorm_rope", " * rstd[:, None]", ""),
+    ("qkv_rope", "(2 * (H + G) * P, 2 * G * P), 1)\n", "(2 * G * P, 2 * (H + G) * P), 1)[::-1]\n"),  # v first
+    ("rmsnorm_qkv_rope", " * rstd[:, None]", ""),
+    ("rmsnorm_qkv_bias_rope", "(x @ w.mT) * rstd[:, None] + bias", "((x @ w.mT) + bias) * rstd[:, None]"),
+    ("rmsnorm_qkv_norm_rope", "normed[:, H:H + G] * gamma_k", "normed[:, H:H + G] * gamma_q"),
+    ("rmsnorm_qkv_norm_rope", "v = heads[:, H + G:]", "v = (heads * heads.abs().rsqrt())[:, H + G:]"),
     ("rope_positions", "* inv_freq", "* inv_freq.bfloat16().float()"),
     ("qk_norm_rope", " * gamma).unflatten(2, (P, 2))", ").unflatten(2, (P, 2))"),
     ("qk_norm_rope", "(t * t).mean(-1)", "(t * t).mean((1, 2))[:, None].expand(-1, H)"),
