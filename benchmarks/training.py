@@ -1,0 +1,303 @@
+"""Training a Hugging Face model with fused parts: ``python -m benchmarks.training``.
+
+``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100: a Llama or a Qwen3 of about 1B parameters,
+as it is, under ``torch.compile``, with Liger's kernels, and patched by ``fused.patch``. All arms share one set
+of parameters and one optimizer, and take turns in random order; a step is forward, backward and AdamW. Then
+each of two arms trains from the same start for some steps. ``draw FILE PAGE`` makes a page of it, anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from coda_agent import fused
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.gpu.telemetry import device
+from coda_agent.verifier.statistics import ratio
+
+PLAIN, COMPILED, LIGER, FUSED, BOTH = (
+    "transformers",
+    "torch.compile",
+    "Liger",
+    "fused",
+    "fused, torch.compile",
+)
+ARMS = (PLAIN, COMPILED, LIGER, FUSED, BOTH)
+BATCH, LENGTH = 4, 4096
+ROUNDS, STEPS = 12, 200
+RATE = 1e-4
+PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
+SAID = 300  # characters of an error
+
+Step = Callable[[Tensor], Tensor]  # ids to a loss
+
+
+class Arm(NamedTuple):
+    """A way to compute the loss; ``rotary``: the function that its model's module has while it runs."""
+
+    loss: Step
+    rotary: Any
+
+
+def model(kind: str, **changed: Any) -> Any:
+    """A random causal model of about 1B parameters in bf16: of Llama 3.2 1B's sizes, or a Qwen3 as wide."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "hidden_size": 2048,
+        "num_attention_heads": 32 if kind == "llama" else 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64 if kind == "llama" else 128,
+        "intermediate_size": 8192 if kind == "llama" else 6144,
+        "num_hidden_layers": 16 if kind == "llama" else 20,
+        "vocab_size": 128256 if kind == "llama" else 151936,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
+    config, made = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    return made(config(**sizes | changed)).to(torch.bfloat16).train()
+
+
+def sharing(source: nn.Module) -> Any:
+    """A copy of a model with the same parameters and buffers."""
+    shared = [*source.parameters(), *source.buffers()]
+    return copy.deepcopy(source, {id(t): t for t in shared})
+
+
+def arm(name: str, source: nn.Module, kind: str) -> Arm:
+    """An arm over a model's parameters."""
+    own, code = sharing(source), _code(kind)
+    usual = rotary = code.apply_rotary_pos_emb
+    if name == LIGER:
+        from liger_kernel import transformers as liger
+
+        apply = {"llama": liger.apply_liger_kernel_to_llama, "qwen3": liger.apply_liger_kernel_to_qwen3}[kind]
+        apply(model=own)  # which changes the module's rotation for all models
+        rotary, code.apply_rotary_pos_emb = code.apply_rotary_pos_emb, usual
+    if name in (FUSED, BOTH):
+        fused.patch(own)
+    run = torch.compile(own) if name in (COMPILED, BOTH) else own
+    return Arm(lambda ids: run(input_ids=ids, labels=ids).loss, rotary)
+
+
+def _code(kind: str) -> Any:
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3 import modeling_qwen3
+
+    return {"llama": modeling_llama, "qwen3": modeling_qwen3}[kind]
+
+
+class Trainer:
+    """The arms over one set of parameters and one optimizer."""
+
+    def __init__(self, kind: str, source: nn.Module, vocabulary: int, where: str):
+        self.kind, self.source, self.where = kind, source, where
+        self.optimizer = torch.optim.AdamW(source.parameters(), lr=RATE, fused=where == "cuda")
+        self.vocabulary = vocabulary
+
+    def text(self, seed: int, batch: int = BATCH, length: int = LENGTH) -> Tensor:
+        """Token ids [batch, length] that follow each other by a rule, so that there is something to learn."""
+        drawn = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 512, (batch, length), generator=drawn)
+        ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % min(512, self.vocabulary)
+        return ids.to(self.where)
+
+    @contextmanager
+    def running(self, each: Arm) -> Iterator[None]:
+        code = _code(self.kind)
+        usual, code.apply_rotary_pos_emb = code.apply_rotary_pos_emb, each.rotary
+        try:
+            yield
+        finally:
+            code.apply_rotary_pos_emb = usual
+
+    def step(self, each: Arm, ids: Tensor) -> Tensor:
+        """Forward, backward and the optimizer's step: the loss."""
+        with self.running(each):
+            loss = each.loss(ids)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def timed(self, each: Arm, ids: Tensor) -> float:
+        """Milliseconds of a step."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.step(each, ids)
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    def peak(self, each: Arm, ids: Tensor) -> int:
+        """The most bytes that are allocated in a step."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.step(each, ids)
+        return torch.cuda.max_memory_allocated()
+
+    def losses(self, each: Arm, start: Mapping[str, Tensor], steps: int, **sizes: int) -> list[float]:
+        """The losses of training from ``start``."""
+        self.source.load_state_dict(start)
+        self.optimizer.state.clear()
+        found = [self.step(each, self.text(seed, **sizes)) for seed in range(steps)]
+        return torch.stack(found).float().tolist()
+
+
+def measure(kind: str, seconds: float, out: Path) -> None:
+    """Everything of one model; ``out`` is written after each stage."""
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    begun, source = time.monotonic(), model(kind).cuda()
+    entry: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "where": device(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "parameters": sum(p.numel() for p in source.parameters()),
+        "tokens": BATCH * LENGTH,
+        "times": {},
+        "peak": {},
+        "failed": {},
+        "losses": {},
+    }
+    found[kind] = entry
+
+    def keep(said: str) -> None:
+        write_atomic(out, json.dumps(found, indent=1))
+        print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
+
+    trainer = Trainer(kind, source, source.config.vocab_size, "cuda")
+    start = {n: t.cpu().clone() for n, t in source.state_dict().items()}
+    arms: dict[str, Arm] = {}
+    for name in ARMS:
+        try:
+            made = arm(name, source, kind)
+            for _ in range(2):
+                trainer.step(made, trainer.text(1))
+            entry["peak"][name] = trainer.peak(made, trainer.text(1))
+            arms[name] = made
+        except Exception as error:  # another library's failure is its result
+            traceback.print_exc()
+            entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
+            trainer.optimizer.zero_grad(set_to_none=True)
+        keep(f"{name} is ready")
+        if time.monotonic() - begun > seconds:
+            return
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(ROUNDS + 2):
+        for name in random.sample(list(arms), len(arms)):
+            taken = trainer.timed(arms[name], trainer.text(number))
+            times[name] += [taken] if number > 1 else []  # the first rounds heat the GPU
+    entry["times"] = times
+    keep("times")
+    print(table({kind: entry}), flush=True)
+    for name in (COMPILED, BOTH):
+        if name in arms and time.monotonic() - begun < seconds:
+            entry["losses"][name] = trainer.losses(arms[name], start, STEPS, length=LENGTH // 4)
+            keep(f"losses of {name}")
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Tokens a second and peak memory by model and arm, and the ratio to the fastest arm that is not ours."""
+    lines = ["| model | arm | ms a step | tokens a second | peak, GiB | speed over the best of theirs |"]
+    lines.append("|---|---|---|---|---|---|")
+    for kind, entry in found.items():
+        medians = {name: statistics.median(each) for name, each in entry["times"].items()}
+        best = min((n for n in medians if n in (PLAIN, COMPILED, LIGER)), key=lambda n: medians[n])
+        for name, each in entry["times"].items():
+            over = ratio(entry["times"][best], each)
+            lines.append(
+                f"| {kind} | {name} | {medians[name]:.1f} | {entry['tokens'] / medians[name] * 1000:,.0f} "
+                f"| {entry['peak'][name] / 2**30:.1f} "
+                f"| {over.estimate:.3f} [{over.low:.3f}, {over.high:.3f}] |"
+            )
+    return "\n".join(lines)
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page in Markdown."""
+    where = next(iter(found.values()))["where"]
+    versions = next(iter(found.values()))["versions"]
+    said = [f"{name} {number}" for name, number in versions.items()]
+    dates = sorted({entry["date"][:10] for entry in found.values()})
+    failures = [f"- {kind}, {n}: {why}" for kind, e in found.items() for n, why in e["failed"].items()]
+    return PAGE.format(
+        where=f"{where['gpu']}, {', '.join(said)}, {' and '.join(dates)}",
+        sizes="; ".join(f"{kind}: {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
+        batch=BATCH,
+        length=LENGTH,
+        rounds=ROUNDS,
+        table=table(found),
+        losses=_losses(found),
+        failures="\n".join(["What did not run:", "", *failures, ""]) if failures else "",
+    )
+
+
+def _losses(found: Mapping[str, Any]) -> str:
+    lines = ["| model | steps | first loss | last loss, each arm | largest difference of a step |"]
+    lines.append("|---|---|---|---|---|")
+    for kind, entry in found.items():
+        if len(entry["losses"]) == 2:
+            (one, first), (other, second) = entry["losses"].items()
+            apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
+            last = f"{one} {first[-1]:.4f}, {other} {second[-1]:.4f}"
+            lines.append(f"| {kind} | {len(first)} | {first[0]:.4f} | {last} | {apart:.4f} |")
+    return "\n".join(lines)
+
+
+PAGE = """# Training with fused parts
+
+{where}. Drawn by `python -m benchmarks.training draw` from what `measure` wrote.
+
+A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
+(parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;
+medians, ratios with 95% intervals.
+
+{table}
+
+Peak memory is the most that PyTorch allocated in a step, parameters and optimizer included.
+
+## Losses
+
+Both arms start from the same parameters and see the same tokens.
+
+{losses}
+
+{failures}"""
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training")
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("file", type=Path)
+    measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
+    measuring.add_argument("--seconds", type=float, default=500.0, help="after which no stage begins")
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("file", type=Path)
+    drawing.add_argument("page", type=Path)
+    arguments = parser.parse_args(given)
+    if arguments.command == "measure":
+        measure(arguments.model, arguments.seconds, arguments.file)
+    else:
+        write_atomic(arguments.page, page(json.loads(arguments.file.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()
