@@ -95,7 +95,7 @@ class ByDerivation(OnePass):
         dh1 = ffn["d_h"]
         out = dh1.mT @ kept.attended.a
         dzs, sums = self.turned_back(kept.attended, dh1 @ weights.out, kept.rstd)
-        of_row = sums * kept.rstd.square() * (-0.5 / width)
+        of_row = -sums * kept.rstd.square() / width
         mixing = self.projection(
             tile=dzs, row=of_row, d_stream=dh1, out=kept.x, gamma_in=weights.attention_norm, w_qkv=weights.qkv
         )
@@ -115,9 +115,12 @@ def backwards(shape: Shape) -> dict[str, Derived]:
         outputs=inner.outputs | {"stream": "M, D"},
         body=lambda out, **others: inner.body(out=out, **others) | {"stream": out},
     )
+    mlp, projection = chains.mlp().program("mlp"), beside.program("attention_in")
     return {
-        "mlp": derive(chains.mlp().program("mlp"), sizes, of=("out",)),
-        "projection": derive(beside.program("attention_in"), sizes, of=("qkv", "stream")),
+        "mlp": derive(mlp, sizes, wrt=("h", "gamma", "w_up", "w_down"), of=("out",)),
+        "projection": derive(
+            projection, sizes, wrt=("out", "gamma_in", "w_qkv"), of=("qkv", "stream")
+        ),
     }
 
 

@@ -1,7 +1,7 @@
 """Training a Hugging Face model with fused parts: ``python -m benchmarks.training``.
 
-``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100: a Llama or a Qwen3 of about 1B parameters,
-as it is, under ``torch.compile``, with Liger's kernels, and patched by ``fused.patch``. All arms share one set
+``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100: a Llama or Qwen3 of about 1B parameters, as
+it is, under ``torch.compile``, with Liger's kernels, and patched by ``fused.patch``. All arms share one set
 of parameters and one optimizer, and take turns in random order; a step is forward, backward and AdamW. Then
 each of two arms trains from the same start for some steps. ``draw FILE PAGE`` makes a page of it, anywhere.
 """
