@@ -43,9 +43,9 @@ class Handoff:
 
     def __init__(
         self,
-        directory: str | Path | None,
-        author: str,
+        directory: str | Path | None = None,
         *,
+        author: str,
         time_limit: float = 3600.0,
         settle: float = 10.0,
         patience: float = 60.0,

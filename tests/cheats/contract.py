@@ -173,7 +173,7 @@ NUMBERS = (
         "a case's head",
         "The 1B case's 64 columns for every head.",
         {"head_sums(t * t, 2 * P)": "head_sums(t * t, 64)"},
-        refused("argument", "the width is a static dim"),
+        refused("width", "is not divisible by 64"),
     ),
 )
 PARAMETERS = (

@@ -199,7 +199,7 @@ def test_the_readmes_headline_is_what_was_measured() -> None:
     [
         (("--from", "there", "--quick"), "--quick", "--from draws existing results; to measure more"),
         (("--from", "there", "--processes", 2, "--rounds", 20), "--processes and --rounds", "leave --from"),
-        (("--from", "there", "--budget-seconds", 9, "--again"), "--budget-seconds and --again", "give --out"),
+        (("--from", "there", "--budget-seconds", 9, "--again"), "--budget-seconds and --again", "to --out"),
         (("--install", "--from", "there", "--all"), "--all and --from", "--install only creates"),
         (("--install", "--quick", "--json"), "--quick and --json", "compare afterwards, without it"),
         (("--quick", "--all"), "--all", "--quick has three rows; leave one of the two out"),
@@ -226,14 +226,14 @@ def test_an_option_that_would_do_nothing_is_refused(
 
 def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--out", tmp_path)
-    assert status == ABSENT and "takes an H100" in said and not list(tmp_path.iterdir())
+    assert status == ABSENT and "needs an H100" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--columns", "nobody"), "there is no column 'nobody'"),
-        (("--columns", ""), "there is no column ''"),
+        (("--columns", "nobody"), "no column 'nobody'"),
+        (("--columns", ""), "no column ''"),
         (("--columns", "human", "--columns", "roofline"), "every table has roofline; leave it out"),
         (("--only", "gemm_nothing"), "there is no gemm_nothing"),
     ],

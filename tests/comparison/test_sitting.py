@@ -59,17 +59,14 @@ def as_it_is(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Interpreted:
-    """A model's kernel, interpreted: as a contender, what it makes, and that one's plan. ``change``: of its
-    answers. It remembers the inputs of its calls."""
+    """A model's kernel, interpreted, and its plan. ``change``: of its answers. It remembers the inputs of its
+    calls."""
 
     program: Program
     change: Change = as_it_is
     seen: list[Tensors] = field(default_factory=list)
 
-    def made(self) -> Interpreted:
-        return self
-
-    def plan(self, inputs: Tensors) -> Interpreted:
+    def plan(self, inputs: Tensors, sizes: Mapping[str, int]) -> Interpreted:
         return self
 
     def in_place(self, inputs: Tensors) -> dict[str, Tensor]:

@@ -129,7 +129,7 @@ def test_threads_share_one_plan(counted: list[dict[str, int]]) -> None:
 def test_what_cannot_be_launched_says_so(counted: list[dict[str, int]]) -> None:
     program, plans = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans()
     odd = {"x": torch.zeros(8, 6).bfloat16(), "w": torch.zeros(12, 6).bfloat16(), "rstd": torch.ones(8)}
-    with pytest.raises(LaunchError, match="rows of 6 bf16 are no multiple of 16 bytes"):
+    with pytest.raises(LaunchError, match="rows of 6 bf16 are not a multiple of 16 bytes"):
         plans.get(program, odd, ("x", "w", "rstd"))
     with pytest.raises(LaunchError, match="input 'x' has shape"):
         plans.get(program, drawn(8) | {"w": torch.zeros(128, 56).bfloat16()}, ("x", "w", "rstd"))

@@ -101,6 +101,17 @@ def _head_sums(t: Eager, width: Any) -> Eager:
     return Eager(t.value.reshape(rows, columns // width, width).sum(2), "statistic")
 
 
+def _between(t: Eager, first: Any, width: Any) -> slice:
+    start, wide = (int(n.value if isinstance(n, Eager) else n) for n in (first, width))
+    return slice(start, start + wide)
+
+
+def _in_columns(t: Eager, first: Any, width: Any) -> Eager:
+    mask = torch.zeros_like(t.value)
+    mask[:, _between(t, first, width)] = 1
+    return Eager(mask)
+
+
 def _rope(t: Eager, positions: Eager, inverse: Eager) -> Eager:
     even, odd = t.value[:, 0::2], t.value[:, 1::2]
     angles = torch.outer(positions.value, inverse.value)
@@ -132,6 +143,8 @@ VOCABULARY: dict[str, Any] = {
     "join": _join,
     "rope": _rope,
     "column_index": lambda t: Eager(torch.ones_like(t.value).cumsum(1) - 1),
+    "in_columns": _in_columns,
+    "column_range": lambda t, first, width: Eager(t.value[:, _between(t, first, width)]),
     "per_row": lambda v: Eager(v.value.reshape(-1, 1)),
     "per_column": lambda v: Eager(v.value.reshape(1, -1)),
     "per_head": _per_head,

@@ -43,6 +43,7 @@ MASKS = (
     "where(column_index({0}) >= {0}.columns - 5, 0.25, {0})",
     "{0} + column_index({0}) / {0}.columns",
 )
+HEAD_MASKS = ("where(in_columns({0}, P, P), {0}, 0.5)", "{0} * (2 - in_columns({0}, 0, P))")
 ROW_REDUCTIONS = (
     "row_sums({0}) / {0}.columns", "row_sums({0} * {0}) / {0}.columns", "row_max({0})", "row_abs_max({0})",
     "row_max(-{0})", "row_logsumexp({0})", "row_logsumexp({0} * 8) / 8",
@@ -302,7 +303,8 @@ class Writer:
             self.tiles.append(t._replace(name=name, width=DOUBLE[t.width], pure=t.pure and other.pure))
 
     def move_mask(self, t: Tile) -> None:
-        text = self.random.choice(MASKS)
+        heads = HEAD_MASKS if t.space.heads and t.width != "half" else ()
+        text = self.random.choice((*MASKS, *heads))
         index = self.indices(t.space) if "{1}" in text else ""
         self.tiles.append(t._replace(name=self.line(text.format(t.name, index)), pure=False))
 
@@ -385,6 +387,15 @@ class Writer:
                 shape = (space.rows, str(Dim.parse(space.columns("one")).divided(Dim.parse(period))))
         self.outputs[name] = TensorType(tuple(Dim.parse(d) for d in shape), dtype)
 
+    def cut(self) -> None:
+        """Some columns of a tile of heads, as an output of their own."""
+        whole = [t for t in self.tiles if t.home >= 0 and t.space.heads and t.width == "one"]
+        if whole:
+            t = self.recent(whole)
+            name = self.line(f"column_range({t.name}, P, P)")
+            dtype = self.random.choice(("bf16", "fp16", "fp32"))
+            self.outputs[name] = TensorType((Dim.parse(t.space.rows), Dim.parse("P")), dtype)
+
     def finish(self) -> None:
         """Outputs: the last value of each step, and a few others."""
         made: list[Any] = [t for t in self.tiles if t.home >= 0 or self.chance(0.5)]
@@ -396,6 +407,8 @@ class Writer:
         chosen += vectors[-1:] if self.chance(0.5) else []
         if self.chance(0.2):
             self.update()
+        if self.chance(0.3):
+            self.cut()
         for value in chosen:
             if value.name not in self.outputs:
                 self.output(value)

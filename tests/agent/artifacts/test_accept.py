@@ -135,7 +135,7 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     )
     changed = Outcome(other, outcome.source, outcome.kernel, outcome.authorship, outcome.usage)
     run = runs.reopen(name)
-    with run.journal, pytest.raises(Refused, match="toy: the evidence covers another lowering"):
+    with run.journal, pytest.raises(Refused, match="toy: the evidence is for another lowering"):
         accept(changed, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
 
@@ -192,7 +192,7 @@ def test_an_acceptance_that_is_interrupted_leaves_nothing(
 
 def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("no folder")
-    with pytest.raises(Refused, match="kernels: File exists; see that it can be written, and accept"):
+    with pytest.raises(Refused, match="kernels: File exists; make it writable and accept again"):
         put(accepted_run(spec), tmp_path / "kernels")
 
 

@@ -175,7 +175,7 @@ def test_a_budget_that_nobody_counts(command: Command, spec: Path, budget: tuple
     assert runs.names() == []
     other, mine = make_run(spec, provider="replay"), make_run(spec, provider="mcp")
     done = command("resume", other, mine, "--no-gpu", *budget)
-    assert done.status == 2 and words in done.err and "author by mcp" in done.err
+    assert done.status == 2 and words in done.err and "spending of mcp" in done.err
     assert Budget(budget_seconds=9.0).limits().to_json() == {"seconds": 9.0}
     setup.refuse_uncounted("handoff", Budget(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
     setup.refuse_uncounted("replay", Budget(budget_dollars=1.0).limits())

@@ -51,7 +51,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "no UTF-8": (lambda name: change(name, "UPDATE header SET json = CAST(x'ff' AS TEXT)"), "journal.db"),
     "no text": (lambda name: change(name, "UPDATE events SET kind = x'00'"), "event 1"),
     "no time": (lambda name: change(name, "UPDATE events SET time = 'now'"), "event 1"),
-    "a list": (lambda name: change(name, "UPDATE events SET payload = '[]'"), "no JSON object"),
+    "a list": (lambda name: change(name, "UPDATE events SET payload = '[]'"), "not a JSON object"),
     "deep": (lambda name: change(name, "UPDATE events SET payload = ?", "[" * 9999), "nested too deep"),
     "a number": (lambda name: change(name, "UPDATE events SET key = 'report/x' WHERE seq = 3"), "event 3"),
     "tokens": (payload("answer/1", lambda p: p["usage"].update(input_tokens="x")), "answer/1.usage.input"),

@@ -326,7 +326,7 @@ def answers(place: Path, request: pytest.FixtureRequest) -> Try:
 
     def attempt(damage: Damage) -> None:
         (place / "answer-1.md").write_bytes(damage.bytes(sound.encode()))
-        asked = Handoff(place, "Ada", time_limit=0, settle=0, patience=0)
+        asked = Handoff(place, author="Ada", time_limit=0, settle=0, patience=0)
         turn = asked.next_turn(Question("S", ASK))
         extract(turn.text), improve.schedules(turn.text)
 

@@ -259,7 +259,7 @@ async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str
     write_toy(place, "toy", "secret").rename(place / "secret.yaml")
     async with here as client:
         for given in (spec, str(place / "secret")):
-            assert "there is no spec" in await refused(client, "prompt", spec=given)
+            assert ": no spec " in await refused(client, "prompt", spec=given)
     assert runs.names() == []
 
 
@@ -331,7 +331,7 @@ async def test_attempts_are_used_up(here: Client) -> None:
             await said(client, "check", run=name, source=draft)
         assert "Attempts left: 0." in await said(client, "verify", run=name, source=UNSCALED)
         for tool in ("verify", "check"):
-            assert "used its 2 attempts up" in await refused(client, tool, run=name, source=TOY_KERNEL)
+            assert "used all 2 attempts" in await refused(client, tool, run=name, source=TOY_KERNEL)
         assert "only a checked kernel" in await refused(client, "measure", run=name)
     expected = ["prompt", "answer/1", "report/1", "draft/2.1", "draft/2.2", "answer/2", "report/2"]
     assert keys(name) == expected

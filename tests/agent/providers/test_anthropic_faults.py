@@ -206,7 +206,7 @@ def test_empty_answers_are_counted_without_the_faults_before_them() -> None:
 
 def test_an_answer_that_the_budget_cut_ends_out_of_budget(tmp_path: Path) -> None:
     cut = fake.answer("half", "max_tokens", output_tokens=1500)
-    remedy = r"budget had 1,689 tokens .*resume the run with a larger --budget-tokens or --budget-dollars"
+    remedy = r"cut off at 1,689 tokens, .*resume the run with a larger --budget-tokens or --budget-dollars"
     with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
         ledger = Ledger(journal, Limits(tokens=fake.COUNTED + 1689), turn=1)
         with pytest.raises(OutOfBudget, match=remedy) as caught:

@@ -491,7 +491,7 @@ def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     with run.journal:
         author, limits = make("claude-code"), Limits(dollars=0.001)
         loop = Loop(run.journal, run.spec, setup.work_of(run), author, Notes(), limits=limits)
-        assert "of 0.001 dollars are used up" in loop.run().stopped
+        assert "of 0.001 dollars used" in loop.run().stopped
     (found,) = past()
     assert (found.attempts, found.spent) == (1, Spent(WHOLE, 0.001242))
 

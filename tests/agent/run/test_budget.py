@@ -142,7 +142,7 @@ def test_a_model_that_only_the_answer_tells_is_reserved_in_tokens(journal: Journ
     assert amounts(book) == (3000, 0, 3000, 0)
     answer(journal, book, Usage(10, 10), dollars=3.5)
     assert amounts(book) == (20, 3.5, 0, 0)
-    with pytest.raises(OutOfBudget, match="3.5 of 1 dollars are used up"):
+    with pytest.raises(OutOfBudget, match="3.5 of 1 dollars used"):
         book.reserve("", 1000, 2000)
 
 
@@ -166,7 +166,7 @@ def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
     book = ledger(journal, tokens=10_000)
     assert book.reserve(MODEL, 4000, 3000).max_tokens == 3000
     assert book.reserve(MODEL, 1000, 32_000).max_tokens == 2000
-    with pytest.raises(OutOfBudget, match=r"10,000 of 10,000 tokens are used up.*--budget-tokens"):
+    with pytest.raises(OutOfBudget, match=r"10,000 of 10,000 tokens used.*--budget-tokens"):
         book.reserve(MODEL, 1, 3000)
     book = ledger(journal, tokens=15_000)
     with pytest.raises(OutOfBudget, match="has 900 tokens left for an answer, after 10,000 tokens"):
@@ -179,7 +179,7 @@ def test_dollars_shrink_an_answer_at_the_dearest_price(journal: Journal) -> None
     book = ledger(journal, dollars=0.10)
     charge = book.reserve(MODEL, 4000, 32_000)
     assert charge.max_tokens == 3000  # after 4000 at 6.25 dollars a million, at 25
-    with pytest.raises(OutOfBudget, match=r"0.1 of 0.1 dollars are used up.*--budget-dollars"):
+    with pytest.raises(OutOfBudget, match=r"0.1 of 0.1 dollars used.*--budget-dollars"):
         book.afford()
     with pytest.raises(OutOfBudget, match="no price is known for claude-of-nowhere"):
         ledger(journal, dollars=5).reserve("claude-of-nowhere", 10, 2000)
@@ -247,7 +247,7 @@ def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) 
     with run.journal:
         going = loop(run, Scripted([BAD, GOOD]), limits=Limits(seconds=3600.0))
         going.ledger.began -= 3600
-        with pytest.raises(OutOfBudget, match=r"of 3,600 seconds are used up.*--budget-seconds"):
+        with pytest.raises(OutOfBudget, match=r"of 3,600 seconds used.*--budget-seconds"):
             going.run()
 
 
@@ -277,7 +277,7 @@ def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callabl
             provider.ledger = going.ledger
             outcome = going.run()
         assert outcome.report.status == ("accepted" if accepted else "rejected")
-        assert re.search(r"of 3,600 seconds are used up.*--budget-seconds", outcome.stopped)
+        assert re.search(r"of 3,600 seconds used.*--budget-seconds", outcome.stopped)
 
 
 def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
@@ -399,7 +399,7 @@ def test_a_gate_is_cut_off_at_the_deadline(
         else:
             real = cpu_numerics.runs
             patch.setattr(cpu_numerics, "runs", lambda *given: itertools.repeat(next(real(*given))))
-        with pytest.raises(OutOfBudget, match="of 1.2 seconds are used up.*--budget-seconds"):
+        with pytest.raises(OutOfBudget, match="of 1.2 seconds used.*--budget-seconds"):
             loop(run, Scripted([GOOD]), notes, limits=Limits(seconds=1.2)).run()
         assert [e.key for e in run.journal.events()] == ["prompt", "answer/1", "stopped/1"]
     assert notes.gates and not notes.reports and all(c.returncode is not None for c in compilers)

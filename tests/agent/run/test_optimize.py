@@ -279,7 +279,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
     bundle.measure(path, bundle.read(path), results, Options(), progress=quiet)
-    assert seen["raw"] == edit(spec) and seen["kept"].program == program(spec)
+    assert seen["edited"] == edit(spec) and seen["kept"].kernel.program == program(spec)
     bundle.take(results)
     again = runs.reopen(run.name)
     with again.journal:

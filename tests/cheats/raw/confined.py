@@ -98,7 +98,7 @@ ANSWERS = (
     ),
     says(
         "a folder for an object", "Reading it is an error.", f"target.mkdir()\n{END}",
-        rejected("compile", "no_object", "is no file"),
+        rejected("compile", "no_object", "not a file"),
     ),
     says(
         "an object without end", "All the memory of its parent.",
@@ -113,7 +113,7 @@ ANSWERS = (
     ),
     says(
         "an answer before the answer", "The parent may read the first of two.", "os.write(pipe, done)",
-        rejected("compile", "forged", "no answer"),
+        rejected("compile", "forged", "no valid answer"),
     ),
     says(
         "an answer that is none", "Numbers that no compile has.",
@@ -121,7 +121,7 @@ ANSWERS = (
     ),
     says(
         "an answer too deep", "Its parent's parser runs out of stack.",
-        "done = b'[' * 100000\n" + END, rejected("compile", "forged", "no answer"),
+        "done = b'[' * 100000\n" + END, rejected("compile", "forged", "no valid answer"),
     ),
     says(
         "a flood", "Its parent listens until its memory is full.",

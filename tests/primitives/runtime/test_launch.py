@@ -292,7 +292,7 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
     monkeypatch.setattr(launch, "tuned", tuned)
     Kernel.load(path, edited=raw).plan(inputs)
     assert raced == [{0: proved[:2]}]
-    unproved = "step 0: no report covers the edited text on a schedule that these sizes admit"
+    unproved = "step 0: no report says that the edited text is right on a schedule"
     raw.write_text(text + "# again\n")  # no longer what was measured
     with pytest.raises(LaunchError, match=unproved):
         Kernel.load(path, edited=raw).plan(inputs)

@@ -151,7 +151,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     ("body", "words"),
     [
         ("time.sleep(600)", "did not finish in 1 s"),
-        ("x = bytearray(1 << 30)", "took over 0.25 GB of memory: .*MemoryError"),
+        ("x = bytearray(1 << 30)", "exceeded 0.25 GB of memory: .*MemoryError"),
         ("os.abort()", "died with status -6"),  # while its child holds its output
         ("sys.stderr.write('x' * (1 << 22) + 'the reason'); sys.exit(3)", "x the reason|xthe reason"),
     ],
@@ -171,8 +171,9 @@ def test_a_compiler_is_ended_with_all_it_started(
 
 
 COMPILE = "import sys\nfrom coda_agent.primitives.runtime.compile import report\n"
+COMPILE += "from coda_agent.primitives.compiler.kernel_source import KernelSource\n"
 COMPILE += "from coda_agent.primitives.lang.ir import Program\n"
-COMPILE += "report(Program.from_json(sys.stdin.read()), {})"
+COMPILE += "report(KernelSource(Program.from_json(sys.stdin.read())), {})"
 
 
 # In the place of QuACK, which only the compiler imports: it says which process it is in, and does not end.
