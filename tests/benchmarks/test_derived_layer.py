@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -44,3 +45,8 @@ def test_the_page_has_medians_and_ratios() -> None:
     page = derived_layer.page({"1B": entry})
     assert "| 1B | backward | 2.000 | 2.000 | 2.000 | 1.000 | 2.000 [2.000, 2.000] | 2.000" in page
     assert "| 1B | 0.500 | 1.500 | 1.500 | 1.000 |" in page and "| 1B | derived | d x | 0.0100 |" in page
+
+
+def test_the_committed_page_is_drawn_from_its_samples() -> None:
+    found = json.loads(Path("docs/layer_derived.json").read_text(encoding="utf-8"))
+    assert Path("docs/layer_derived.md").read_text(encoding="utf-8") == derived_layer.page(found)
