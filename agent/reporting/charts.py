@@ -1,101 +1,176 @@
-"""Charts as inline SVG: when a run's events happened, and how long each arm of a case took.
-
-Every chart has a title and every mark its own, with the figures in words.
-"""
+"""Draw charts with matplotlib, for pages that embed them as SVG. The extra ``draw`` installs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from io import BytesIO
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from coda_agent.agent.reporting.pages import macro
+from coda_agent.agent import extras
+from coda_agent.agent.reporting.safe_text import visible
 
-__all__ = ["Mark", "bars", "duration", "number", "timeline"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Mark",
+    "bars",
+    "duration",
+    "element",
+    "image",
+    "number",
+    "shortened",
+    "styled",
+    "timeline",
+    "unavailable",
+]
 
 LONG = 600.0  # seconds: a longer wait is drawn as this, else a night between two events hides all others
-WIDTH, LEFT, RIGHT = 960.0, 200.0, 110.0
-ROW = 26.0
+LEAST = 0.003  # the narrowest bar, as a share of the timeline
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
+COLOURS = {
+    "prompt": "#000000",
+    "answer": "#0072B2",
+    "draft": "#56B4E9",
+    "report": "#009E73",
+    "piece": "#F0E442",
+    "measurement": "#E69F00",
+    "void": "#D55E00",
+    "other": "#999999",
+}
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so that every machine draws the same
+    "font.size": 9,
+    "svg.hashsalt": "coda-agent",
+    "svg.fonttype": "path",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+}
+ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
+WIDE, LEFT, RIGHT, ROW, HEAD = 10.0, 2.1, 1.1, 0.27, 0.35  # inches
+_ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
+_NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event: its row, its colour (a class of the page's), and the seconds since the event before it."""
+    """An event: its row, its kind (a key of COLOURS), and the seconds since the event before it."""
 
     row: str
     kind: str
-    title: str
     seconds: float
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A text of these words, or a line or rectangle with them as its title."""
-
-    tag: str
-    words: str
-    attributes: Mapping[str, object]
+def unavailable() -> str:
+    """How to install matplotlib; "" if it is installed."""
+    if find_spec("matplotlib"):
+        return ""
+    return f"Charts need matplotlib: {extras.remedy(ModuleNotFoundError(name='matplotlib'))}"
 
 
 def timeline(title: str, marks: Sequence[Mark]) -> Markup:
-    """A bar an event, from the event before it to its own commit."""
+    """One bar per event, from the event before it to its own commit."""
+    return _chart("timeline", title, lambda: _timeline(marks))
+
+
+def bars(name: str, title: str, milliseconds: Mapping[str, float], roofline: float) -> Markup:
+    """One horizontal bar per arm, from zero, and a line at the roofline. ``name`` is unique on its page."""
+    return _chart(name, title, lambda: _bars(milliseconds, roofline))
+
+
+def styled(**changes: str) -> AbstractContextManager[None]:
+    """Apply the style of all charts in the block."""
+    from matplotlib import rc_context
+
+    return rc_context(STYLE | {key.replace("_", "."): value for key, value in changes.items()})
+
+
+def image(figure: Figure, kind: str = "svg") -> bytes:
+    """A figure as SVG or PNG. The same figure makes the same bytes."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=kind, dpi=160, metadata=ANONYMOUS[kind])
+    return buffer.getvalue()
+
+
+def element(name: str, title: str, svg: str) -> Markup:
+    """An SVG image as an element. ``name`` makes its ids unique on the page."""
+    root = _ROOT.search(svg)
+    assert root is not None
+    label = f'<svg role="img" aria-label="{escape(title)}" '
+    return Markup(_NAME.sub(rf"\g<1>{name}-", root[0]).replace("<svg ", label, 1))
+
+
+def shortened(text: str, most: int) -> str:
+    """Text for a chart: one line of at most ``most`` characters."""
+    text = " ".join(visible(text).split())
+    cut = text if len(text) <= most else f"{text[: most - 1]}…"
+    return cut.replace("$", r"\$")  # matplotlib reads mathematics between two of them
+
+
+def _chart(name: str, title: str, make: Callable[[], Figure]) -> Markup:
+    with styled(svg_fonttype="none"):
+        return element(name, title, image(make()).decode())
+
+
+def _timeline(marks: Sequence[Mark]) -> Figure:
+    from matplotlib.patches import Patch
+
     rows = list(dict.fromkeys(mark.row for mark in marks))
-    drawn = [min(mark.seconds, LONG) for mark in marks]
-    scale = (WIDTH - LEFT - RIGHT) / (sum(drawn) or 1.0)
-    shapes: list[Shape] = []
-    for index, row in enumerate(rows):
-        shapes += _row(row, index * ROW, sum(mark.seconds for mark in marks if mark.row == row))
-    for mark, length, end in zip(marks, drawn, accumulate(drawn), strict=True):
-        shapes += _event(mark, LEFT + end * scale, length * scale, rows.index(mark.row) * ROW)
-    return _chart(title, len(rows) * ROW, shapes)
+    lengths = [min(mark.seconds, LONG) for mark in marks]
+    whole = sum(lengths) or 1.0
+    figure, axes = _axes(rows)
+    for mark, length, end in zip(marks, lengths, accumulate(lengths), strict=True):
+        wide, place, cut = max(length, whole * LEAST), rows.index(mark.row), mark.seconds > LONG
+        shade = 0.35 if cut else 1.0
+        axes.barh(place, wide, 0.65, left=max(end - wide, 0), color=COLOURS[mark.kind], alpha=shade)
+        if cut:
+            axes.text(end - wide / 2, place, f"… {duration(mark.seconds)} …", ha="center", va="center")
+    for place, row in enumerate(rows):
+        seconds = sum(mark.seconds for mark in marks if mark.row == row)
+        axes.text(1.01, place, duration(seconds), transform=axes.get_yaxis_transform(), va="center")
+    axes.set_xlim(0, whole)
+    kinds = [kind for kind in COLOURS if any(mark.kind == kind for mark in marks)]
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
+    figure.legend(handles=handles, loc="upper left", ncols=len(kinds), frameon=False, borderaxespad=0)
+    return figure
 
 
-def _row(name: str, top: float, seconds: float) -> list[Shape]:
-    line = {"class": "rule", "x1": LEFT, "x2": WIDTH - RIGHT, "y1": top + ROW, "y2": top + ROW}
-    time = _text(WIDTH - RIGHT + 8, top, duration(seconds), "dim")
-    return [Shape("line", "", line), _label(name, top), time]
-
-
-def _event(mark: Mark, end: float, length: float, top: float) -> list[Shape]:
-    cut = mark.seconds > LONG
-    wide = max(length, 3.0)  # to be seen at all
-    css = f"mark {mark.kind} cut" if cut else f"mark {mark.kind}"
-    place = {"x": f"{end - wide:.1f}", "y": top + 5, "width": f"{wide:.1f}", "height": ROW - 9}
-    shapes = [Shape("rect", f"{mark.title}: {duration(mark.seconds)}", {"class": css} | place)]
-    if cut and wide > 90:
-        shapes.append(_text(end - wide + 6, top, f"… {duration(mark.seconds)} …", "dim"))
-    return shapes
-
-
-def bars(title: str, milliseconds: Mapping[str, float], roofline: float) -> Markup:
-    """A horizontal bar an arm, from zero, and a line across where no kernel can be faster."""
-    scale = (WIDTH - LEFT - RIGHT) / (max([*milliseconds.values(), roofline]) or 1.0)
-    shapes: list[Shape] = []
-    for index, (arm, value) in enumerate(milliseconds.items()):
-        top, length = (index + 1) * ROW, value * scale
-        css = "bar candidate" if arm == "candidate" else "bar arm"
-        place = {"x": LEFT, "y": top + 4, "width": f"{length:.1f}", "height": ROW - 8}
-        bar = Shape("rect", f"{arm}: {number(value)} ms", {"class": css} | place)
-        shapes += [_label(arm, top), bar, _text(LEFT + length + 8, top, f"{number(value)} ms", "value")]
-    x, height = LEFT + roofline * scale, (len(milliseconds) + 1) * ROW
+def _bars(milliseconds: Mapping[str, float], roofline: float) -> Figure:
+    figure, axes = _axes([shortened(arm, 30) for arm in milliseconds])
+    colours = [COLOURS["answer" if arm == "candidate" else "other"] for arm in milliseconds]
+    axes.barh(range(len(milliseconds)), list(milliseconds.values()), 0.65, color=colours)
+    for place, value in enumerate(milliseconds.values()):
+        after = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{number(value)} ms", (value, place), **after)
+    axes.axvline(roofline, color=COLOURS["void"], linestyle="--")
     words = f"roofline: {number(roofline)} ms"
-    line = {"class": "roofline", "x1": f"{x:.1f}", "x2": f"{x:.1f}", "y1": ROW - 4, "y2": height}
-    return _chart(title, height, [*shapes, Shape("line", words, line), _text(x, 0, words, "dim", "middle")])
+    axes.annotate(words, (roofline, 1.02), xycoords=("data", "axes fraction"), ha="center", va="bottom")
+    axes.set_xlim(0, max([*milliseconds.values(), roofline]) or 1.0)
+    return figure
 
 
-def _chart(title: str, height: float, shapes: Sequence[Shape]) -> Markup:
-    return macro("chart", title, f"{WIDTH:g}", f"{height + 4:g}", shapes)
+def _axes(rows: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with a labelled row for each bar, and room for text above and to the right."""
+    from matplotlib.figure import Figure
 
-
-def _label(name: str, top: float) -> Shape:
-    short = name if len(name) <= 30 else name[:29] + "…"
-    return _text(LEFT - 8, top, short, "label", "end")
-
-
-def _text(x: float, top: float, words: str, css: str, anchor: str = "start") -> Shape:
-    return Shape("text", words, {"class": css, "x": f"{x:.1f}", "y": top + 17, "text-anchor": anchor})
+    high = ROW * max(len(rows), 1)
+    total = high + HEAD
+    figure = Figure(figsize=(WIDE, total), facecolor="white")
+    axes = figure.add_axes((LEFT / WIDE, 0.02, (WIDE - LEFT - RIGHT) / WIDE, high / total - 0.02))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_visible(False)
+    return figure, axes
 
 
 def number(value: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.reporting import pages
-from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline
+from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline, unavailable
 from coda_agent.agent.reporting.render import figures, interval, rivals
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
 from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, Draft, Step, Verdict, read
@@ -48,7 +48,7 @@ def page(run: Account) -> str:
     for attempt in run.attempts:
         shown.append(_attempt(attempt, before))
         before = attempt if attempt.source else before
-    marks = [_mark(step) for step in run.steps]
+    marks, missing = [_mark(step) for step in run.steps], unavailable()
     events = [(s.event.key, s.event.kind, _moment(s.event.time), duration(s.seconds)) for s in run.steps]
     return pages.page(
         "run.html",
@@ -56,8 +56,8 @@ def page(run: Account) -> str:
         run=run.past.run,
         head=_head(run).items(),
         events=events,
-        timeline=timeline(f"Timeline of {len(marks)} events in {_total(run)}", marks),
-        legend=_legend(run),
+        timeline="" if missing else timeline(f"Timeline of {len(marks)} events in {_total(run)}", marks),
+        missing=missing,
         round_headings=HEADINGS,
         rounds=[cells(round) for round in rounds(run)],
         attempts=shown,
@@ -110,18 +110,10 @@ def _moment(time: str) -> str:
     return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M:%S} UTC" if time else "nothing yet"
 
 
-def _legend(run: Account) -> list[tuple[str, str]]:
-    """The legend of the timeline: the CSS class of each colour, with the kinds of events that it marks."""
-    seen = {step.event.kind for step in run.steps}
-    others = sorted(seen - set(KINDS))
-    legend = [(kind, kind) for kind in KINDS if kind in seen]
-    return [*legend, ("other", ", ".join(others))] if others else legend
-
-
 def _mark(step: Step) -> Mark:
     row = f"attempt {step.attempt}" if step.attempt else "run"
     kind = step.event.kind if step.event.kind in KINDS else "other"
-    return Mark(row, kind, step.event.key, step.seconds)
+    return Mark(row, kind, step.seconds)
 
 
 def _total(run: Account) -> str:
@@ -141,7 +133,7 @@ def _attempt(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
         "turns": [(turn.author, _words(turn)) for turn in attempt.turns],
         "verdict": _verdict(report, attempt.source) if report else None,
         "voids": attempt.voids,
-        "measured": _measured(attempt.timings) if attempt.timings else None,
+        "measured": _measured(attempt.number, attempt.timings) if attempt.timings else None,
         "conditions": _conditions(report) if isinstance(report, Accepted) else None,
     }
 
@@ -199,12 +191,13 @@ def _gates(report: Verdict) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _measured(timings: Sequence[Timing]) -> dict[str, Any]:
+def _measured(attempt: int, timings: Sequence[Timing]) -> dict[str, Any]:
     charts = []
-    for t in timings:
+    for index, t in enumerate(() if unavailable() else timings):
         sizes = ", ".join(f"{dim} {size}" for dim, size in t.sizes.items())
         title = f"Case {t.case}: milliseconds of each arm ({sizes})"
-        charts.append((title, bars(title, t.milliseconds, t.roofline_milliseconds)))
+        name = f"attempt{attempt}-case{index}"
+        charts.append((title, bars(name, title, t.milliseconds, t.roofline_milliseconds)))
     arms = list(dict.fromkeys(arm for t in timings for arm in t.ratios))
     return {
         "charts": charts,

@@ -6,11 +6,11 @@ Matplotlib draws them, and is imported at the first chart. The same lines make t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from io import BytesIO
 from itertools import groupby
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.reporting.charts import ANONYMOUS, image, shortened, styled
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison.competitors import (
     COLUMNS,
@@ -77,16 +77,6 @@ TICKS = (
     100,
 )
 FEWEST_INCHES = 0.4  # between two labels of an axis
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib, so that every machine draws the same
-    "font.size": 9,
-    "svg.hashsalt": "coda-agent",
-    "svg.fonttype": "path",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-}
-ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters in a line
 BAR = 0.105  # inches of a bar, which is also as high as its ratio's text
@@ -98,25 +88,15 @@ def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
     """Draw the charts that have something to show: files by name, speedup and roofline as .svg and .png.
     ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
-    return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
+    with styled():
+        return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
 
 def _figures(lines: Sequence[Line], measured: str) -> dict[str, Figure]:
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
+    with styled():
         makers = {"speedup": _speedup, "roofline": _roofline}
         found = {name: maker(ordered(lines), measured) for name, maker in makers.items()}
     return {name: figure for name, figure in found.items() if figure}
-
-
-def _bytes(figure: Figure, kind: str) -> bytes:
-    from matplotlib import rc_context
-
-    buffer = BytesIO()
-    with rc_context(STYLE):
-        figure.savefig(buffer, format=kind, dpi=160, metadata=ANONYMOUS[kind])
-    return buffer.getvalue()
 
 
 # ── Speedups ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,7 +268,7 @@ def _canvas(
     figure = Figure(figsize=(WIDE, total), facecolor="white")
     axes = figure.add_axes((LEFT / WIDE, foot / total, (WIDE - LEFT - RIGHT) / WIDE, high / total))
     axes.set_ylim(extent - 0.5, -0.5)
-    axes.set_yticks(places, [_short(line.case, 16) for line in lines])
+    axes.set_yticks(places, [shortened(line.case, 16) for line in lines])
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", top=True, labeltop=True, length=3)
     for operator, first, last in names:
@@ -304,7 +284,7 @@ def _canvas(
 
 
 def _small(text: str) -> list[str]:
-    return [_short(line, MOST) for line in wrap(" ".join(visible(text).split()), MOST)]
+    return [shortened(line, MOST) for line in wrap(" ".join(visible(text).split()), MOST)]
 
 
 def _operator(axes: Axes, name: str, place: float) -> None:
@@ -314,7 +294,7 @@ def _operator(axes: Axes, name: str, place: float) -> None:
     axes.text(
         -(LEFT - 0.15) / (WIDE - LEFT - RIGHT),
         place,
-        "\n".join(_short(line, 24) for line in lines),
+        "\n".join(shortened(line, 24) for line in lines),
         transform=axes.get_yaxis_transform(),
         va="center",
         fontsize=9,
@@ -368,8 +348,3 @@ def _marker(name: str) -> Any:
 
     return Line2D([], [], label=name, **_dot(name))
 
-
-def _short(text: str, most: int) -> str:
-    text = " ".join(visible(text).split())
-    cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return cut.replace("$", r"\$")  # matplotlib reads mathematics between two of them

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 
-from markupsafe import Markup
-
-from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.charts import element, number
 from coda_agent.agent.reporting.pages import macro
 from coda_agent.agent.reporting.pages import page as render
 from coda_agent.comparison.competitors import COLUMNS, LLM
-from coda_agent.comparison.drawing import charts
 from coda_agent.comparison.drawing.cells import NAMES, Empty, Line, lines
+from coda_agent.comparison.drawing.charts import TITLES
 from coda_agent.comparison.drawing.markdown import (
     ABSENT,
     CLAIMED,
@@ -65,8 +62,6 @@ SITTING_HEADINGS = (
     "what it was",
     "",
 )
-_ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
-_NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
 def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] = NAMES) -> str:
@@ -86,7 +81,7 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
         verdict=VERDICT,
         claim_headings=CLAIMED,
         claims=[claimed(finding) for finding in findings(found)],
-        charts=[(_inline(name, svg), charts.TITLES[name]) for name, svg in vectors.items()],
+        charts=[(element(name, TITLES[name], svg), TITLES[name]) for name, svg in vectors.items()],
         sheets=tables,
         notes=dict(notes),
         column_headings=COLUMN_HEADINGS,
@@ -97,17 +92,6 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
 
 def _summary(found: Summary) -> tuple[str, str, list[tuple[str, ...]]]:
     return f"{LLM} against {found.column}", str(found), summed(found)
-
-
-def _inline(name: str, svg: str) -> Markup:
-    """A chart as an element with ids that are unique on the page."""
-    root = _ROOT.search(svg)
-    assert root is not None
-    return Markup(
-        _NAME.sub(rf"\g<1>{name}-", root[0]).replace(
-            "<svg ", f'<svg role="img" aria-label="{charts.TITLES[name]}" ', 1
-        )
-    )
 
 
 def _row(line: Line, results: Results) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
