@@ -149,8 +149,8 @@ def _bars(milliseconds: Mapping[str, float], roofline: float) -> Figure:
     colours = [COLOURS["answer" if arm == "candidate" else "other"] for arm in milliseconds]
     axes.barh(range(len(milliseconds)), list(milliseconds.values()), 0.65, color=colours)
     for place, value in enumerate(milliseconds.values()):
-        after = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{number(value)} ms", (value, place), **after)
+        words, after = f"{number(value)} ms", (4, 0)
+        axes.annotate(words, (value, place), after, textcoords="offset points", va="center")
     axes.axvline(roofline, color=COLOURS["void"], linestyle="--")
     words = f"roofline: {number(roofline)} ms"
     axes.annotate(words, (roofline, 1.02), xycoords=("data", "axes fraction"), ha="center", va="bottom")

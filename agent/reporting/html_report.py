@@ -49,6 +49,7 @@ def page(run: Account) -> str:
         shown.append(_attempt(attempt, before))
         before = attempt if attempt.source else before
     marks, missing = [_mark(step) for step in run.steps], unavailable()
+    title = f"Timeline of {len(marks)} events in {_total(run)}"
     events = [(s.event.key, s.event.kind, _moment(s.event.time), duration(s.seconds)) for s in run.steps]
     return pages.page(
         "run.html",
@@ -56,7 +57,7 @@ def page(run: Account) -> str:
         run=run.past.run,
         head=_head(run).items(),
         events=events,
-        timeline="" if missing else timeline(f"Timeline of {len(marks)} events in {_total(run)}", marks),
+        timeline=timeline(title, marks) if marks and not missing else "",
         missing=missing,
         round_headings=HEADINGS,
         rounds=[cells(round) for round in rounds(run)],
