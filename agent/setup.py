@@ -124,7 +124,7 @@ def work_of(run: Run) -> Work:
         from coda_agent.agent.artifacts.primitive import Proposing
 
         return Proposing.of(run)
-    return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False))
+    return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False), run.derived)
 
 
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:

@@ -62,7 +62,7 @@ def generate(
     loaded, text = load(path), typed.source(path)
     limits = budget.limits().shared(candidates)
     header, provider = setup.new_author(loaded.name, authoring, limits, directory)
-    header |= {"improve": improve, "weak_jail": weak_jail}
+    header |= {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, loaded)}
     setup.need_gpu(gpu, *spelled(measuring))
     if candidates > 1:
         names = begun(partial(runs.create, loaded, text), header, candidates)
@@ -73,7 +73,9 @@ def generate(
 
 @grouped
 def optimize(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name, or a derived spec.")
+    ],
     authoring: Authoring,
     budget: Budget,
     measuring: Measuring,
@@ -87,11 +89,14 @@ def optimize(
     from coda_agent.agent.run.optimize import base
     from coda_agent.verifier.loading import load
 
-    name = typed.name_in(typed.SPECS, name)
-    path = typed.shipped(typed.SPECS / f"{name}.yaml")
-    spec = load(path)
-    base(spec)  # a missing kernel is reported first
+    path = Path(name)
+    if path.suffix != ".yaml" or runs.beside(path, load(path, check=False)) is None:
+        name = typed.name_in(typed.SPECS, name)
+        path = typed.shipped(typed.SPECS / f"{name}.yaml")
+        base(load(path, check=False))  # a missing kernel is reported first
+    spec, name = load(path), path.stem
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
+    header |= runs.derived_beside(path, spec)
     header |= {"improve": improve, "optimizes": name}
     setup.need_gpu(gpu, *spelled(measuring))
     _go(runs.create(spec, typed.source(path), header), gpu, measuring, as_json, provider=provider)

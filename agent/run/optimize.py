@@ -46,21 +46,22 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 @dataclass(frozen=True)
 class Base:
-    """The accepted kernel that an edit starts from, perhaps an edit too. ``counted``: its hardware counters
-    in words, if an export of them exists."""
+    """The kernel that an edit starts from: an accepted one, perhaps an edit too, or a derived one without a
+    report. ``counted``: its hardware counters in words, if an export of them exists."""
 
     kernel: KernelSource
-    report: Accepted
+    report: Accepted | None
     counted: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        found = {"report": self.report.model_dump(mode="json"), "counted": self.counted}
-        return self.kernel.to_json() | found
+        report = self.report and self.report.model_dump(mode="json")
+        return self.kernel.to_json() | {"report": report, "counted": self.counted}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Base:
         kernel = KernelSource.from_json(found, spec.signature())
-        return cls(kernel, Accepted.model_validate(found["report"]), found["counted"])
+        report = found["report"] and Accepted.model_validate(found["report"])
+        return cls(kernel, report, found["counted"])
 
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
@@ -113,7 +114,13 @@ class Editing:
         """The task of a run: the kernel as it was when the run began."""
         # A replayed run begins from the program, as the recorded run did.
         afresh = providers.named(run.journal.header["provider"]).replays
-        found = run.journal.once("base", "base", lambda: base(run.spec, afresh=afresh).to_json())
+        derived = run.derived
+
+        def begin() -> dict[str, Any]:
+            own = Base(KernelSource(derived), None) if derived else base(run.spec, afresh=afresh)
+            return own.to_json()
+
+        found = run.journal.once("base", "base", begin)
         return cls(run.spec, run.text, Base.from_json(found, run.spec))
 
     def opening(self) -> prompt.Prompt:
@@ -124,12 +131,14 @@ class Editing:
         return prompt.Prompt("\n\n".join(parts), self._task())
 
     def _task(self) -> str:
+        report, program = self.base.report, self.base.kernel.program
+        measured = improve.account(self.spec, report, program) if report else []
         parts = [
             "Make this kernel faster. Its spec, whose `reference` is the mathematics:\n\n"
             f"```yaml\n{self.text.strip()}\n```",
             f"The CuTeDSL module that computes it now:\n\n```python\n{self.base.kernel.text.strip()}\n```",
-            "What was measured of it, from a cold L2:",
-            *improve.account(self.spec, self.base.report, self.base.kernel.program),
+            report and "What was measured of it, from a cold L2:",
+            *measured,
             self.base.counted and f"Hardware counters:\n\n{self.base.counted}",
             HOW,
         ]
@@ -138,7 +147,7 @@ class Editing:
     def rival(self) -> Incumbent:
         from coda_agent.verifier.incumbent import Incumbent
 
-        return Incumbent.of(self.base.kernel, self.base.report.timings)
+        return Incumbent.of(self.base.kernel, self.base.report.timings if self.base.report else ())
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         return verify.check_edited(

@@ -96,6 +96,7 @@ class _Header(_Recorded):
     limits: _Limits = _Limits()
     replays: str | None = None
     optimizes: str = ""
+    derived: str = ""
     proposes: str = ""
     measures_tip: str = ""
     without_tips: list[str] = []

@@ -13,12 +13,16 @@ from typing import Any
 
 from coda_agent.agent.run import record
 from coda_agent.agent.run.journal import Journal, JournalError, Snapshot
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 JOURNAL = "journal.db"  # in a run's folder
+DERIVED = "derived"  # in a journal's header: the program of a derived backward
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
@@ -40,10 +44,27 @@ class Run:
     def directory(self) -> Path:
         return runs_dir() / self.name
 
+    @property
+    def derived(self) -> Program | None:
+        """The derived program that its kernel has to beat, as it was at the run's start. Raises JournalError
+        where it is damaged."""
+        text = self.journal.header.get(DERIVED)
+        try:
+            return Program.from_json(text, self.spec.signature()) if text else None
+        except ProgramError as error:
+            raise JournalError(f"{self.directory / JOURNAL}: its derived program: {error}") from None
+
 
 def start(path: Path, options: Mapping[str, Any]) -> Run:
     """Start a run of the spec at ``path``. Raises SpecError before anything is written."""
-    return create(load(path), path.read_text(encoding="utf-8"), options)
+    spec = load(path)
+    return create(spec, path.read_text(encoding="utf-8"), {**options, **derived_beside(path, spec)})
+
+
+def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
+    """The header's field with the derived program beside a spec; empty if there is none. Raises SpecError."""
+    program = beside(path, spec)
+    return {DERIVED: program.to_json()} if program else {}
 
 
 def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
@@ -56,6 +77,19 @@ def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
     # The journal comes last: a folder without one is not a run, so an interrupted start leaves no run.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
+
+
+def beside(path: Path, spec: Spec) -> Program | None:
+    """The derived program that lies beside the spec of a backward. Raises SpecError where it is of another
+    spec."""
+    file = path.with_suffix(".program.json")
+    if spec.forward is None or not file.is_file():
+        return None
+    try:
+        return Program.from_json(file.read_text(encoding="utf-8"), spec.signature())
+    except (ProgramError, UnicodeDecodeError) as error:
+        words = f"is no program of {path}: {error}; derive both again, or move it away"
+        raise SpecError(file, None, words) from None
 
 
 def _claim(directory: Path, spec: str) -> bool:

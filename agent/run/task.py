@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
+from coda_agent.agent.show.explain import steps
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -54,19 +55,23 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Authoring:
     """Author a kernel for a spec. ``text`` is the spec's YAML as the author sees it; ``tips`` come from the
-    log."""
+    log; ``derived`` is the program to beat, of a backward that was derived."""
 
     spec: Spec
     text: str
     tips: Sequence[Tip] | None = None
     weak_jail: bool = False
+    derived: Program | None = None
     edits = False
 
     def opening(self) -> prompt.Prompt:
-        return prompt.assemble(self.spec, self.text, self.tips)
+        made = prompt.assemble(self.spec, self.text, self.tips)
+        return replace(made, task=f"{made.task}\n\n{_to_beat(self.derived)}") if self.derived else made
 
-    def rival(self) -> None:
-        return None
+    def rival(self) -> Incumbent | None:
+        from coda_agent.verifier.incumbent import Incumbent
+
+        return Incumbent(KernelSource(self.derived), {}, {}) if self.derived else None
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         return verify.check(
@@ -78,3 +83,12 @@ class Authoring:
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
         return improve.words(self.spec, report, program, rounds)
+
+
+def _to_beat(program: Program) -> str:
+    """The derived program in words: an author starts from it."""
+    lines = []
+    for step in steps(program):
+        lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]
+    words = "A derived program computes this already, in these kernels. Yours has to be faster in one case at"
+    return f"{words} least, and slower in none:\n\n```text\n" + "\n".join(lines) + "\n```"

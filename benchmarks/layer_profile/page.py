@@ -24,8 +24,8 @@ from benchmarks.layer_profile.ledger import (
     peak,
     rows,
 )
+from coda_agent.agent.reporting.charts import ANONYMOUS, STYLE
 from coda_agent.comparison.competitors import PROGRAM
-from coda_agent.comparison.drawing.charts import ANONYMOUS, STYLE
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import NONE, markdown_table
 from coda_agent.verifier.statistics import MIN_ROUNDS, ratio
