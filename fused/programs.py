@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from ruamel.yaml import YAML
 
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import DTYPES, Program, TensorType
 
-KERNELS = Path(__file__).resolve().parent.parent / "generated_kernels"
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS, SPECS = ROOT / "generated_kernels", ROOT / "specs"
 NARROW = ("bf16", "fp16")
 NAMES = {torch_dtype(name): name for name in DTYPES}
 Dtypes = tuple[tuple[str, torch.dtype], ...]
@@ -29,20 +30,16 @@ def accepted() -> dict[str, tuple[Program, Order]]:
     """Every accepted kernel's program by name."""
     texts = {path.name.removesuffix(".program.json"): path for path in KERNELS.glob("*.program.json")}
     return {
-        name: (Program.from_json(path.read_text(encoding="utf-8")), _order(path.with_name(f"{name}.py")))
+        name: (Program.from_json(path.read_text(encoding="utf-8")), _order(name))
         for name, path in sorted(texts.items())
         if not name.endswith(".raw")
     }
 
 
-def _order(kernel: Path) -> Order:
-    """The parameters of a kernel file's function and the entries of the dict that it returns."""
-    tree = ast.parse(kernel.read_text(encoding="utf-8"))
-    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == kernel.stem)
-    (returned,) = (n.value for n in function.body if isinstance(n, ast.Return))
-    keys = returned.keys if isinstance(returned, ast.Dict) else []
-    outputs = (key.value for key in keys if isinstance(key, ast.Constant))
-    return Order(tuple(a.arg for a in function.args.args), tuple(map(str, outputs)))
+def _order(name: str) -> Order:
+    """The order in which a kernel's spec names its inputs and outputs."""
+    spec = YAML(typ="safe").load((SPECS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return Order(tuple(spec["inputs"]), tuple(spec["outputs"]))
 
 
 def matrices(program: Program) -> str:
