@@ -119,8 +119,9 @@ def test_tips_are_measured_on_a_spec_s_name(
 def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
     done = command("optimize", "specs/toy.yaml", "--provider", "handoff", "--no-gpu")
     assert done.status == 3 and "no accepted kernel for toy" in done.said()
-    for elsewhere in ("toy.yaml", "generated_kernels/toy.py"):
-        wrong(command("optimize", elsewhere), f"{elsewhere}: not in specs; give a name from there")
+    wrong(command("optimize", "toy.yaml"), "toy.yaml: no such file", "gemm_swiglu")
+    kernel = "generated_kernels/toy.py"
+    wrong(command("optimize", kernel), f"{kernel}: not in specs; give a name from there")
     proposed = "specs/primitives/softsign.yaml"
     wrong(command("primitive", proposed), f"{proposed}: no such proposal", "primitive softsign")
 

@@ -207,7 +207,7 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
         monkeypatch.setenv(variable, str(tmp_path))
     for compiler in ("compile_gemm", "compile_vector"):
         monkeypatch.setattr(tune, compiler, lambda *given: None)
-    task = (program.to_json(), "{}", 0, schedule, "")
+    task = (program.to_json(), "{}", 0, schedule, None)
     monkeypatch.setattr(tune, "MOST_STACK", -1)
     assert not tune._compile_one(task)
     monkeypatch.setattr(tune, "_compiled", {})
