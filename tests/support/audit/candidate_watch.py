@@ -41,7 +41,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 TESTS = os.path.join(ROOT, "tests") + os.sep
 ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # one folder, by two names
 OWN = tuple(os.path.join(root, package) + os.sep for root in ROOTS for package in PACKAGES)
-FOREIGN = tuple({os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)})
+PREFIXES = (sys.prefix, sys.base_prefix)
+FOREIGN = tuple({named + os.sep for p in PREFIXES for named in (p, os.path.realpath(p))})
 
 _logged: set[int] = set()  # hashes of (path, line): a session has thousands of candidates
 _busy = threading.local()  # while a text is parsed, which is an event of its own
