@@ -200,8 +200,10 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
                 words = f"case {case.name}, step {gemm.step}: no tile holds {gemm.wants(case.sizes)}"
                 fitting = f"; heads of {', '.join(map(str, gemm.fitting()))} columns of the gemm fit"
                 step = cut(program).gemms[gemm.step]
-                line = _first_line((*step.statistics, *step.repeats), lines)
-                raise Failed("heads", words + (fitting if gemm.whole else ""), line)
+                torn, heads = gemm.torn(case.sizes), (*step.statistics, *step.repeats)
+                line = _first_line(torn or heads, lines)
+                words += fitting if gemm.whole and not torn else ""
+                raise Failed("range" if torn else "heads", words, line)
             chosen = program.schedule.get(gemm.step)
             if chosen and not fits(program, gemm, chosen, case.sizes):
                 why = "leaves its mainloop less than two stages of shared memory"

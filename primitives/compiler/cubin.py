@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.target import TARGET
+
+BULK = "bulk_copy"  # the code of a copy that a GPU would refuse
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,11 @@ def inspect_cubin(
     stages: tuple[int, int, int] | None,
     seconds: float,
 ) -> Resources:
-    """Read registers and memory with cuobjdump and count instructions in the SASS."""
+    """Read registers and memory with cuobjdump and count instructions in the SASS. Raises CompileError with
+    the code BULK for bulk copies that a GPU would refuse at run time."""
     found = usage(cubin)
     sass = tool("nvdisasm", "-c", str(cubin))
+    check_bulk(sass)
 
     def count(mnemonic: str) -> int:
         return len(re.findall(rf"\b{mnemonic}\b", sass))
@@ -58,6 +63,13 @@ def inspect_cubin(
         count("UTMASTG"),
         round(seconds, 2),
     )
+
+
+def check_bulk(sass: str) -> None:
+    """CompileError unless each bulk copy moves a tile of a matrix. QuACK describes a tensor without a batch
+    as rows of many problems, with a third axis and an address far from its own: an illegal instruction."""
+    if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.(?!2D)[1-5]D", sass))):
+        raise CompileError(f"{', '.join(wrong)}: bulk copies here move tiles of two axes", BULK)
 
 
 def usage(cubin: Path) -> dict[str, int]:

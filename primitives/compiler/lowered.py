@@ -96,8 +96,17 @@ class GemmKernel:
     bounds: tuple[tuple[Dim, Dim], ...] = ()
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-        """Whether a schedule's tile holds whole heads and whole pairs; ``sizes`` has the static dims."""
-        return not self.narrow(sizes) and not any(schedule.tile_n % grain(sizes) for grain in self.grains)
+        """Whether a schedule's tile holds whole heads and whole pairs, and its subtiles begin ranges;
+        ``sizes`` has the static dims."""
+        if self.narrow(sizes) or self.torn(sizes):
+            return False
+        return not any(schedule.tile_n % grain(sizes) for grain in self.grains)
+
+    def torn(self, sizes: Mapping[str, int]) -> dict[int, int]:
+        """The ranges that begin inside an epilogue subtile, with their first columns, by node. A bulk store
+        leaves out what lies past its tensor's end, but must not begin before its first column."""
+        firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
+        return {node: first for node, first in firsts.items() if first % SUM_GRAIN}
 
     def narrow(self, sizes: Mapping[str, int]) -> bool:
         """Whether heads are too narrow, so that a thread's lanes would mix them. A thread has two of every
@@ -117,6 +126,9 @@ class GemmKernel:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
         if PAIR_GRAIN in self.grains:
             found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
+        if torn := self.torn(sizes):
+            begin = ", ".join(map(str, sorted(torn.values())))
+            found.append(f"ranges from columns {begin} on (multiples of {SUM_GRAIN})")
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from coda_agent.primitives.system.files import cache_dir, kept
 from coda_agent.primitives.target import TARGET
 
 CROWDED = "shared_memory"  # the code of a step that fits no tile
-FORMAT = 5  # version of cached reports
+FORMAT = 6  # version of cached reports
 
 
 def compile_gemm(

@@ -127,5 +127,7 @@ def test_coarse_instructions_may_serve_an_fp8_output_alone() -> None:
 def test_every_width_compiles_to_conversions_that_saturate(width: str, dtype: str) -> None:
     code, *_ = disassemble(KernelSource(stores(width, dtype), {0: Schedule(128, 128, True, 2, 1)}), {})
     assert code.total()["HGMMA"] and code.total()["spill"] <= (10 if width == "double" else 0)
+    bulk = [i.text for i in code.instructions if "UTMASTG" in i.text]
+    assert bulk and all("UTMASTG.2D" in text for text in bulk)
     converted = [i.text for i in code.instructions if dtype[4:].upper() in i.text]
     assert converted and all("F2FP.SATFINITE" in text for text in converted)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kernels import signature, tensor, trace
 from machine import run_lowered
 
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.cubin import check_bulk
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.frozen_names import device
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.schedule import TILES
 from coda_agent.primitives.runtime.compile import report
 
 INPUTS = {
@@ -114,8 +121,44 @@ def test_a_hostile_range_is_refused() -> None:
             Program.from_json(text, made.signature)
 
 
+def test_a_range_that_begins_inside_a_stage_fits_no_tile() -> None:
+    made = program(APART, WHOLE)
+    (gemm,) = lower(made).gemms
+    starts = {"k": 2 * 3 * 8, "v": 2 * 3 * 8 + 2 * 2 * 8}
+    assert gemm.torn({"H": 3, "G": 2, "P": 8}) == {made.outputs[name]: at for name, at in starts.items()}
+    for h, g, p in ((3, 2, 8), (1, 1, 8), (2, 2, 8)):
+        sizes = {"M": 64, "K": 64, "H": h, "G": g, "P": p}
+        assert bool(candidates(gemm, sizes)) == (h == 2) == (not gemm.torn(sizes))
+    assert "ranges from columns 48, 80 on (multiples of 32)" in gemm.wants({"H": 3, "G": 2, "P": 8})
+
+
 @pytest.mark.slow
-def test_ranges_compile_without_spills_for_the_heads_of_todays_models() -> None:
-    for sizes in ({"H": 32, "G": 8, "P": 64}, {"H": 28, "G": 4, "P": 64}, {"H": 64, "G": 8, "P": 32}):
+@pytest.mark.parametrize("bounds", [(96, 64, 64), (32, 8, 56), (256, 72, 40), (0, 520, 8)], ids=str)
+def test_each_column_of_a_range_is_stored_once_and_none_before_it(bounds: tuple[int, int, int]) -> None:
+    first, extent, after = bounds
+    stored = device("ranges").holds
+    for tile in {n for _, n, _ in TILES}:
+        stage = math.gcd(32, tile)
+        ends = -(-(first + extent + after) // tile) * tile
+        begins = [at - first for at in range(0, ends, stage) if stored(at - first, extent)]
+        assert begins == list(range(0, extent, stage))
+
+
+@pytest.mark.parametrize("wrong", ["UTMASTG.3D", "UTMALDG.4D", "UTMAREDG.1D"])
+def test_a_bulk_copy_of_another_rank_is_refused(wrong: str) -> None:
+    check_bulk("UTMALDG.2D.MULTICAST [UR12], [UR24], UR29 ; UTMASTG.2D [UR28], [UR12] ; UTMACMDFLUSH ;")
+    with pytest.raises(CompileError, match=wrong) as refused:
+        check_bulk(f"UTMASTG.2D [UR28], [UR12] ; {wrong} [UR28], [UR12] ;")
+    assert refused.value.code == "bulk_copy"
+
+
+@pytest.mark.slow
+def test_ranges_compile_without_spills_as_bulk_stores_of_two_axes() -> None:
+    for sizes in (
+        {"H": 32, "G": 8, "P": 64},
+        {"H": 28, "G": 4, "P": 64},
+        {"H": 64, "G": 8, "P": 32},
+        {"H": 3, "G": 2, "P": 16},
+    ):
         for each in report(KernelSource(program(APART, WHOLE)), {"M": 16384, "K": 4096} | sizes):
             assert (each.spill_loads, each.spill_stores, each.stack) == (0, 0, 0), each

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from authoring import KERNELS, SPECS, TOY_KERNEL, write_toy
+from checkout import ROOT
 from kernels import QK_NORM, ROPE, Example, draw, signature, source, tensor, trace
 from spec_files import write_changed
 
@@ -363,6 +364,16 @@ def test_the_contract_names_the_line_and_the_widths_that_fit(tmp_path: Path) -> 
     assert "whole heads of 512 columns" in report.message
     assert report.message.endswith("; heads of 32, 64, 96, 128, 160, 192, 224, 256 columns of the gemm fit")
     assert report.line and "head_sums" in kernel.splitlines()[report.line - 1]
+
+
+def test_the_contract_names_the_line_and_column_of_a_range_inside_a_stage(tmp_path: Path) -> None:
+    text = (SPECS / "gemm_qkv_rope.yaml").read_text(encoding="utf-8")
+    path = write_changed(tmp_path / "gemm_qkv_rope.yaml", text, "H: 3,  G: 2, P: 16", "H: 3,  G: 2, P: 8")
+    kernel = (ROOT / "tests/honest/gemm_qkv_rope/plain.py").read_text(encoding="utf-8")
+    report = check(load(path), kernel).report
+    assert isinstance(report, Rejected) and (report.gate, report.code) == ("contract", "range")
+    assert "ranges from columns 48, 80 on" in report.message
+    assert report.line and "column_range" in kernel.splitlines()[report.line - 1]
 
 
 @pytest.mark.parametrize(
