@@ -30,7 +30,7 @@ from coda_agent.primitives.lang.ops.reductions import (
     row_max,
     row_sums,
 )
-from coda_agent.primitives.lang.ops.stateful import head_sums, row_logsumexp, row_select
+from coda_agent.primitives.lang.ops.stateful import head_abs_max, head_sums, row_logsumexp, row_select
 from coda_agent.primitives.lang.ops.tiles import column_index, column_range, gemm, in_columns, join, pairs
 from coda_agent.primitives.lang.ops.vectors import per_column, per_head, per_row
 from coda_agent.primitives.lang.trace import kernel
@@ -46,6 +46,7 @@ __all__ = [
     "exp",
     "gelu",
     "gemm",
+    "head_abs_max",
     "head_sums",
     "in_columns",
     "join",

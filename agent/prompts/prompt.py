@@ -57,8 +57,8 @@ measures it; what it finds wrong comes back to you, and you answer with the whol
   seen unrounded.
 - Reductions along rows or columns are final only after their step: they may be returned, combined with
   other vectors, or spread in a *later* gemm's epilogue. A row scale commutes with the next matmul: instead
-  of scaling a tile before a gemm, scale that gemm's result. Statistics of heads (head_sums) alone are final
-  within their step.
+  of scaling a tile before a gemm, scale that gemm's result. Statistics of heads (head_sums,
+  head_abs_max) alone are final within their step.
 - Inputs are tried over their whole `domain`, far beyond what `init` draws: finite means any finite value, of
   either sign and any size. Do not clamp, mask or guard where the reference does not. Each side of a choice
   (where, comparisons, maximum, minimum, abs) must change some output somewhere in the domain, else it is

@@ -91,6 +91,11 @@ def reduced(op: str) -> Use:
 
 RANGE = "of pairs, take the range before they part or after they join, so that it has both"
 SELECT = "write row_sums(where(column_index(t) == per_row(index), t, 0)), which takes any width"
+NARROW_BLOCKS = "of a tile half as wide write head_abs_max(join(t, t), 2 * W) for heads of W columns"
+WIDE_BLOCKS = (
+    "of one twice as wide take even, odd = pairs(t) and write head_abs_max(maximum(abs(even), abs(odd)), W) "
+    "for heads of 2 * W columns"
+)
 NARROW_HEADS = "of a tile half as wide write head_sums(join(t, 0 * t), 2 * W) for heads of W columns"
 WIDE_HEADS = (
     "of one twice as wide take even, odd = pairs(t) and write head_sums(even + odd, W) for heads of 2 * W "

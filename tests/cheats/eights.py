@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheats.corpus import rejected, wrong
 from cheats.mathematics import BF16, FP8_E4M3, rounded
-from cheats.twins import FP8_NORM, FP8_SWIGLU
+from cheats.twins import FP8_BLOCKS, FP8_NORM, FP8_SWIGLU
 
 CHEATS = (
     FP8_SWIGLU.cheat(
@@ -78,5 +78,39 @@ CHEATS = (
         "The largest of the first half of the columns.",
         {"row_abs_max(g)": "row_abs_max(where(column_index(g) * 2 < g.columns, g, 0))"},
         wrong("amax"),
+    ),
+    FP8_BLOCKS.cheat(
+        "blocks by their spread",
+        "Three times the root of the mean square: no maximum needed, and what lies beyond saturates.",
+        {"head_abs_max(h, 128)": "3 * sqrt(head_sums(h * h, 128) / 128)"},
+        wrong("act"),
+    ),
+    FP8_BLOCKS.cheat(
+        "positive values alone",
+        "GELU's negative ones are small, and all of a block only where the block is.",
+        {"head_abs_max(h, 128)": "head_abs_max(maximum(h, 0), 128)"},
+        wrong("act"),
+    ),
+    FP8_BLOCKS.cheat(
+        "a scale of before the activation",
+        "The maximum of z instead of GELU's, near it where z is large.",
+        {
+            "h = gelu(gemm(x, w.mT) * per_row(sx) * per_column(sw))": "z = gemm(x, w.mT) * per_row(sx) * "
+            "per_column(sw)\n    h = gelu(z)",
+            "head_abs_max(h, 128)": "head_abs_max(z, 128)",
+        },
+        wrong("act"),
+    ),
+    FP8_BLOCKS.cheat(
+        "the scale's inverse",
+        "What to multiply by, where the spec says what to divide by.",
+        {"size / 448": "448 / size"},
+        wrong("scale"),
+    ),
+    FP8_BLOCKS.cheat(
+        "a larger least",
+        "Blocks of small values share a scale.",
+        {"128), least)": "128), 0.01)"},
+        wrong("act"),
     ),
 )

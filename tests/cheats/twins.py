@@ -79,6 +79,11 @@ g = h * per_column(gamma)
 rstd = rsqrt(row_sums(h * h) / h.columns + eps)
 return {"h": h, "hg": g * scale, "rstd": rstd, "amax": row_abs_max(g)}
 """)  # fmt: skip
+FP8_BLOCKS = twin("gemm_fp8_gelu_blocks", "x, w, sx, sw, least", """
+h = gelu(gemm(x, w.mT) * per_row(sx) * per_column(sw))
+size = maximum(head_abs_max(h, 128), least)
+return {"act": h * per_head(448 / size), "scale": size / 448}
+""")  # fmt: skip
 # Rows and columns have one size here, by their shapes too.
 SQUARE = twin("square", "a, b, v", """
 t = gemm(a, b) * per_row(v)

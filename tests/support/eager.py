@@ -112,6 +112,12 @@ def _in_columns(t: Eager, first: Any, width: Any) -> Eager:
     return Eager(mask)
 
 
+def _head_abs_max(t: Eager, width: Any) -> Eager:
+    rows, columns = t.value.shape
+    width = int(width.value if isinstance(width, Eager) else width)
+    return Eager(t.value.reshape(rows, columns // width, width).norm(math.inf, 2), "statistic")
+
+
 def _rope(t: Eager, positions: Eager, inverse: Eager) -> Eager:
     even, odd = t.value[:, 0::2], t.value[:, 1::2]
     angles = torch.outer(positions.value, inverse.value)
@@ -148,6 +154,7 @@ VOCABULARY: dict[str, Any] = {
     "per_row": lambda v: Eager(v.value.reshape(-1, 1)),
     "per_column": lambda v: Eager(v.value.reshape(1, -1)),
     "per_head": _per_head,
+    "head_abs_max": _head_abs_max,
     "head_sums": _head_sums,
     "row_select": _row_select,
     "row_sums": _of(lambda t: t.sum(1)),

@@ -61,14 +61,16 @@ class Same:
 
 @dataclass
 class Heads:
-    """Sums over heads, ``width`` lanes each, of what a sweep folds in."""
+    """Sums over heads, or largest magnitudes, ``width`` lanes each, of what a sweep folds in."""
 
     width: int
+    kind: str
     sums: list[torch.Tensor] = field(default_factory=list)
 
     def fold(self, values: Lanes) -> None:
         for at in range(0, len(values.lanes), self.width):
-            self.sums.append(fp32(torch.stack(values.lanes[at : at + self.width]).sum(0)))
+            lanes = torch.stack(values.lanes[at : at + self.width])
+            self.sums.append(fp32(lanes.sum(0) if self.kind == "HeadSums" else lanes.abs().amax(0)))
 
     def fragment(self) -> Lanes:
         return Lanes([total for total in self.sums for _ in range(self.width)])
@@ -278,8 +280,8 @@ LANGUAGE: dict[str, Any] = {
     "finish_select": finish_select,
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
-        "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadSums", "HeadTable", "Memory",
-        "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Scalar", "TileLoad",
+        "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadAbsMax", "HeadSums", "HeadTable",
+        "Memory", "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Scalar", "TileLoad",
         "TileStore",
     )},
 }  # fmt: skip
@@ -383,7 +385,7 @@ class Machine:
                 return self.memory.setdefault(argument.node, made)
             case "head":
                 assert argument.period is not None
-                return Heads(argument.period(self.sizes))
+                return Heads(argument.period(self.sizes), kind[0])
             case "partial":
                 return self.partial(argument, kind, kernel, place)
         return None

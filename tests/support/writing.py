@@ -321,7 +321,8 @@ class Writer:
             return
         period = self.random.choice(("P", "2*P", "2*P"))
         expression = self.random.choice(("{0} * {0}", "{0}", "abs({0})")).format(t.name)
-        mean = self.line(f"head_sums({expression}, {period}) / ({period})")
+        over = self.random.choice(("head_sums({0}, {1}) / ({1})", "head_abs_max({0}, {1})"))
+        mean = self.line(over.format(expression, period))
         made = self.line(self.random.choice(("rsqrt(abs({0}) + 0.5)", "{0}", *UNARY)).format(mean))
         self.statistics.append(Statistic(made, t.space, period, t.home))
         name = self.line(f"{t.name} * per_head({made})")

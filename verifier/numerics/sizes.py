@@ -26,6 +26,7 @@ SHORT = 24  # extents beside a long one; more if rows need it
 MEDIUM = 120  # extents beside a short one: a few values make poor statistics
 ELEMENTS = 1 << 21  # elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
+HEAD = 16  # columns
 TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
 DOUBLINGS = 8  # of the largest extent
 
@@ -234,10 +235,10 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """Dims that multiply a static one."""
+    """Dims that multiply a static one, or a number as large as a head's width."""
     static = set(spec.static)
-    products = [set(m) for extent in _extents(spec) for m, _ in extent.terms]
-    return {name for names in products if names & static for name in names - static}
+    products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
+    return {n for names, number in products if names & static or number >= HEAD for n in names - static}
 
 
 def _drawn(

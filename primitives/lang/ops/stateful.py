@@ -8,7 +8,7 @@ from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
-from coda_agent.primitives.lang.ops.reductions import reduces
+from coda_agent.primitives.lang.ops.reductions import Rule, reduces
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
@@ -21,17 +21,22 @@ def _selected(types: tuple[Type, ...], attribute: Attribute) -> Type:
     return Type("vector", types[0].shape[:1])
 
 
-def _heads(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    if [t.kind for t in types] != ["tile"]:
-        raise ProgramError(
-            "arguments", f"head_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
-        )
-    rows, columns = types[0].shape
-    (width,) = size_attributes(attribute, 1)
-    try:
-        return Type("head", (rows, columns.divided(width)), width)
-    except ValueError as error:
-        raise ProgramError("width", f"head_sums: {error}: a tile is a whole number of heads") from None
+def _heads(name: str) -> Rule:
+    """One tile in, a value a head out."""
+
+    def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
+        if [t.kind for t in types] != ["tile"]:
+            raise ProgramError(
+                "arguments", f"{name} takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+            )
+        rows, columns = types[0].shape
+        (width,) = size_attributes(attribute, 1)
+        try:
+            return Type("head", (rows, columns.divided(width)), width)
+        except ValueError as error:
+            raise ProgramError("width", f"{name}: {error}: a tile is a whole number of heads") from None
+
+    return infer
 
 
 def _select(torch: Any, t: Any, index: Any) -> Any:
@@ -49,6 +54,17 @@ def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
 
 def _head_sums(torch: Any, t: Any, width: int) -> Any:
     return t.unflatten(1, (-1, width)).sum(dim=-1)
+
+
+def _head_abs_max(torch: Any, t: Any, width: int) -> Any:
+    return t.unflatten(1, (-1, width)).abs().amax(dim=-1)
+
+
+def _head_halves(torch: Any, t: Any, width: int) -> Sides:
+    """The sides of a head's largest magnitude: it lies in the head's first half, or in its second."""
+    first, second = t.unflatten(1, (-1, width)).tensor_split([(width + 1) // 2], dim=-1)
+    a, b = (half.abs().amax(dim=-1) for half in (first, second if second.numel() else first))
+    return (a > b, a), (b > a, b)
 
 
 _LOGSUMEXP = Reduction(
@@ -123,7 +139,7 @@ _HEADS = Statistic('HeadSums("{name}")', own_width=(diagnostics.NARROW_HEADS, di
 register(
     Operation(
         "head_sums",
-        _heads,
+        _heads("head_sums"),
         _head_sums,
         statistic=_HEADS,
         sizes=1,
@@ -145,3 +161,29 @@ def head_sums(t: Tensor, width: Tensor) -> Tensor:
         centred = t - per_head(total / W)
     """
     return apply("head_sums", t, attribute=size_of(width))
+
+
+_BLOCKS = Statistic('HeadAbsMax("{name}")', own_width=(diagnostics.NARROW_BLOCKS, diagnostics.WIDE_BLOCKS))
+register(
+    Operation(
+        "head_abs_max",
+        _heads("head_abs_max"),
+        _head_abs_max,
+        statistic=_BLOCKS,
+        sizes=1,
+        sides=_head_halves,
+    )
+)
+
+
+def head_abs_max(t: Tensor, width: Tensor) -> Tensor:
+    """The largest magnitude of each head of a tile, as head_sums: with W = 128 the block scales of an fp8
+    output. Of a tile half as wide as its gemm take that of join(t, t) at 2 * W, and scale join(t, t).
+
+    Shapes: [M, H*W] to [M, H], W made of static dims. Dtypes: fp32. Cost: 2 instructions an element, else as
+    head_sums. Paper: family 5, stateful.
+
+        size = head_abs_max(t, W)
+        share = t / per_head(size + 1)
+    """
+    return apply("head_abs_max", t, attribute=size_of(width))

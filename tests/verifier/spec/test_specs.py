@@ -216,6 +216,13 @@ def _(i: Tensors) -> Tensors:
     return {"act": quantised(i, act), "amax": torch.linalg.vector_norm(act, math.inf, 1)}
 
 
+@truth("fp8_gelu_blocks")
+def _(i: Tensors) -> Tensors:
+    act = F.gelu(scaled(i, "x", "sx"), approximate="tanh").reshape(len(i["x"]), -1, 128)
+    largest = torch.linalg.vector_norm(act, math.inf, 2).clamp(min=1e-6)
+    return {"act": (448 * act / largest[..., None]).flatten(1), "scale": largest / 448}
+
+
 @truth("fp8_residual_rmsnorm")
 def _(i: Tensors) -> Tensors:
     h = scaled(i, "y", "sy") + i["x"]

@@ -1,0 +1,88 @@
+"""Block scales of an fp8 output: each block's largest magnitude, in the epilogue that stores the block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels import Tensors, run_lowered, signature, tensor, trace
+
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.compile import report
+
+# The last input is there for its axis, from which B follows.
+INPUTS = {"x": tensor("M, K"), "w": tensor("H*B, K"), "block": tensor("B")}
+PAIRED = {"x": tensor("M, K"), "w": tensor("2*H*B, K"), "block": tensor("B")}
+OUTPUTS = {"q": tensor("M, H*B", "fp8_e4m3"), "s": tensor("M, H", "fp32")}
+BODIES = {
+    "gelu": (
+        INPUTS,
+        "t = gelu(gemm(x, w.mT))",
+        "size = maximum(head_abs_max(t, B), 0.000001)",
+        "return {'q': t * per_head(448 / size), 's': size / 448}",
+    ),
+    "swiglu": (
+        PAIRED,
+        "gate, up = pairs(gemm(x, w.mT))",
+        "t = join(silu(gate) * up, silu(gate) * up)",
+        "size = maximum(head_abs_max(t, 2 * B), 0.000001)",
+        "return {'q': pairs(t * per_head(448 / size))[0], 's': size / 448}",
+    ),
+}
+
+
+def blocks(name: str) -> Program:
+    inputs, *lines = BODIES[name]
+    return trace(signature(inputs, OUTPUTS, ("B",)), *lines)
+
+
+def drawn(name: str, rows: int, heads: int, width: int) -> Tensors:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"x": (rows, 24), "w": (heads * width * (1 if name == "gelu" else 2), 24), "block": (width,)}
+    return {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(("heads", "width"), [(1, 32), (3, 32), (2, 64)])
+def test_each_block_fills_the_range_by_its_own_scale(name: str, heads: int, width: int) -> None:
+    program, inputs = blocks(name), drawn(name, 13, heads, width)
+    got = sized(program, inputs)
+    x, w = (inputs[n].double() for n in ("x", "w"))
+    t = x @ w.mT
+    if name == "gelu":
+        t = torch.nn.functional.gelu(t, approximate="tanh")
+    else:
+        t = torch.nn.functional.silu(t[:, 0::2]) * t[:, 1::2]
+    size = t.unflatten(1, (heads, width)).abs().amax(2)
+    torch.testing.assert_close(got["s"].double(), size / 448, rtol=1e-5, atol=0)
+    q = got["q"].double().unflatten(1, (heads, width))
+    assert torch.equal(q.abs().amax(2), torch.full((13, heads), 448.0, dtype=torch.float64))
+    error = (q * got["s"].double()[..., None] - t.unflatten(1, (heads, width))).abs()
+    assert bool((error <= t.unflatten(1, (heads, width)).abs() * 2.0**-4 + size[..., None] * 2.0**-18).all())
+
+
+def sized(program: Program, inputs: Tensors) -> Tensors:
+    """Outputs of the interpreter, which the lowered text must give too."""
+    told, made = interpret(program, inputs), run_lowered(program, inputs)
+    torch.testing.assert_close(made["s"], told["s"], rtol=1e-5, atol=0)
+    assert (made["q"].view(torch.uint8) == told["q"].view(torch.uint8)).float().mean() > 0.99
+    return told
+
+
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [("head_abs_max(pairs(t)[0], B)", "join(t, t)"), ("head_abs_max(join(t, t), 4 * B)", "abs(even)")],
+)
+def test_a_tile_of_another_width_is_refused_with_the_way_out(body: str, remedy: str) -> None:
+    declared = signature(PAIRED, {"s": tensor("M, H", "fp32")}, ("B",))
+    with pytest.raises(ProgramError) as refused:
+        trace(declared, "t = gemm(x, w.mT)", f"return {{'s': {body}}}")
+    assert refused.value.code == "width" and remedy in refused.value.message
+
+
+@pytest.mark.slow
+def test_blocks_of_128_columns_compile_in_one_epilogue() -> None:
+    (step,) = report(blocks("gelu"), {"B": 128}, (Schedule(128, 128, True, 2, 1),))
+    assert step.registers <= 168 and step.hgmma > 0 and step.spill_loads < 100
