@@ -252,10 +252,12 @@ def _drawn(
     sizes = {}
     for dim, factor in reach.items():
         most = max(1, largest // factor)
+        fewest = math.ceil(most * least)
         # Trial finds the alignment that sizes must have; rows need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
-        drawn = random.randint(math.ceil(most * least), most) // step * step
-        sizes[dim] = fixed.get(dim, max(drawn, 1))
+        drawn = random.randint(fewest, most)
+        whole = drawn // step * step
+        sizes[dim] = fixed.get(dim, whole if whole >= fewest else drawn)
     return sizes
 
 
