@@ -16,8 +16,8 @@ import typer
 from coda_agent.agent import providers
 
 if TYPE_CHECKING:
-    from coda_agent.agent.run.budget import Limits
-    from coda_agent.verifier.measure import Options
+    from coda_agent.agent.run.budget import RunLimits
+    from coda_agent.verifier.measure import MeasureOptions
 
 
 AUTO = "auto"
@@ -42,7 +42,7 @@ WeakJail = Annotated[
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasuringOptions:
     """How to measure."""
 
     max_autotune: Annotated[
@@ -68,18 +68,18 @@ class Measuring:
         bool, typer.Option("--sanitize", help="Also run small sizes under compute-sanitizer (minutes).")
     ] = False
 
-    def options(self) -> Options:
+    def options(self) -> MeasureOptions:
         from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
         from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
-        from coda_agent.verifier.measure import DEFAULT_ARMS, Options
+        from coda_agent.verifier.measure import DEFAULT_ARMS, MeasureOptions
 
         extra = [(MAX_AUTOTUNE, self.max_autotune), *((name, self.quack) for name in LIBRARY_ARMS)]
         arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
-        return Options(arms, self.rounds, self.processes, not self.warm, self.sanitize)
+        return MeasureOptions(arms, self.rounds, self.processes, not self.warm, self.sanitize)
 
 
 @dataclass(frozen=True)
-class Budget:
+class BudgetOptions:
     """A run's limits."""
 
     budget_tokens: Annotated[
@@ -97,10 +97,10 @@ class Budget:
         float | None, typer.Option(min=0.0, help="Seconds after which this command makes no further request.")
     ] = None
 
-    def limits(self) -> Limits:
-        from coda_agent.agent.run.budget import Limits
+    def limits(self) -> RunLimits:
+        from coda_agent.agent.run.budget import RunLimits
 
-        return Limits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
+        return RunLimits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
 
 
 ATTEMPTS = typer.Option(min=1, max=50, help="The most attempts.")
@@ -112,7 +112,7 @@ TIME_LIMIT = typer.Option(
 
 
 @dataclass(frozen=True)
-class Authoring:
+class AuthoringOptions:
     """The author, and the number of attempts."""
 
     provider: Annotated[

@@ -15,15 +15,15 @@ from coda_agent.primitives.errors import Absent
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from coda_agent.agent.options import Authoring
+    from coda_agent.agent.options import AuthoringOptions
     from coda_agent.agent.providers import Provider
-    from coda_agent.agent.run.budget import Limits
+    from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Listener, Outcome
     from coda_agent.agent.run.runs import Run
-    from coda_agent.agent.run.task import Measure, Work
+    from coda_agent.agent.run.task import Measure, Task
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.incumbent import Incumbent
-    from coda_agent.verifier.measure import Checkpoint, Options
+    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
     from coda_agent.verifier.report import Measurement
     from coda_agent.verifier.spec.model import Spec
 
@@ -44,7 +44,7 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 
 
 def new_author(
-    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, edits: bool = False
+    name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
     """The header of a new run's journal, and its provider: who writes ``name`` or plays back which run, where
     a handoff's files go, and what it may cost. What cannot work says so here, before there is a run."""
@@ -67,7 +67,7 @@ def refuse_idle(provider: str, *names: str) -> None:
             )
 
 
-def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
+def refuse_uncounted(provider: str, limits: RunLimits, model: str | None = None) -> None:
     """Raise BadParameter for a limit that a run by this provider could never reach, or could exceed by any
     amount."""
     spec = providers.named(provider)
@@ -90,41 +90,41 @@ def author(
 ) -> Outcome:
     """Run the loop with the header's options. Options in ``given`` (and each limit in it) replace them for
     this time. ``provider``: the header's, if it exists already."""
-    from coda_agent.agent.run.budget import Limits
+    from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Loop
 
     changes = dict(given or {})
     limits = run.journal.header.get("limits", {}) | changes.pop("limits", {})
-    header, work = run.journal.header | changes, work_of(run)
+    header, task = run.journal.header | changes, task_of(run)
     loop = Loop(
         run.journal,
         run.spec,
-        work,
+        task,
         provider or provider_of(run, header),
         watch,
         header["attempts"],
-        measure and work.measuring(measure, watch.gate),
-        Limits.from_json(limits),
+        measure and task.measuring(measure, watch.gate),
+        RunLimits.from_json(limits),
         header.get("improve", 0),
     )
     return loop.run()
 
 
-def work_of(run: Run) -> Work:
+def task_of(run: Run) -> Task:
     """The task of a run's author."""
-    from coda_agent.agent.run.task import Authoring
+    from coda_agent.agent.run.task import AuthoringTask
     from coda_agent.agent.tips import tips_of
 
     header = run.journal.header
     if "optimizes" in header:
-        from coda_agent.agent.run.optimize import Editing
+        from coda_agent.agent.run.optimize import EditingTask
 
-        return Editing.of(run)
+        return EditingTask.of(run)
     if "proposes" in header:
-        from coda_agent.agent.artifacts.primitive import Proposing
+        from coda_agent.agent.artifacts.primitive import PrimitiveTask
 
-        return Proposing.of(run)
-    return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False), run.derived)
+        return PrimitiveTask.of(run)
+    return AuthoringTask(run.spec, run.text, tips_of(header), header.get("weak_jail", False), run.derived)
 
 
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
@@ -171,7 +171,7 @@ def standing(name: str) -> Outcome:
     return outcome
 
 
-def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | None:
+def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Measure | None:
     """The function that measures a checked kernel here, if this machine can."""
     if not use_gpu(gpu):
         return None

@@ -28,9 +28,9 @@ from coda_agent.comparison.competitors import COMPILE, PROGRAM
 from coda_agent.comparison.interleaved import compiled
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.errors import relative, results
-from coda_agent.comparison.layers.fused import Attended, Fused, Saved, Stream, unrotated
+from coda_agent.comparison.layers.fused import Attended, Fused, ResidualStream, Saved, unrotated
 from coda_agent.comparison.layers.layer import Gradients
-from coda_agent.comparison.layers.session import LayerSeats
+from coda_agent.comparison.layers.session import LayerArms
 from coda_agent.comparison.layers.shape import Shape, draw
 from coda_agent.comparison.rows import LayerRow
 from coda_agent.fused.rotation import rotated_back
@@ -78,7 +78,7 @@ class ByDerivation(OnePass):
     mlp: Call
     projection: Call
 
-    def train(self, stream: Stream) -> tuple[Stream, Any]:
+    def train(self, stream: ResidualStream) -> tuple[ResidualStream, Any]:
         attended = self._attend(stream, training=True)
         h1 = self._project(attended.a, stream)
         ffn = self._expand(h1)
@@ -147,7 +147,7 @@ def measured(width: str) -> dict[str, Any]:
     if row.kernels is None:
         raise LookupError(row.absent(PROGRAM))
     kernels = {call: on_known_schedules(call, k, width) for call, k in row.kernels.items()}
-    seats = LayerSeats(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
+    seats = LayerArms(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
     compiled([seats])
     drawn, runner = draw(row.shape, SEED), seats.runner()
     layers = {name: variant(name, row.shape, drawn, runner) for name in (PROGRAM, COMPILE)}

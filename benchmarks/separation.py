@@ -25,9 +25,9 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import mutation_score
 from coda_agent.verifier.numerics.error_gate import OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES
-from coda_agent.verifier.numerics.limits import Limits
+from coda_agent.verifier.numerics.limits import ErrorLimits
 from coda_agent.verifier.numerics.mutants import mutants
-from coda_agent.verifier.numerics.mutation_score import Sample
+from coda_agent.verifier.numerics.mutation_score import MutationSample
 from coda_agent.verifier.numerics.sizes import hidden, small_sizes
 from coda_agent.verifier.spec.model import Spec
 
@@ -59,12 +59,12 @@ def separation(name: str) -> dict[str, Any]:
     program = Program.from_json(text, spec.signature())
     made, small = list(mutants(spec)), small_sizes(spec)[0]
     # Mutants that crash are found on the CPU, where an index out of range does not end the process.
-    tried = Sample.of(spec, small, 0, "normal")
+    tried = MutationSample.of(spec, small, 0, "normal")
     honest, wrong = 0.0, {m.name: math.inf if tried.made(m) is None else 0.0 for m in made}
     for seed, sizes in enumerate(_sizes(spec)):
         plans = list(_plans(program, sizes))
         for family in FAMILIES:
-            trial = Sample.of(spec, sizes, seed, family, "cuda")
+            trial = MutationSample.of(spec, sizes, seed, family, "cuda")
             honest = max(honest, *(_excess(trial, plan(trial.inputs)) for plan in plans))
             for mutant in made:
                 if wrong[mutant.name] < CLEAR:
@@ -74,7 +74,7 @@ def separation(name: str) -> dict[str, Any]:
     return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 
-def _excess(trial: Sample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
+def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
     """The largest ratio of an output's error to its limit; infinite if a bit, a NaN, a kind or a shape is
     wrong. ``spoken``: for a mutant that a program could express, also the interpreter's unrounded error."""
     if got is None:
@@ -83,7 +83,7 @@ def _excess(trial: Sample, got: Mapping[str, Any] | None, spoken: bool = False) 
     return max(_share(*found, factor) for found in trial.errors(got, spoken))
 
 
-def _share(error: OutputError, dtype: str, limits: Limits, factor: float) -> float:
+def _share(error: OutputError, dtype: str, limits: ErrorLimits, factor: float) -> float:
     """The ratio to the nearest limit. The slope's limit, which small samples widen, counts only if it
     failed."""
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio

@@ -48,7 +48,7 @@ SAID = 300  # characters of an error
 Step = Callable[[Tensor], Tensor]  # ids to a loss
 
 
-class Arm(NamedTuple):
+class LossArm(NamedTuple):
     """A way to compute the loss; ``rotary``: the function that its model's module has while it runs."""
 
     loss: Step
@@ -80,7 +80,7 @@ def sharing(source: nn.Module) -> Any:
     return copy.deepcopy(source, {id(t): t for t in shared})
 
 
-def arm(name: str, source: nn.Module, kind: str) -> Arm:
+def arm(name: str, source: nn.Module, kind: str) -> LossArm:
     """An arm over a model's parameters."""
     own, code = sharing(source), _code(kind)
     usual = rotary = code.apply_rotary_pos_emb
@@ -93,7 +93,7 @@ def arm(name: str, source: nn.Module, kind: str) -> Arm:
     if name in (FUSED, BOTH):
         fused.patch(own)
     run = torch.compile(own) if name in (COMPILED, BOTH) else own
-    return Arm(lambda ids: run(input_ids=ids, labels=ids).loss, rotary)
+    return LossArm(lambda ids: run(input_ids=ids, labels=ids).loss, rotary)
 
 
 def _code(kind: str) -> Any:
@@ -119,7 +119,7 @@ class Trainer:
         return ids.to(self.where)
 
     @contextmanager
-    def running(self, each: Arm) -> Iterator[None]:
+    def running(self, each: LossArm) -> Iterator[None]:
         code = _code(self.kind)
         usual, code.apply_rotary_pos_emb = code.apply_rotary_pos_emb, each.rotary
         try:
@@ -127,7 +127,7 @@ class Trainer:
         finally:
             code.apply_rotary_pos_emb = usual
 
-    def step(self, each: Arm, ids: Tensor) -> Tensor:
+    def step(self, each: LossArm, ids: Tensor) -> Tensor:
         """Forward, backward and the optimizer's step: the loss."""
         with self.running(each):
             loss = each.loss(ids)
@@ -136,7 +136,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def timed(self, each: Arm, ids: Tensor) -> float:
+    def timed(self, each: LossArm, ids: Tensor) -> float:
         """Milliseconds of a step."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -145,7 +145,7 @@ class Trainer:
         stop.synchronize()
         return start.elapsed_time(stop)
 
-    def peak(self, each: Arm, ids: Tensor) -> int:
+    def peak(self, each: LossArm, ids: Tensor) -> int:
         """The most bytes that are allocated in a step."""
         gc.collect()
         torch.cuda.empty_cache()
@@ -153,7 +153,7 @@ class Trainer:
         self.step(each, ids)
         return torch.cuda.max_memory_allocated()
 
-    def losses(self, each: Arm, start: Mapping[str, Tensor], steps: int, **sizes: int) -> list[float]:
+    def losses(self, each: LossArm, start: Mapping[str, Tensor], steps: int, **sizes: int) -> list[float]:
         """The losses of training from ``start``."""
         self.source.load_state_dict(start)
         self.optimizer.state.clear()
@@ -184,7 +184,7 @@ def measure(kind: str, seconds: float, out: Path) -> None:
 
     trainer = Trainer(kind, source, source.config.vocab_size, "cuda")
     start = {n: t.cpu().clone() for n, t in source.state_dict().items()}
-    arms: dict[str, Arm] = {}
+    arms: dict[str, LossArm] = {}
     for name in ARMS:
         try:
             made = arm(name, source, kind)

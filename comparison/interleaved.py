@@ -43,7 +43,7 @@ WORST = 0.1
 Made = TypeVar("Made")
 
 
-class Seated(Protocol):
+class SessionArms(Protocol):
     """The arms of a session."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
@@ -54,11 +54,11 @@ class Seated(Protocol):
         disk."""
 
 
-class Wrong(Exception):
+class WrongOutput(Exception):
     """An arm's output is wrong: which one, and by how much."""
 
 
-class Entrant(NamedTuple):
+class PreparedArm(NamedTuple):
     """An arm that is ready on the stage's first inputs. Its outputs' relative distance from the truth, also
     in yardsticks, is NaN or infinite if values wrongly are. ``arranged``: bytes prepared in place of an
     input, which do not count for a call."""
@@ -74,7 +74,7 @@ class Stage(ABC):
     turns = 1
 
     @abstractmethod
-    def enter(self, arm: str) -> Entrant:
+    def enter(self, arm: str) -> PreparedArm:
         """Prepare the arm on the first set. Raises whatever the arm's library raises."""
 
     @abstractmethod
@@ -86,7 +86,9 @@ class Stage(ABC):
         """Free the truth, which is large and needed only by ``enter``."""
 
 
-def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int) -> dict[str, Any]:
+def run_interleaved(
+    made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int
+) -> dict[str, Any]:
     """Run an interleaved benchmark.
 
     ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
@@ -146,15 +148,15 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise Wrong if the arm computes something else, since its figures would be meaningless."""
+    """Raise WrongOutput if the arm computes something else, since its figures would be meaningless."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
-            raise Wrong(
+            raise WrongOutput(
                 f"output {output!r} is NaN or infinite where the truth is not, or the other way round"
             )
         if error > WORST:
-            raise Wrong(f"output {output!r} is off by {error:.3g} of the truth's RMS (limit {WORST})")
+            raise WrongOutput(f"output {output!r} is off by {error:.3g} of the truth's RMS (limit {WORST})")
 
 
 def _raced(
@@ -207,7 +209,7 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
+def compiled(sittings: Sequence[SessionArms]) -> dict[str, Any]:
     """Compile in parallel the objects that these sessions will load. A refusal is left to its arm, which
     meets it again."""
     words = f"compiling what {len(sittings)} row(s) run"
@@ -220,7 +222,7 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
     return {}
 
 
-def tuned(sitting: Seated) -> dict[str, Any]:
+def tuned(sitting: SessionArms) -> dict[str, Any]:
     """Tune everything without known schedules, and store the result on disk, since this process has warm
     compilers. A refusal is left to its arm."""
     words = "tuning ahead of its first sitting"
@@ -287,7 +289,7 @@ def _peak(call: Callable[[], object], before: int) -> int:
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, Wrong):
+    if isinstance(error, WrongOutput):
         return str(error)
     first = (str(error).strip() or "it said nothing").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:SAID]

@@ -22,7 +22,7 @@ from coda_agent.comparison import environment
 from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
 from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
 from coda_agent.comparison.keys import keyed
-from coda_agent.comparison.results import Arm, Failure, Machine, Present, Results, Sitting
+from coda_agent.comparison.results import ArmFailure, ArmResult, MeasuredMachine, Present, Results, Session
 from coda_agent.comparison.rows import Row
 from coda_agent.comparison.workers import Workers
 from coda_agent.primitives.errors import CodaError, InvalidInput
@@ -49,7 +49,7 @@ class OutOfTime(CodaError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparisonRequest:
     """A request: rows, arms, processes, most rounds in each; ``seconds`` is the time limit; ``again`` repeats
     failures."""
 
@@ -61,7 +61,7 @@ class Asked:
     again: bool = False
 
 
-class Turn(NamedTuple):
+class ProcessRow(NamedTuple):
     """A row in a process; ``apart`` means the environment of CODA's own package."""
 
     row: Row
@@ -69,7 +69,7 @@ class Turn(NamedTuple):
     apart: bool
 
 
-def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
+def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """Complete ``results``; ``keep`` receives them after each session.
 
     ``progress`` receives rows and arms. Raises InvalidInput if the results come from another GPU; OutOfTime;
@@ -85,7 +85,7 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 @dataclass
 class _Measuring:
-    asked: Asked
+    asked: ComparisonRequest
     results: Results
     keep: Keep
     progress: Progress
@@ -108,7 +108,7 @@ class _Measuring:
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
-        turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
+        turns = [ProcessRow(*turn) for turn in itertools.product(rows, processes, (False, True))]
         self._prepare([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns):
             if arms := self._lacking(turn):
@@ -119,11 +119,11 @@ class _Measuring:
         if self.bug:
             raise self.bug
 
-    def _python(self, turn: Turn) -> str | None:
+    def _python(self, turn: ProcessRow) -> str | None:
         """The interpreter of its session's environment."""
         return self.upstream if turn.apart else None
 
-    def _known_machine(self) -> Machine:
+    def _known_machine(self) -> MeasuredMachine:
         """The machine in the results, or measured now. Its GPU must be this one."""
         new = self.results.machine is None
         self.workers.coming = [None]  # a session may follow
@@ -138,13 +138,13 @@ class _Measuring:
                 )
             if new:
                 self.progress(name, "the ceilings of its memory and tensor cores")
-                found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
+                found = MeasuredMachine.model_validate(worker.ask(machine, None, patience=PATIENCE))
                 self.results = self.results.model_copy(update={"machine": found})
                 self.keep(self.results)
         assert self.results.machine is not None
         return self.results.machine
 
-    def _prepare(self, turns: Sequence[Turn]) -> None:
+    def _prepare(self, turns: Sequence[ProcessRow]) -> None:
         """Compile and tune ahead of the sessions, for as many rows as the time may allow, in half of that
         time. Failures are left to the arms."""
         seats: dict[str, Any] = {}
@@ -182,7 +182,7 @@ class _Measuring:
         self._expect_clean_gpu()
         return [*left]
 
-    def _expect_time(self, turn: Turn) -> None:
+    def _expect_time(self, turn: ProcessRow) -> None:
         """Raise OutOfTime if less time is left than the row's longest session took in this environment;
         without one, than any session of operators or of layers; without those, than any session. A row that
         takes longer than the whole budget starts only as the first."""
@@ -205,7 +205,7 @@ class _Measuring:
         """Kill a worker that takes longer than this in the block, and raise Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
-    def _lacking(self, turn: Turn) -> list[str]:
+    def _lacking(self, turn: ProcessRow) -> list[str]:
         """The arms without an answer. A model's kernels come first, to get memory; the anchor alone only if
         nothing else was requested."""
         row, keys = turn.row, self._keys(turn.row)
@@ -215,7 +215,7 @@ class _Measuring:
         lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
-    def _answered(self, turn: Turn, arm: str) -> bool:
+    def _answered(self, turn: ProcessRow, arm: str) -> bool:
         """Whether an arm has figures of this process, or a failure in any with its current key, which would
         repeat itself. Figures from before a temporary change do not count, as tables do not show them."""
         row, keys, found = turn.row, self._keys(turn.row), False
@@ -233,7 +233,7 @@ class _Measuring:
                 found = found or s.process == turn.process
         return found
 
-    def _outdone(self, turn: Turn, arm: str) -> bool:
+    def _outdone(self, turn: ProcessRow, arm: str) -> bool:
         """Whether another arm of its column was clearly faster in an earlier process, so that no cell shows
         this one."""
         row, keys = turn.row, self._keys(turn.row)
@@ -266,7 +266,7 @@ class _Measuring:
         self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys
 
-    def _seat(self, turn: Turn, arms: list[str]) -> None:
+    def _seat(self, turn: ProcessRow, arms: list[str]) -> None:
         """Run and store one session. If only the anchor remains, store only the reasons. If the worker was
         lost while several arms took turns, run two sessions with half the arms each, since any of them may
         have caused it."""
@@ -275,7 +275,7 @@ class _Measuring:
         self.seated.add(_place(turn))
         sat = found["arms"] if set(found["arms"]) & set(arms) else {}
         versions = {name: number for a in sat for name, number in self.versions[a].items()}
-        sitting = Sitting(
+        sitting = Session(
             operator=row.operator,
             case=row.case,
             sizes=dict(row.sizes),
@@ -283,8 +283,8 @@ class _Measuring:
             process=turn.process,
             anchor=row.anchor,
             roofline=round(row.least(self.machine.ceilings) * 1e3, 6),
-            arms={a: Arm(key=keys[a], note=row.note(a), **told) for a, told in sat.items()},
-            failed={a: Failure(key=keys[a], reason=why) for a, why in found["failed"].items()},
+            arms={a: ArmResult(key=keys[a], note=row.note(a), **told) for a, told in sat.items()},
+            failed={a: ArmFailure(key=keys[a], reason=why) for a, why in found["failed"].items()},
             conditions={"gpu": self.machine.gpu, "ceilings": self.machine.ceilings}
             | found["conditions"]
             | {"versions": versions},
@@ -297,7 +297,7 @@ class _Measuring:
         for half in found.get("halves", ()):
             self._seat(turn, half)
 
-    def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
+    def _sat(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
         """The worker's answer; again without an arm that loses the worker, while others are left. Raises
         OutOfTime if more time might help, WorkerError for a worker that could not begin, Failed if the GPU is
         lost: none of these says anything about an arm."""
@@ -336,7 +336,7 @@ class _Measuring:
         with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
-    def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+    def _late(self, last: str, left: list[str], turn: ProcessRow) -> dict[str, str]:
         """Reasons for the arms that were running when the time ended, if they had all of the seconds; else
         OutOfTime."""
         if self.seated:
@@ -345,7 +345,9 @@ class _Measuring:
         why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
         return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
 
-    def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+    def _blamed(
+        self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
+    ) -> dict[str, str]:
         """Reasons for the arms that were running when a worker was lost: one arm, or all of them if it was
         lost before the first."""
         if isinstance(error, WorkerError):
@@ -379,11 +381,11 @@ class _Heard:
         self.progress(self.place, words)
 
 
-def _place(turn: Turn) -> tuple[str, str, bool]:
+def _place(turn: ProcessRow) -> tuple[str, str, bool]:
     return turn.row.operator, turn.row.case, turn.apart
 
 
-def _seconds(sitting: Sitting, *, warm: bool) -> float:
+def _seconds(sitting: Session, *, warm: bool) -> float:
     """An estimate of a session's seconds. ``warm``: this machine has compiled and tuned for one before."""
     prepared = sum(arm.seconds for arm in sitting.arms.values())
     return sitting.seconds - (CACHED * prepared if warm else 0.0)

@@ -27,18 +27,18 @@ Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
 
 
-class _Record(BaseModel):
+class _ResultsModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Loss(_Record):
+class Loss(_ResultsModel):
     """One output's distance from fp64: its RMS error over the truth's RMS, and over the yardstick's error."""
 
     relative: Error
     yardsticks: Error
 
 
-class Arm(_Record):
+class ArmResult(_ResultsModel):
     """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
 
     ``milliseconds`` by round. ``losses`` by output, empty if it has none of the spec's outputs. ``bytes``: a
@@ -54,14 +54,14 @@ class Arm(_Record):
     seconds: Seconds = 0.0
 
 
-class Failure(_Record):
+class ArmFailure(_ResultsModel):
     """Why an arm has no figures in its session."""
 
     key: str
     reason: str
 
 
-class Sitting(_Record):
+class Session(_ResultsModel):
     """One row in one process: the arms that took turns, and those that failed.
 
     ``question`` changes with the row's definition. ``anchor``: the arm in every session of the row.
@@ -76,14 +76,14 @@ class Sitting(_Record):
     process: int = Field(ge=0, lt=1 << 20)
     anchor: str
     roofline: Milliseconds
-    arms: dict[str, Arm]
-    failed: dict[str, Failure] = Field(default_factory=dict)
+    arms: dict[str, ArmResult]
+    failed: dict[str, ArmFailure] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     date: str
     seconds: Seconds = 0.0
 
     @model_validator(mode="after")
-    def _anchored(self) -> Sitting:
+    def _anchored(self) -> Session:
         rounds = {len(arm.milliseconds) for arm in self.arms.values()}
         if self.arms and self.anchor not in self.arms or len(rounds) > 1:
             raise ValueError(f"who sits does so with the anchor, {self.anchor!r}, for as many rounds")
@@ -94,27 +94,27 @@ class Sitting(_Record):
         return self.operator, self.case
 
 
-class Machine(_Record):
+class MeasuredMachine(_ResultsModel):
     """A results file's GPU, and the ``ceilings`` (``comparison.interleaved.machine``) of its rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
 
 
-class Present(_Record):
+class Present(_ResultsModel):
     """A row at its last request: its question, and the ``keys`` of its arms, measured or not."""
 
     question: str
     keys: dict[str, str]
 
 
-class Results(_Record):
+class Results(_ResultsModel):
     """``absent``: by operator and arm, a reason, known without a trial, why there can be no cell.
     ``present``: by operator and case. ``machine``: measured once, in the first session."""
 
     schema_version: int = SCHEMA
-    machine: Machine | None = None
-    sittings: tuple[Sitting, ...] = ()
+    machine: MeasuredMachine | None = None
+    sittings: tuple[Session, ...] = ()
     absent: dict[str, dict[str, str]] = Field(default_factory=dict)
     present: dict[str, dict[str, Present]] = Field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class Results(_Record):
         """(operator, case) in the order of their first measurement."""
         return list(dict.fromkeys(s.row for s in self.sittings))
 
-    def of(self, operator: str, case: str) -> list[Sitting]:
+    def of(self, operator: str, case: str) -> list[Session]:
         """The sessions of a row, oldest first."""
         return [s for s in self.sittings if s.row == (operator, case)]
 
@@ -148,7 +148,7 @@ class Results(_Record):
             }
         )
 
-    def plus(self, sittings: Iterable[Sitting]) -> Results:
+    def plus(self, sittings: Iterable[Session]) -> Results:
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:

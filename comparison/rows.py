@@ -111,7 +111,9 @@ class OperatorRow:
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        return session.sit, session.Seats(self.spec, self.sizes, arms, self.kernels, rounds, self.quack)
+        return session.measure_operator, session.OperatorArms(
+            self.spec, self.sizes, arms, self.kernels, rounds, self.quack
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,9 @@ class LayerRow:
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         from coda_agent.comparison.layers import session as layers
 
-        return layers.sit, layers.LayerSeats(self.shape, arms, self.kernels or {}, rounds, self.backward)
+        return layers.measure_layer, layers.LayerArms(
+            self.shape, arms, self.kernels or {}, rounds, self.backward
+        )
 
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:

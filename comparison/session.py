@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors import ANCHOR, entries
 from coda_agent.comparison.competitors.entry import Given, Prepared
-from coda_agent.comparison.interleaved import Entrant, Stage, contest
+from coda_agent.comparison.interleaved import PreparedArm, Stage, run_interleaved
 from coda_agent.primitives.system.workers import Job
 from coda_agent.verifier.gpu.benchmark import sets_wanted
 from coda_agent.verifier.report import QuackTuned
@@ -26,7 +26,7 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
-class Seats:
+class OperatorArms:
     """A session's request: arms and sizes, including the anchor. ``kernels`` by arm; ``quack``: known
     schedules of QuACK's arms."""
 
@@ -62,15 +62,15 @@ class Seats:
         return not rival or quack_baseline.is_tuned(arm, self.spec, self.sizes, self.quack)
 
 
-def sit(seats: Seats) -> dict[str, Any]:
-    """Measure one operator at one case's sizes, every arm on the same inputs; see ``contest``."""
-    return contest(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
+def measure_operator(seats: OperatorArms) -> dict[str, Any]:
+    """Measure one operator at one case's sizes, every arm on the same inputs; see ``run_interleaved``."""
+    return run_interleaved(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
 
 
 class _Operator(Stage):
     """Sets of inputs that no arm finds in the L2."""
 
-    def __init__(self, seats: Seats):
+    def __init__(self, seats: OperatorArms):
         from coda_agent.verifier.numerics import reference
 
         self.seats = seats
@@ -81,9 +81,9 @@ class _Operator(Stage):
         self.truth: Mapping[str, Tensor] = {name: self._kept(name, exact.pop(name)) for name in (*exact,)}
         self.yardstick: Mapping[str, Tensor] = reference.yardstick(seats.spec, self.sets[0], seats.sizes)
 
-    def enter(self, arm: str) -> Entrant:
+    def enter(self, arm: str) -> PreparedArm:
         first = self._prepared(arm, self.sets[0])
-        return Entrant(first.call, self._losses(first.read(first.call())), first.arranged_bytes)
+        return PreparedArm(first.call, self._losses(first.read(first.call())), first.arranged_bytes)
 
     def again(self, arm: str, turn: int) -> Callable[[], object]:
         return self._prepared(arm, self.sets[turn]).call
@@ -114,7 +114,7 @@ class _Operator(Stage):
         return {n: {"relative": relative, "yardsticks": ratio} for n, (relative, ratio) in every.items()}
 
 
-def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
+def prepare(arm: str, seats: OperatorArms, inputs: Mapping[str, Tensor]) -> Prepared:
     """Prepare a column's arm on one set of inputs. Raises whatever its library raises."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline

@@ -5,6 +5,6 @@ has the parts of a layer, with gradients, and ``torch.ops.coda_agent`` every acc
 """
 
 from coda_agent.fused import functional, ops
-from coda_agent.fused.patching import Row, Table, patch, unpatch
+from coda_agent.fused.patching import PatchedPart, Table, patch, unpatch
 
-__all__ = ["Row", "Table", "functional", "ops", "patch", "unpatch"]
+__all__ = ["PatchedPart", "Table", "functional", "ops", "patch", "unpatch"]

@@ -18,7 +18,7 @@ from coda_agent.fused import ops
 from coda_agent.fused.pointwise import evaluate
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.derive import Derived, all_sizes, derive
-from coda_agent.primitives.derive.arrange import Asked, Attempt, Plan
+from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward
 from coda_agent.primitives.derive.chains import Chain
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import DTYPES, Program
@@ -142,7 +142,7 @@ def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)
-    arranging = Attempt(Asked(whole, (), ()), Plan(frozenset()))
+    arranging = PlannedBackward(BackwardRequest(whole, (), ()), BackwardPlan(frozenset()))
     late = arranging.late(trace)
     wanted = {n: whole.outputs[n] for n in outputs if late[whole.outputs[n]]}
     named = {i: n for n, i in whole.outputs.items()}

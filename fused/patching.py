@@ -19,7 +19,7 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 OLDEST, NEXT = (5, 24), (6,)  # of transformers, whose classes these stand in for
 
 
-class Row(NamedTuple):
+class PatchedPart(NamedTuple):
     """A part of some modules: what computes it, by which programs, and why it is not fused if it is not."""
 
     module: str
@@ -29,11 +29,11 @@ class Row(NamedTuple):
     why: str
 
 
-class Table(tuple[Row, ...]):
+class Table(tuple[PatchedPart, ...]):
     """What ``patch`` found, a row a kind of part; printed as Markdown."""
 
     def __str__(self) -> str:
-        return markdown_table(Row._fields, self)
+        return markdown_table(PatchedPart._fields, self)
 
     _repr_markdown_ = __str__
 
@@ -43,7 +43,7 @@ class Table(tuple[Row, ...]):
         return any(row.runs == "fused" for row in self)
 
 
-class Forward:
+class PatchedForward:
     """A patched module's forward. ``previous``: an instance's own that stood there before."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
@@ -74,7 +74,7 @@ def patch(model: nn.Module) -> Table:
     this was not proved with.
     """
     unpatch(model)
-    found: dict[Row, list[str]] = {}
+    found: dict[PatchedPart, list[str]] = {}
     for name, module in list(model.named_modules()):
         if huggingface.family(module, "DecoderLayer"):
             rows = _layer(module)
@@ -91,17 +91,17 @@ def unpatch(model: nn.Module) -> None:
     """Take back what ``patch`` did. Modules that were not patched are left alone."""
     for module in model.modules():
         own = vars(module).get("forward")
-        if isinstance(own, Forward):
+        if isinstance(own, PatchedForward):
             del module.forward
             if own.previous is not None:
                 module.forward = own.previous
 
 
-def _layer(layer: Any) -> list[Row]:
+def _layer(layer: Any) -> list[PatchedPart]:
     _expect_version()
     how = huggingface.settings(layer)
     why = {part: huggingface.refusal(layer, how, part) for part in huggingface.PARTS}
-    layer.forward = Forward(layer, huggingface.layer_forward, how)
+    layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
@@ -115,16 +115,16 @@ def _layer(layer: Any) -> list[Row]:
     ]
 
 
-def _causal(model: Any) -> list[Row]:
+def _causal(model: Any) -> list[PatchedPart]:
     _expect_version()
     why = huggingface.loss_refusal(model)
-    model.forward = Forward(model, huggingface.causal_forward, None)
+    model.forward = PatchedForward(model, huggingface.causal_forward, None)
     return [_row(model, "loss in training, without logits", "loss", why)]
 
 
-def _row(module: nn.Module, part: str, program: str, why: str) -> Row:
+def _row(module: nn.Module, part: str, program: str, why: str) -> PatchedPart:
     name = type(module).__name__
-    return Row(name, part, "PyTorch" if why else "fused", "" if why else f"{program} (derived)", why)
+    return PatchedPart(name, part, "PyTorch" if why else "fused", "" if why else f"{program} (derived)", why)
 
 
 def _together(names: list[str]) -> str:

@@ -23,7 +23,7 @@ from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
 
-class Row(NamedTuple):
+class TunedStep(NamedTuple):
     """The fastest schedule of a step whose product is M x N x K, on a GPU."""
 
     gpu: str
@@ -33,7 +33,9 @@ class Row(NamedTuple):
     schedule: Schedule
 
 
-def chosen(program: Program, sizes: Mapping[str, int], gpu: str, rows: list[Row]) -> dict[int, Schedule]:
+def chosen(
+    program: Program, sizes: Mapping[str, int], gpu: str, rows: list[TunedStep]
+) -> dict[int, Schedule]:
     """A schedule for each step, of which its tile holds the heads. LaunchError where none does."""
     shapes = products(program, sizes)
     return {
@@ -49,9 +51,9 @@ def _nearest(
     sizes: Mapping[str, int],
     shape: tuple[int, int, int],
     gpu: str,
-    rows: list[Row],
+    rows: list[TunedStep],
 ) -> Schedule:
-    def distance(row: Row) -> tuple[float, ...]:
+    def distance(row: TunedStep) -> tuple[float, ...]:
         m, n, k = (abs(log2(a / b)) for a, b in zip(row.shape, shape, strict=True))
         own = (row.kernel, row.step) == (program.signature.name, kernel.step)
         return row.gpu != gpu, not own, n + k + round(m) / 2, m
@@ -78,18 +80,20 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
 
 
 @cache
-def known() -> list[Row]:
+def known() -> list[TunedStep]:
     """The rows of this machine's tables, then of the shipped reports."""
     return [*_tables(), *_shipped()]
 
 
-def _tables() -> Iterator[Row]:
+def _tables() -> Iterator[TunedStep]:
     for path in sorted((cache_dir() / "schedules").glob("*.json")):
         for row in read_json(path) or ():
-            yield Row(row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"]))
+            yield TunedStep(
+                row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"])
+            )
 
 
-def _shipped() -> Iterator[Row]:
+def _shipped() -> Iterator[TunedStep]:
     for path in sorted(KERNELS.glob("*.report.json")):
         name = path.name.removesuffix(".report.json")
         report = read_json(path)
@@ -100,14 +104,16 @@ def _shipped() -> Iterator[Row]:
         for timing in report["timings"]:
             shapes = products(program, timing["sizes"])
             for step, fields in timing["schedules"].items():
-                yield Row(report["conditions"]["gpu"], name, int(step), shapes[int(step)], _schedule(fields))
+                yield TunedStep(
+                    report["conditions"]["gpu"], name, int(step), shapes[int(step)], _schedule(fields)
+                )
 
 
 def _schedule(fields: Mapping[str, Any]) -> Schedule:
     return Schedule.from_json(fields)
 
 
-def keep(name: str, rows: list[Row]) -> Path:
+def keep(name: str, rows: list[TunedStep]) -> Path:
     """Write this machine's table of one kernel. Later processes choose from it first."""
     path = cache_dir() / "schedules" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

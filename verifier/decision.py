@@ -25,7 +25,7 @@ Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
 Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # of two arms, by process
 
 
-class Void(Exception):
+class InvalidMeasurement(Exception):
     """The measurement is invalid; ``evidence`` shows why."""
 
     def __init__(self, reason: str, **evidence: Any):
@@ -35,7 +35,8 @@ class Void(Exception):
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
     """The ratio of an arm to the candidate over processes. Over the rounds of one process it is no ground for
-    acceptance. Void for a sample that is not a duration; ValueError for too few or unpaired samples."""
+    acceptance. InvalidMeasurement for a sample that is not a duration; ValueError for too few or unpaired
+    samples."""
     pairs = _paired(arm, candidate)
     found = _over(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -62,7 +63,8 @@ def _over(pairs: Pairs) -> statistics.Interval:
 
 
 def central(rows: Rows) -> float:
-    """The geometric mean of the processes' medians. Void for a sample that is not a duration."""
+    """The geometric mean of the processes' medians. InvalidMeasurement for a sample that is not a
+    duration."""
     _durations(rows)
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
 
@@ -70,13 +72,15 @@ def central(rows: Rows) -> float:
 def _durations(rows: Rows) -> None:
     wrong = [x for row in rows for x in row if not (math.isfinite(x) and x > 0)]
     if wrong:
-        raise Void(f"a timed call took {wrong[0]} ms, which is no duration: the measurement is wrong")
+        raise InvalidMeasurement(
+            f"a timed call took {wrong[0]} ms, which is no duration: the measurement is wrong"
+        )
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
-    """Raise Failed if a deciding case's lower bound does not exceed the threshold. Raise Void if a time beats
-    the hardware, or if the measurement is too small for an acceptance: too few processes or rounds, or a warm
-    L2."""
+    """Raise Failed if a deciding case's lower bound does not exceed the threshold. Raise InvalidMeasurement
+    if a time beats the hardware, or if the measurement is too small for an acceptance: too few processes or
+    rounds, or a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:
@@ -96,7 +100,7 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
     _improvement(rows)
     for t in rows:
         if t.processes < PROCESSES or t.rounds < FEWEST or not t.cold:
-            raise Void(
+            raise InvalidMeasurement(
                 f"case {t.case}: {t.processes} process(es), {t.rounds} rounds, "
                 f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {PROCESSES} of at least "
                 f"{FEWEST} rounds from a cold L2",
@@ -119,15 +123,15 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Raise Void if a process's median, or the graph's, beats the hardware's limit; a mean over processes
-    could hide that."""
+    """Raise InvalidMeasurement if a process's median, or the graph's, beats the hardware's limit; a mean over
+    processes could hide that."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:
         times["in a CUDA graph: "] = t.graph_milliseconds
     for place, seen in times.items():
         if seen < limit:
-            raise Void(
+            raise InvalidMeasurement(
                 f"case {t.case}: {place}{seen:.6g} ms is less than the {limit:.5f} ms that the hardware "
                 "allows: the measurement is wrong"
             )

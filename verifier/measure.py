@@ -26,9 +26,17 @@ from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.baselines.quack import MATMUL, admitted
-from coda_agent.verifier.decision import BASELINE, KEPT, PROCESSES, Void, central, compared, decide
+from coda_agent.verifier.decision import (
+    BASELINE,
+    KEPT,
+    PROCESSES,
+    InvalidMeasurement,
+    central,
+    compared,
+    decide,
+)
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, score
+from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, Schedules, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.telemetry import findings
 from coda_agent.verifier.gpu.worker import Lost, Task, Worker
@@ -65,7 +73,7 @@ SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "qu
 
 
 @dataclass(frozen=True)
-class Options:
+class MeasureOptions:
     """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
     ``verifier.baselines.quack.ARMS``. QuACK's are left out if it cannot compute the spec; the decision needs
     torch.compile. ``rounds``: per process, fewer for long kernels. ``sanitize``: run small sizes again under
@@ -88,7 +96,7 @@ class Checkpoint(Protocol):
 def measure(
     spec: Spec,
     kernel: KernelSource,
-    options: Options | None = None,
+    options: MeasureOptions | None = None,
     *,
     progress: Progress = silent,
     keep: Checkpoint | None = None,
@@ -105,13 +113,13 @@ def measure(
     which this function closes.
     """
     gates = Gates(progress)
-    options, known, quack = options or Options(), known or {}, quack or {}
+    options, known, quack = options or MeasureOptions(), known or {}, quack or {}
     session = _Session(spec, kernel, options, gates, keep, known, kept, quack, [*ahead])
     try:
         return session.run()
     except Stop as stop:
         return stop.rejected
-    except Void as void:
+    except InvalidMeasurement as void:
         return Unmeasured(reason=str(void), evidence=void.evidence)
     finally:
         session.lose_workers()
@@ -123,7 +131,7 @@ def proved(
     """Numerics and stability by the current protocol, for a kernel that an earlier protocol tuned and timed:
     the gates, and the seeds of their inputs."""
     gates = Gates(progress)
-    session = _Session(spec, kernel, Options(), gates, _Tuned(timings), {}, None)
+    session = _Session(spec, kernel, MeasureOptions(), gates, _Tuned(timings), {}, None)
     try:
         session.prove()
     except Stop as stop:
@@ -158,7 +166,7 @@ class _Session:
 
     spec: Spec
     kernel: KernelSource
-    options: Options
+    options: MeasureOptions
     gates: Gates
     keep: Checkpoint | None
     known: Mapping[str, Known]
@@ -246,9 +254,13 @@ class _Session:
         lack of memory during timing, when the candidate's calls allocate none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
-            raise Void(f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}")
+            raise InvalidMeasurement(
+                f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}"
+            )
         if self.heard.endswith(RACES) and lost.code == "out_of_memory":
-            raise Void(f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}")
+            raise InvalidMeasurement(
+                f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}"
+            )
 
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
@@ -290,7 +302,9 @@ class _Session:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
             except Failed as failed:  # Lost is a subclass
-                raise Void(f"the GPU is of no more use after a worker was lost: {failed.message}") from None
+                raise InvalidMeasurement(
+                    f"the GPU is of no more use after a worker was lost: {failed.message}"
+                ) from None
 
     def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:
         return lambda worker: worker.ask(task, argument, patience=PATIENCE, progress=self._told)
@@ -356,7 +370,7 @@ class _Session:
                 return
             self.scores[case.name].pop()
             self._retire(process)
-        raise Void(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
+        raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
         """The kernel's ratio to itself over the valid processes, for information: each process was judged
@@ -369,7 +383,7 @@ class _Session:
         """Time one case in one process. ``attempt`` is set for a score with controls."""
         controlled = attempt is not None
         arms, known = self._arms(), self.quack.get(case.name)
-        race = Race(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
+        race = Benchmark(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
         self._expect_same_device(found["conditions"])
@@ -383,7 +397,9 @@ class _Session:
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
             began, here = (", ".join(str(each[key]) for key in known) for each in (first, conditions))
-            raise Void(f"it began on another machine ({began}) than this ({here}): begin it anew")
+            raise InvalidMeasurement(
+                f"it began on another machine ({began}) than this ({here}): begin it anew"
+            )
 
     def _timing(self, case: Case) -> Timing:
         scores, tuned = self.scores[case.name], self._tuned(case)
@@ -473,7 +489,7 @@ class _Session:
         try:
             return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
         except Failed as failed:
-            raise Void(f"{KEPT} could not be tuned: {failed.message}") from None
+            raise InvalidMeasurement(f"{KEPT} could not be tuned: {failed.message}") from None
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> KernelCase:
         """A job of this kernel, with ``more`` of its fields."""

@@ -81,7 +81,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
 
 
 @dataclass(frozen=True)
-class Proof(KernelCase):
+class PrimitiveCase(KernelCase):
     """The functions in their frame, with the schedules to check."""
 
     proposal: Proposal | None = None
@@ -92,7 +92,7 @@ class Proof(KernelCase):
         return seed, {n: t.to(device) for n, t in draw(self.proposal, family, seed).items()}
 
 
-def numerics(job: Proof) -> dict[str, Any]:
+def numerics(job: PrimitiveCase) -> dict[str, Any]:
     """Compare every family of points on every schedule with fp64, in a worker."""
     from coda_agent.verifier.gpu.checks import poisoned_run
 
@@ -137,7 +137,7 @@ def measure(
             with gates.gate("numerics") as figures:
                 form = _answer(proposal, source)
                 kernel = KernelSource(program, edited=proposal.framed(spec, source, form.fast))
-                job = Proof(spec, kernel, "frame", SIZES, schedules, FAMILIES, proposal=proposal)
+                job = PrimitiveCase(spec, kernel, "frame", SIZES, schedules, FAMILIES, proposal=proposal)
                 found = asked.ask(numerics, job, patience=PATIENCE, progress=progress)
                 conditions = found.pop("conditions")
                 seeds |= found.pop("seeds")

@@ -42,11 +42,11 @@ Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of
 Finalists = tuple[Annotated[tuple[Config, ...], Field(min_length=1)], ...]
 
 
-class _Record(BaseModel):
+class _ReportModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Gate(_Record):
+class Gate(_ReportModel):
     """A passed gate: its seconds, figures, and findings that do not reject."""
 
     gate: str
@@ -55,7 +55,7 @@ class Gate(_Record):
     findings: tuple[str, ...] = ()
 
 
-class Identity(_Record):
+class Identity(_ReportModel):
     """The identity of evidence: SHA-256 of spec, program and lowered text, and versions of packages. ``raw``:
     whether the text is edited."""
 
@@ -71,7 +71,7 @@ class Identity(_Record):
         return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
 
 
-class Ratio(_Record):
+class Ratio(_ReportModel):
     """A ratio with its confidence interval, which encloses both Student's interval over processes and the
     bootstrap's.
 
@@ -85,7 +85,7 @@ class Ratio(_Record):
     detectable: Seconds | None = None
 
 
-class Timing(_Record):
+class Timing(_ReportModel):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
@@ -121,7 +121,7 @@ class Timing(_Record):
         return self
 
 
-class QuackTuned(_Record):
+class QuackTuned(_ReportModel):
     """Schedules of QuACK's arms at one case, valid for this ``version`` of quack-kernels on this GPU."""
 
     gpu: str
@@ -129,7 +129,7 @@ class QuackTuned(_Record):
     arms: dict[str, Finalists]
 
 
-class Authorship(_Record):
+class Authorship(_ReportModel):
     """The kernel's author, provider and number of attempts."""
 
     author: str
@@ -137,7 +137,7 @@ class Authorship(_Record):
     run: str
 
 
-class Rejected(_Record):
+class Rejected(_ReportModel):
     """A candidate that failed a gate: the reason for the author, the evidence, and the gates passed
     before."""
 
@@ -150,7 +150,7 @@ class Rejected(_Record):
     gates: tuple[Gate, ...] = ()
 
 
-class Checked(_Record):
+class Checked(_ReportModel):
     """A kernel that passed every gate that this machine can run; nothing was measured."""
 
     status: Literal["checked"] = "checked"
@@ -169,7 +169,7 @@ def _moment(text: str) -> str:
 Moment = Annotated[str, AfterValidator(_moment)]
 
 
-class _Measurement(_Record):
+class _Measurement(_ReportModel):
     """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings older than protocol
     numbers. ``rival``: the hash of the incumbent's lowered text, if there was one. ``renewed``: when, and on
     which machine, a later protocol repeated numerics and stability."""
@@ -192,7 +192,7 @@ class _Measurement(_Record):
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
 
-class Unmeasured(_Record):
+class Unmeasured(_ReportModel):
     """An invalid measurement, which gives no verdict on the kernel: the reason and the evidence."""
 
     status: Literal["unmeasured"] = "unmeasured"

@@ -19,7 +19,7 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.baselines.quack import admitted
-from coda_agent.verifier.decision import PROCESSES, Rows, Void, central, compared, decide
+from coda_agent.verifier.decision import PROCESSES, InvalidMeasurement, Rows, central, compared, decide
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import FEWEST_SETS, faults
 from coda_agent.verifier.gpu.checks import REPEATS
@@ -96,7 +96,7 @@ def of_samples(timing: Timing, arm: str) -> Ratio | None:
     """The arm's ratio to the candidate, computed again; None without enough samples."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError, Void):  # missing, too few, or no durations
+    except (KeyError, ValueError, InvalidMeasurement):  # missing, too few, or no durations
         return None
 
 
@@ -208,7 +208,7 @@ def _median(rows: Rows) -> float:
     """The median as a report computes it; without samples NaN, which equals nothing."""
     try:
         return round(central(rows), 5)
-    except (ValueError, ZeroDivisionError, Void):  # empty, or no durations
+    except (ValueError, ZeroDivisionError, InvalidMeasurement):  # empty, or no durations
         return math.nan
 
 
@@ -220,7 +220,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
         decide(spec, program, report.timings, figures)
     except Failed as failed:
         return [f"{name}: decided again, it is rejected: {failed.message}"]
-    except Void as void:
+    except InvalidMeasurement as void:
         return [f"{name}: decided again, it is void: {void}"]
     if figures != _figures(report, "decision"):
         return [f"{name}: gate decision has other figures than its timings give: measure again"]
@@ -307,7 +307,7 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
         )
     except ValidationError as error:
         return [f"gate benchmark does not say how the kernel did against itself: {_first(error)}"]
-    except Void:
+    except InvalidMeasurement:
         return ["the controls of a kernel against itself are no ratios"]
     agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
     if any(not abs(a - b) <= ROUNDED for a, b in agree) or not told.low <= told.estimate <= told.high:
@@ -404,11 +404,11 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
 def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
     """The error gate's limits (``compare``), with the slack of the output's smallest tile."""
     from coda_agent.verifier.numerics.error_gate import FEW
-    from coda_agent.verifier.numerics.limits import Limits
+    from coda_agent.verifier.numerics.limits import ErrorLimits
 
     shape = [extent(sizes) for extent in spec.outputs[output].shape] or [1]
     rows, columns = shape[0], math.prod(shape[1:])
-    limits, count = Limits(), rows * columns
+    limits, count = ErrorLimits(), rows * columns
     tile = (rows % TILE or TILE) * (columns % TILE or TILE)
     wider = (spec.tolerance.factor if spec.tolerance else 1.0) * (2.0 ** (10 / count) if count < FEW else 1.0)
     deviations = limits.deviations * (1 + 1 / rows)

@@ -30,7 +30,7 @@ from coda_agent.verifier.spec.parts import Case
 
 if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
-    from coda_agent.verifier.measure import Checkpoint, Options
+    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 
 MAX_STEPS = 16  # each is compiled and tuned separately
 
@@ -101,7 +101,7 @@ def verify(
     gpu: bool,
     weak_jail: bool = False,
     progress: Progress = silent,
-    options: Options | None = None,
+    options: MeasureOptions | None = None,
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:

@@ -20,7 +20,7 @@ from coda_agent.agent.artifacts import accept, quack_tunings
 from coda_agent.agent.artifacts.checkpoint import FilePieces
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.view import RunView
-from coda_agent.agent.setup import work_of
+from coda_agent.agent.setup import task_of
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
@@ -42,7 +42,7 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.verifier.gpu.worker import Worker
     from coda_agent.verifier.incumbent import Incumbent, Known
-    from coda_agent.verifier.measure import Options
+    from coda_agent.verifier.measure import MeasureOptions
 
 FORMAT = 1
 WHOLE = "whole"  # the stage of a finished entry
@@ -56,7 +56,7 @@ class _File(BaseModel):
 Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
-class Rival(_File):
+class PackedIncumbent(_File):
     """An incumbent (``verifier.incumbent.Incumbent``) as JSON data."""
 
     program: str
@@ -65,7 +65,7 @@ class Rival(_File):
     raw: str = ""
 
     @classmethod
-    def of(cls, kept: Incumbent) -> Rival:
+    def of(cls, kept: Incumbent) -> PackedIncumbent:
         return cls(
             program=kept.kernel.program.to_json(),
             schedules={
@@ -80,7 +80,7 @@ class Rival(_File):
         )
 
 
-class Entry(_File):
+class PackedKernel(_File):
     """A checked kernel that awaits measurement. ``known``: by case, schedules that won before; ``quack``: the
     same for QuACK's arms. ``kept``: the incumbent. ``raw``: its edited text, with its compiled ``objects``,
     so that the other machine need not run it."""
@@ -92,17 +92,17 @@ class Entry(_File):
     identity: Identity
     known: dict[str, Schedules] = {}
     quack: dict[str, QuackTuned] = {}
-    kept: Rival | None = None
+    kept: PackedIncumbent | None = None
     raw: str = ""
     objects: dict[str, str] = {}
 
 
 class Bundle(_File):
     coda_agent_bundle: int = FORMAT
-    entries: tuple[Entry, ...]
+    entries: tuple[PackedKernel, ...]
 
 
-class Result(_File):
+class KernelResult(_File):
     """One entry's measurement."""
 
     run: str
@@ -111,9 +111,9 @@ class Result(_File):
     measurement: dict[str, Any]
 
 
-class Results(_File):
+class BundleResults(_File):
     coda_agent_results: int = FORMAT
-    results: tuple[Result, ...]
+    results: tuple[KernelResult, ...]
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
@@ -124,7 +124,7 @@ def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundl
     return bundle
 
 
-def _entry(name: str, progress: Progress) -> Entry:
+def _entry(name: str, progress: Progress) -> PackedKernel:
     run = runs.reopen(name)
     try:
         if "proposes" in run.journal.header:
@@ -139,7 +139,7 @@ def _entry(name: str, progress: Progress) -> Entry:
             raise InvalidInput(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
         kernel, kept, report = last.kernel(run.spec), _kept(run, view), last.checked
         assert kernel is not None  # a checked one is there
-        return Entry(
+        return PackedKernel(
             run=run.name,
             attempt=last.number,
             spec_text=run.text,
@@ -147,7 +147,7 @@ def _entry(name: str, progress: Progress) -> Entry:
             identity=report.identity,
             known=_known(run.spec, report.identity),
             quack=quack_tunings.quack(run.spec),
-            kept=Rival.of(kept) if kept else None,
+            kept=PackedIncumbent.of(kept) if kept else None,
             raw=kernel.edited or "",
             objects=_objects(run.spec, kernel, kept, progress) if kernel.edited else {},
         )
@@ -190,7 +190,7 @@ def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
     kernel = at.kernel(run.spec) if at else None
     if at and kernel and isinstance(at.measurement, Measured):
         return Incumbent.of(kernel, at.measurement.timings)
-    return work_of(run).rival()
+    return task_of(run).rival()
 
 
 def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
@@ -210,7 +210,7 @@ def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
+def _pieces(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePieces:
     """The folder of one entry's measurement, until ``out`` is complete."""
     rival = entry.kept.model_dump_json() if entry.kept else ""
     return FilePieces.of(_partial(out), entry.identity, options, rival)
@@ -222,13 +222,13 @@ def read(path: Path) -> Bundle:
 
 
 def measure(
-    path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
-) -> Results:
+    path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
+) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Stages in
     ``out``.partial are not measured again. InvalidInput, naming ``path``, for another version's bundle."""
     from coda_agent.verifier.measure import started
 
-    done, here, waiting = Results(results=()), [], started()
+    done, here, waiting = BundleResults(results=()), [], started()
     try:
         checked = [_verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
@@ -237,8 +237,8 @@ def measure(
             keep, said = _pieces(out, entry, options), progress(entry.run)
             found = _whole(keep, partial(_measured, path, entry, spec, kernel, options, keep, said, here))
             made = identity(spec, kernel)
-            result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
-            done = Results(results=(*done.results, result))
+            result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
+            done = BundleResults(results=(*done.results, result))
             _write(out, done)
             _close(here)  # a finished entry did not take the worker
     finally:
@@ -267,10 +267,10 @@ def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, A
 
 def _measured(
     path: Path,
-    entry: Entry,
+    entry: PackedKernel,
     spec: Spec,
     kernel: KernelSource,
-    options: Options,
+    options: MeasureOptions,
     keep: FilePieces,
     progress: Progress,
     ahead: Sequence[Worker],
@@ -292,7 +292,7 @@ def _measured(
     )
 
 
-def _unpack(path: Path, entry: Entry, kernel: KernelSource) -> None:
+def _unpack(path: Path, entry: PackedKernel, kernel: KernelSource) -> None:
     from coda_agent.primitives.raw import unpack
 
     try:
@@ -303,7 +303,7 @@ def _unpack(path: Path, entry: Entry, kernel: KernelSource) -> None:
         ) from None
 
 
-def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
+def _schedules(path: Path, entry: PackedKernel) -> dict[str, Known]:
     from coda_agent.verifier.incumbent import raced
 
     try:
@@ -314,7 +314,7 @@ def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
         ) from None
 
 
-def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
+def _quack(path: Path, entry: PackedKernel) -> dict[str, QuackTuned]:
     from coda_agent.verifier.baselines.quack import parsed
 
     try:
@@ -327,7 +327,7 @@ def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
     return entry.quack
 
 
-def _rival(path: Path, entry: Entry, spec: Spec) -> Incumbent | None:
+def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
     from coda_agent.verifier.incumbent import Incumbent
 
     if entry.kept is None:
@@ -345,7 +345,7 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Incumbent | None:
         ) from None
 
 
-def _verified(path: Path, entry: Entry) -> tuple[Spec, KernelSource]:
+def _verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
     """Lower again here and compare with what was checked there."""
     spec = _spec(path, entry)
     try:
@@ -364,7 +364,7 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, KernelSource]:
     return spec, kernel
 
 
-def _spec(path: Path, entry: Entry) -> Spec:
+def _spec(path: Path, entry: PackedKernel) -> Spec:
     try:  # parse without running: its hash equals that of the checked spec
         return of_text(path, entry.spec_text, Spec, lambda spec: None)
     except SpecError as error:
@@ -379,7 +379,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
     InvalidInput for a result of another kernel than the run's.
     """
     taken: list[tuple[str, Measurement]] = []
-    for result in _read(path, Results).results:
+    for result in _read(path, BundleResults).results:
         try:
             measurement = MEASUREMENT.validate_python(result.measurement)
         except ValidationError as error:
@@ -428,7 +428,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise InvalidInput(f"{path}: {error.strerror}; give a file written by bundle or measure") from None
     try:
         tree = json.loads(content)
-        if isinstance(tree, dict) and kind is Results and "coda_agent_bundle" in tree:
+        if isinstance(tree, dict) and kind is BundleResults and "coda_agent_bundle" in tree:
             raise InvalidInput(f"{path}: this is a bundle; measure it first: coda-agent measure {path}")
         found = kind.model_validate(tree)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, or other fields

@@ -17,7 +17,7 @@ from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.measure import Checkpoint, Options
+    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
     from coda_agent.verifier.report import Identity
 
 
@@ -28,7 +28,7 @@ class FilePieces:
     directory: Path
 
     @classmethod
-    def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
+    def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
         """The stages for exactly this kernel, spec, sizes, options and ``more`` dependencies."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
@@ -59,7 +59,7 @@ class FilePieces:
 
 @contextmanager
 def resumed(
-    options: Options, again: bool, say: Callable[[str], object]
+    options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
     """Hold in the block a folder for the stages of a kernel's measurement on this card, and the GPU
     exclusively among our commands. Stages of an interrupted measurement count, unless ``again`` starts over.

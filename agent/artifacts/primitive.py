@@ -134,8 +134,8 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
 
 
 @dataclass(frozen=True)
-class Proposing:
-    """The task of writing a proposed primitive (``agent.run.task.Work``). ``text``: the proposal's YAML."""
+class PrimitiveTask:
+    """The task of writing a proposed primitive (``agent.run.task.Task``). ``text``: the proposal's YAML."""
 
     spec: Spec
     text: str
@@ -143,7 +143,7 @@ class Proposing:
     edits = True
 
     @classmethod
-    def of(cls, run: runs.Run) -> Proposing:
+    def of(cls, run: runs.Run) -> PrimitiveTask:
         text = str(run.journal.header[HEADER])
         return cls(run.spec, text, proposing.parse(text))
 

@@ -13,12 +13,12 @@ from coda_agent.agent import setup
 from coda_agent.agent.cli.exit_codes import ABSENT, finish
 from coda_agent.agent.options import (
     IMPROVE,
-    Authoring,
-    Budget,
+    AuthoringOptions,
+    BudgetOptions,
     Further,
     Gpu,
     Json,
-    Measuring,
+    MeasuringOptions,
     SpecPath,
     WeakJail,
     flags,
@@ -41,9 +41,9 @@ Improve = Annotated[int, IMPROVE]
 @grouped
 def generate(
     spec: SpecPath,
-    authoring: Authoring,
-    budget: Budget,
-    measuring: Measuring,
+    authoring: AuthoringOptions,
+    budget: BudgetOptions,
+    measuring: MeasuringOptions,
     gpu: Gpu = None,
     directory: Directory = None,
     improve: Improve = 0,
@@ -76,9 +76,9 @@ def optimize(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name, or a derived spec.")
     ],
-    authoring: Authoring,
-    budget: Budget,
-    measuring: Measuring,
+    authoring: AuthoringOptions,
+    budget: BudgetOptions,
+    measuring: MeasuringOptions,
     gpu: Gpu = None,
     directory: Directory = None,
     improve: Improve = 0,
@@ -107,8 +107,8 @@ def primitive(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The primitive, proposed in specs/primitives/NAME.yaml.")
     ],
-    authoring: Authoring,
-    budget: Budget,
+    authoring: AuthoringOptions,
+    budget: BudgetOptions,
     gpu: Gpu = None,
     directory: Directory = None,
     reference: Annotated[
@@ -147,15 +147,15 @@ def primitive(
     path = proposals.proposed(name)
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     setup.need_gpu(gpu)
-    _go(proposals.start(path, header), gpu, Measuring(), as_json, provider=provider)
+    _go(proposals.start(path, header), gpu, MeasuringOptions(), as_json, provider=provider)
 
 
 @grouped
 def resume(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
-    budget: Budget,
+    budget: BudgetOptions,
     further: Further,
-    measuring: Measuring,
+    measuring: MeasuringOptions,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:
@@ -221,7 +221,7 @@ def _told(past: Past) -> str:
 def _go(
     run: Run,
     gpu: bool | None,
-    measuring: Measuring,
+    measuring: MeasuringOptions,
     as_json: bool,
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
@@ -233,7 +233,7 @@ def _go(
     console = setup.console(as_json)
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
-        with progress.Watch(console, run.name) as watch:
+        with progress.LiveView(console, run.name) as watch:
             measure = setup.measurer(gpu, measuring.options(), watch)
             outcome = setup.author(run, watch, measure, given, provider)
     except KeyboardInterrupt:

@@ -20,8 +20,8 @@ from coda_agent.primitives.errors import Absent, InvalidInput
 
 if TYPE_CHECKING:
     from coda_agent.comparison.competitors import Column
-    from coda_agent.comparison.drawing.cells import Line
-    from coda_agent.comparison.measuring import Asked
+    from coda_agent.comparison.drawing.cells import TableRow
+    from coda_agent.comparison.measuring import ComparisonRequest
     from coda_agent.comparison.results import Results
     from coda_agent.verifier.gates import Progress
 
@@ -90,7 +90,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
         raise Absent(f"the comparison ended early; the results so far are drawn: {ended}")
 
 
-def _asked(choice: Choice, effort: Effort) -> Asked:
+def _asked(choice: Choice, effort: Effort) -> ComparisonRequest:
     from coda_agent.comparison import measuring, rows
 
     if effort.quick and choice.everything and not choice.only:
@@ -99,7 +99,7 @@ def _asked(choice: Choice, effort: Effort) -> Asked:
     wanted = rows.chosen(
         choice.operators, choice.cases or (), everything=choice.everything, quick=effort.quick
     )
-    return measuring.Asked(
+    return measuring.ComparisonRequest(
         rows=tuple(wanted),
         arms=_arms(_columns(choice.columns or ()), effort.quick, bool(choice.columns)),
         processes=processes,
@@ -117,7 +117,7 @@ class View:
     columns: Sequence[str]
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[TableRow]:
         from coda_agent.comparison.drawing.cells import lines
 
         return lines(self.results, self.columns)
@@ -155,7 +155,9 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
     return tuple(arm for column in columns for arm in column.arms if arm not in left_out)
 
 
-def _measured(asked: Asked, found: Results, path: Path, *, quiet: bool) -> tuple[Results, Exception | None]:
+def _measured(
+    asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
+) -> tuple[Results, Exception | None]:
     """All results so far, and why there are not more."""
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed

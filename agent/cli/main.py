@@ -22,7 +22,7 @@ from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, e
 from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import tune
-from coda_agent.agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
+from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
 
@@ -54,7 +54,7 @@ def verify(
     kernel: Annotated[
         Path, typer.Argument(metavar="KERNEL", help="A kernel file, or an accepted kernel's name.")
     ],
-    measuring: Measuring,
+    measuring: MeasuringOptions,
     gpu: Gpu = None,
     spec: Annotated[
         Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
@@ -79,7 +79,7 @@ def verify(
     setup.need_gpu(gpu, *spelled(measuring), *(["--again"] if again else ()))
     options, here = measuring.options(), setup.use_gpu(gpu)
     with (
-        progress.Watch(setup.console(as_json)) as watch,
+        progress.LiveView(setup.console(as_json)) as watch,
         resumed(options, again, watch.console.print) as keep,
     ):
         report, _ = run_gates(
@@ -105,7 +105,7 @@ def bundle(
     from coda_agent.agent.reporting import progress
     from coda_agent.agent.run.runs import folder
 
-    with progress.Watch(setup.console(False)) as watch:
+    with progress.LiveView(setup.console(False)) as watch:
         made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each run once
     echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
 
@@ -114,7 +114,7 @@ def bundle(
 @grouped
 def measure(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle.")],
-    measuring: Measuring,
+    measuring: MeasuringOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
 ) -> None:
     """Measure a bundle on this machine's H100. A second call continues an interrupted one."""
@@ -127,7 +127,7 @@ def measure(
     bundle = bundles.read(path)
     if not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
-    with progress.Watch(setup.console(False)) as watch, gpu_alone(watch.console.print):
+    with progress.LiveView(setup.console(False)) as watch, gpu_alone(watch.console.print):
         done = bundles.measure(
             path,
             bundle,
@@ -290,7 +290,7 @@ def new(
     from coda_agent.agent import scaffold
 
     asking = sys.stdin.isatty() if ask is None else ask
-    options = scaffold.Options.parse(asking, shape=shape, dtype=dtype, dim=dim, init=init)
+    options = scaffold.ScaffoldOptions.parse(asking, shape=shape, dtype=dtype, dim=dim, init=init)
     path, draft = scaffold.new(function, out, options)
     echo(f"{path}:\n{draft}\nLook at it, then: coda-agent generate {path}")
 

@@ -26,9 +26,9 @@ from mcp_types import ToolAnnotations
 from coda_agent.agent import setup
 from coda_agent.agent.arguments import SPECS, shipped
 from coda_agent.agent.artifacts.accept import is_there
-from coda_agent.agent.options import Measuring
+from coda_agent.agent.options import MeasuringOptions
 from coda_agent.agent.prompts import prompt
-from coda_agent.agent.providers import Call, Tool
+from coda_agent.agent.providers import Tool, ToolCall
 from coda_agent.agent.providers.mcp import NAME, Submission
 from coda_agent.agent.run import run_summary, runs, tools
 from coda_agent.agent.run.budget import Spent
@@ -53,7 +53,7 @@ def server(attempts: int) -> MCPServer:
     made = MCPServer(
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
-    bench = Bench(attempts)
+    bench = McpTools(attempts)
     looks = ToolAnnotations(read_only_hint=True, open_world_hint=False)
     adds = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
     offered: list[tuple[Callable[..., Any], ToolAnnotations, bool]] = [
@@ -85,7 +85,7 @@ def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Bench:
+class McpTools:
     """The tools. The SDK calls each in a thread, and gives its docstring to clients."""
 
     attempts: int
@@ -145,7 +145,7 @@ class Bench:
                 status = outcome.report.status if outcome else "without a verified kernel"
                 raise ToolError(f"run {run} is {status}: only a checked kernel can be measured")
             progress = Progress(ctx)
-            gates = setup.measurer(None, Measuring().options(), progress)
+            gates = setup.measurer(None, MeasuringOptions().options(), progress)
             if gates is None:
                 raise Absent(
                     f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"
@@ -219,7 +219,7 @@ def _loop(
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
     author = submission or Submission()
-    return Loop(run.journal, run.spec, setup.work_of(run), author, progress, attempts, measure)
+    return Loop(run.journal, run.spec, setup.task_of(run), author, progress, attempts, measure)
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
@@ -228,7 +228,7 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
     turn = 1 + sum(key.startswith("answer/") for key in keys)
     used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
     place = f"{turn}.{1 + used}"
-    return _loop(run, Progress(ctx)).desk.answer(place, Call(place, tool.name, given))
+    return _loop(run, Progress(ctx)).desk.answer(place, ToolCall(place, tool.name, given))
 
 
 def _over(run: runs.Run, outcome: Outcome | None) -> str:

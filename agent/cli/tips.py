@@ -13,13 +13,13 @@ import typer
 
 from coda_agent.agent import arguments, providers
 from coda_agent.agent import tips as log
-from coda_agent.agent.options import Authoring, Budget, WeakJail, grouped, spelled
+from coda_agent.agent.options import AuthoringOptions, BudgetOptions, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.agent.tips import Added, Lesson, Tip, TipsError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.run.budget import Limits
-    from coda_agent.agent.tips.lessons import Failure, Learned
+    from coda_agent.agent.run.budget import RunLimits
+    from coda_agent.agent.tips.lessons import FixedFailure, RunLessons
 
 tips = typer.Typer(
     rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
@@ -30,7 +30,7 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 
 @dataclass(frozen=True)
-class Total(Budget):
+class Total(BudgetOptions):
     """The limits of a whole measurement. Its runs, with and without a tip, get equal parts; unspent parts are
     not shared."""
 
@@ -120,7 +120,7 @@ def retire(ids: Ids) -> None:
 def measure(
     ids: Ids,
     specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
-    authoring: Authoring,
+    authoring: AuthoringOptions,
     budget: Total,
     runs: Annotated[
         int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and the same number without.")
@@ -136,8 +136,8 @@ def measure(
     answers the same with and without a tip."""
     from coda_agent.agent import setup
     from coda_agent.agent.tips import trials
-    from coda_agent.agent.tips.watch import Watch
-    from coda_agent.verifier.measure import Options
+    from coda_agent.agent.tips.watch import QuietView
+    from coda_agent.verifier.measure import MeasureOptions
 
     specs = [arguments.spec_file(path) for path in specs]
     tried = _tried(ids, specs)
@@ -150,8 +150,8 @@ def measure(
     echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with Watch(setup.console(True), speaks=providers.named(provider).by_hand) as watch:
-            measurer = setup.measurer(gpu, Options(), watch)
+        with QuietView(setup.console(True), speaks=providers.named(provider).by_hand) as watch:
+            measurer = setup.measurer(gpu, MeasureOptions(), watch)
             author = trials.Runs(tip, known, options, watch, each, measurer, echo)
             with _told_how_to_go_on():
                 trial = trials.measure(tip, known, specs, runs, author)
@@ -187,7 +187,7 @@ def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
     return tried
 
 
-def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) -> str:
+def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimits) -> str:
     """The plan, and each run's limits."""
     times = [f"{len(tried)} tips"] * (len(tried) > 1) + [f"{len(specs)} specs"] * (len(specs) > 1)
     count = 2 * runs * len(specs) * len(tried)
@@ -197,7 +197,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) 
     return f"{words}; each may cost {', '.join(costs)}" if costs else words
 
 
-def _writer(authoring: Authoring, provider: str) -> str:
+def _writer(authoring: AuthoringOptions, provider: str) -> str:
     """The author's name for the log, since another author may need other tips."""
     known = authoring.author if providers.named(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
@@ -217,7 +217,7 @@ def _provider(name: str, specs: list[Path]) -> str:
     return chosen
 
 
-def _asked(found: Learned, failed: str | None) -> list[Lesson]:
+def _asked(found: RunLessons, failed: str | None) -> list[Lesson]:
     """A person's lessons from failures for which the run's author proposed no tip. Raises TipsError if nobody
     answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
@@ -229,7 +229,7 @@ def _asked(found: Learned, failed: str | None) -> list[Lesson]:
         raise TipsError(f"{found.run}: no answer; give the lesson with --lesson '...'{many}") from None
 
 
-def _ask(failure: Failure) -> Lesson | None:
+def _ask(failure: FixedFailure) -> Lesson | None:
     """A person's lesson from a failure; None without an answer, or if the log has a tip on it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):

@@ -37,7 +37,7 @@ def tune(
     for each in wanted:
         shapes = schedules.products(program, each)
         for step, schedule in tuned(KernelSource(program), _drawn(program, each), each).items():
-            rows.append(schedules.Row(gpu, program.signature.name, step, shapes[step], schedule))
+            rows.append(schedules.TunedStep(gpu, program.signature.name, step, shapes[step], schedule))
     echo(f"{len(rows)} schedules in {schedules.keep(program.signature.name, rows)}")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE",
-    "Call",
+    "ToolCall",
     "Charge",
     "Message",
     "Meter",
@@ -65,7 +65,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call in an answer."""
 
     id: str
@@ -113,7 +113,7 @@ class Turn:
     usage: Usage
     author: str
     stop_reason: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     blocks: tuple[Mapping[str, Any], ...] = ()
     dollars: float | None = None
 
@@ -135,7 +135,7 @@ class Turn:
         except TypeError:
             raise ValueError(f"an answer's 'usage' holds token counts by name, not {usage!r}") from None
         try:
-            calls = tuple(Call(**call) for call in data.get("calls", ()))
+            calls = tuple(ToolCall(**call) for call in data.get("calls", ()))
         except TypeError:
             raise ValueError(f"an answer's 'calls' are id, name and input, not {data['calls']!r}") from None
         blocks = tuple(data.get("blocks", ()))

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent.finding import Finding
-from coda_agent.agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers import Charge, Message, OnText, ProviderError, Question, ToolCall, Turn, Usage
 from coda_agent.agent.providers.patience import (
     EMPTY,
     Fault,
@@ -28,7 +28,7 @@ from coda_agent.agent.providers.patience import (
     retry_after,
     whole_within,
 )
-from coda_agent.agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.providers.scrub import Scrub, ScrubbedStream
 from coda_agent.agent.providers.spec import Auto, ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget
 
@@ -165,7 +165,7 @@ class Anthropic:
         stream: MessageStream[None] | None = None
         try:
             with sent as stream, whole_within(stream.response, seconds):
-                if not _drain(stream, Stream(self._scrub, say)):
+                if not _drain(stream, ScrubbedStream(self._scrub, say)):
                     return _broken("the response holds no message")
                 message = stream.get_final_message()
                 result = self._judge(message, charge.max_tokens)
@@ -193,7 +193,7 @@ class Anthropic:
         """The turn of a complete stream, or its fault."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
-        calls = tuple(Call(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
+        calls = tuple(ToolCall(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
         author = f"{message.model} via anthropic"
         match message.stop_reason:
             case "tool_use" if calls:
@@ -280,7 +280,7 @@ class _MalformedStream(Exception):
     """The server's events do not form a message."""
 
 
-def _drain(stream: MessageStream[None], heard: Stream) -> bool:
+def _drain(stream: MessageStream[None], heard: ScrubbedStream) -> bool:
     """Read the stream to its end; return whether a message began."""
     started = False
     for event in _events(stream):

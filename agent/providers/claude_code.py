@@ -30,7 +30,7 @@ from typing import Any
 from coda_agent.agent import finding
 from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.prompts.prompt import tokens
-from coda_agent.agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
+from coda_agent.agent.providers import Charge, Message, ProviderError, Question, Tool, ToolCall, Turn, Usage
 from coda_agent.agent.providers.patience import EMPTY, Fault, Patience, persist
 from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
@@ -206,7 +206,7 @@ def _example(tool: Tool) -> str:
     return f"```{tool.name}\n{body}\n```"
 
 
-def _calls(text: str, tools: Sequence[Tool]) -> tuple[Call, ...]:
+def _calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     """The tool calls in an answer, including its submission; none if it only submits."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
     found = [(block["language"], block["content"]) for block in blocks(text)]
@@ -214,7 +214,7 @@ def _calls(text: str, tools: Sequence[Tool]) -> tuple[Call, ...]:
     submitted = [body for name, body in found if name in PYTHON]
     if calls and submitted and any(tool.name == SUBMIT for tool in tools):
         calls.append((SUBMIT, {"source": submitted[-1]}))
-    return tuple(Call(str(number), name, given) for number, (name, given) in enumerate(calls, 1))
+    return tuple(ToolCall(str(number), name, given) for number, (name, given) in enumerate(calls, 1))
 
 
 def _input(tool: Tool, body: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ class Scrub:
         return data
 
 
-class Stream:
+class ScrubbedStream:
     """Text on its way to a listener. The end of a piece waits for the next piece if it may begin the
     secret."""
 

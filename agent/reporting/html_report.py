@@ -18,7 +18,7 @@ from coda_agent.agent.reporting import pages
 from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline, unavailable
 from coda_agent.agent.reporting.render import figures, interval, rivals
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
-from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, Draft, Step, Verdict, read
+from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, CheckedDraft, Step, Verdict, read
 from coda_agent.agent.run.runs import folder
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timing
@@ -139,7 +139,7 @@ def _attempt(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     }
 
 
-def _draft(draft: Draft) -> dict[str, Any]:
+def _draft(draft: CheckedDraft) -> dict[str, Any]:
     report = draft.report
     why = f" at {report.gate}: {report.code}" if isinstance(report, Rejected) else ""
     return {

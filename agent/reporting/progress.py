@@ -57,7 +57,7 @@ def _cut(words: str, style: str = "") -> Text:
     return Text(words, style=style, no_wrap=True, overflow="ellipsis")
 
 
-class Watch:
+class LiveView:
     """A listener of the loop: a live view on a terminal, plain lines elsewhere. With ``run``, the name of a
     run, the view begins with the run's row."""
 
@@ -71,7 +71,7 @@ class Watch:
         self._words = ""
         self._spent = ""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> LiveView:
         if self.console.is_terminal:
             live = Live(
                 get_renderable=self._view,

@@ -29,7 +29,7 @@ from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
 from coda_agent.verifier.decision import BASELINE, KEPT
 from coda_agent.verifier.report import Accepted, Timing
 
-__all__ = ["GROUPS", "Row", "RunRow", "InvalidInput", "Tables", "read", "success", "write"]
+__all__ = ["GROUPS", "MeasuredCase", "RunRow", "InvalidInput", "Tables", "read", "success", "write"]
 
 GROUPS = {  # operators by group, in the order of the tables
     "CODA's ten": (
@@ -82,7 +82,7 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Interval:
+class Estimate:
     """An estimate with its 95% interval."""
 
     estimate: float
@@ -94,7 +94,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredCase:
     """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit started from) and
     ``quack`` are that arm's time over the kernel's; ``quack`` is the fastest of QuACK's arms, named by
     ``quack_arm``. ``over_cublas`` is the kernel's time over cuBLAS's; ``roofline`` is the roofline's time
@@ -104,12 +104,12 @@ class Row:
     operator: str
     case: str
     milliseconds: float
-    speedup: Interval | None
-    autotune: Interval | None
-    before: Interval | None
-    quack: Interval | None
+    speedup: Estimate | None
+    autotune: Estimate | None
+    before: Estimate | None
+    quack: Estimate | None
     quack_arm: str | None
-    over_cublas: Interval | None
+    over_cublas: Estimate | None
     roofline: float
 
 
@@ -138,9 +138,9 @@ class Tables:
     """The data of all tables, in their order."""
 
     reports: tuple[Accepted, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MeasuredCase, ...]
     runs: tuple[RunRow, ...]
-    edits: tuple[Row, ...] = ()  # rows of edited kernels
+    edits: tuple[MeasuredCase, ...] = ()  # rows of edited kernels
     superseded: tuple[str, ...] = ()  # operators measured again after they were edited
 
     def of_specs(self) -> tuple[RunRow, ...]:
@@ -237,16 +237,16 @@ def _cases(report: Accepted) -> list[Timing]:
     return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
 
 
-def _rows(reports: Iterable[Accepted]) -> tuple[Row, ...]:
+def _rows(reports: Iterable[Accepted]) -> tuple[MeasuredCase, ...]:
     return tuple(_row(report.identity.spec, timing) for report in reports for timing in _cases(report))
 
 
-def _row(operator: str, timing: Timing) -> Row:
-    ratios = {arm: Interval(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
+def _row(operator: str, timing: Timing) -> MeasuredCase:
+    ratios = {arm: Estimate(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
     rivals = {arm: ratios[arm] for arm in LIBRARY_ARMS if arm in ratios}
     fastest = min(rivals, key=lambda arm: rivals[arm].estimate, default=None)
     bare, milliseconds = ratios.get(CUBLAS), timing.milliseconds["candidate"]
-    return Row(
+    return MeasuredCase(
         group=_GROUP.get(operator, OTHERS),
         operator=operator,
         case=timing.case,
@@ -256,7 +256,7 @@ def _row(operator: str, timing: Timing) -> Row:
         before=ratios.get(KEPT),
         quack=rivals[fastest] if fastest else None,
         quack_arm=fastest,
-        over_cublas=Interval(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
+        over_cublas=Estimate(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
         roofline=timing.roofline_milliseconds / milliseconds,
     )
 
@@ -324,7 +324,7 @@ def _taken(reports: Sequence[Accepted]) -> str:
     )
 
 
-_COLUMNS: dict[str, Callable[[Row], object]] = {
+_COLUMNS: dict[str, Callable[[MeasuredCase], object]] = {
     "case": lambda row: row.case,
     "ms": lambda row: f"{row.milliseconds:.3f}",
     "`torch.compile`": lambda row: row.speedup,
@@ -335,7 +335,7 @@ _COLUMNS: dict[str, Callable[[Row], object]] = {
 }
 
 
-_EDITED: dict[str, Callable[[Row], object]] = {
+_EDITED: dict[str, Callable[[MeasuredCase], object]] = {
     name: _COLUMNS.get(name, lambda row: row.before)
     for name in ("case", "ms", "the kernel before", "`torch.compile`", "over cuBLAS", "roofline")
 }
@@ -354,14 +354,16 @@ def _edited(tables: Tables) -> str:
     )
 
 
-def _grouped(rows: Sequence[Row]) -> Iterable[str]:
+def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
     """One table per group under its name. All groups share the columns that any row has a figure for."""
     columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
         yield f"**{group}**\n\n{_by_operator(members, columns)}"
 
 
-def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
+def _by_operator(
+    rows: Iterable[MeasuredCase], columns: Mapping[str, Callable[[MeasuredCase], object]]
+) -> str:
     """A table of rows that names each operator in its first row only."""
     lines: list[list[object]] = []
     last = ""

@@ -33,7 +33,7 @@ class OutOfBudget(Refused):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """Limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
     machine's GPU, and seconds for one command. None is unlimited."""
 
@@ -46,10 +46,10 @@ class Limits:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Limits:
+    def from_json(cls, data: Mapping[str, Any]) -> RunLimits:
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
-    def shared(self, parts: int) -> Limits:
+    def shared(self, parts: int) -> RunLimits:
         """An equal share for each of ``parts`` candidates. The time of a command is not divided."""
         tokens = None if self.tokens is None else self.tokens // parts
         dollars = None if self.dollars is None else self.dollars / parts
@@ -121,12 +121,12 @@ def spent(events: Iterable[Event]) -> Spent:
 
 
 @dataclass
-class Ledger:
+class BudgetLedger:
     """Reserve and settle one run's requests, and record their cost in the journal. ``turn`` is the turn that
     pays."""
 
     journal: Journal
-    limits: Limits = Limits()
+    limits: RunLimits = RunLimits()
     turn: int = 0
     began: float = field(default_factory=time.monotonic)
     _model: str = ""  # of the last request

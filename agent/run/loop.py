@@ -22,10 +22,10 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.markdown_fences import PYTHON, last
 from coda_agent.agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import improve, tools
-from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent
+from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, RunLimits, Spent
 from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Record
 from coda_agent.agent.run.record import uncharged
-from coda_agent.agent.run.task import Measure, Work
+from coda_agent.agent.run.task import Measure, Task
 from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
@@ -89,17 +89,17 @@ class Loop:
 
     journal: Journal
     spec: Spec
-    work: Work
+    task: Task
     provider: Provider
     listener: Listener
     attempts: int = 6
     measure: Measure | None = None
-    limits: Limits = Limits()
+    limits: RunLimits = RunLimits()
     improve: int = 0  # rounds that try to make an accepted kernel faster
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.journal, self.limits)
-        self.desk = tools.Desk(self.journal, self.spec, self._check)
+        self.ledger = BudgetLedger(self.journal, self.limits)
+        self.desk = tools.Tools(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
         """Run until a kernel is accepted and improved, or checked on a machine without a GPU, or attempts or
@@ -146,11 +146,11 @@ class Loop:
         if isinstance(outcome.report, Rejected):
             return prompt.feedback(outcome.report)
         assert isinstance(outcome.report, Accepted) and outcome.kernel is not None
-        return self.work.accepted(outcome.report, outcome.kernel.program, left)
+        return self.task.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
         """The prompt of the run's start: lessons learned since then are for later runs."""
-        made = self.journal.once("prompt", "prompt", lambda: asdict(self.work.opening()))
+        made = self.journal.once("prompt", "prompt", lambda: asdict(self.task.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
@@ -197,7 +197,7 @@ class Loop:
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
         # only a kernel that is known to be correct may set schedules
-        text = turn.text if kept or self.work.edits else ""
+        text = turn.text if kept or self.task.edits else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         judged = Judged(number, payload)
         kernel, found = judged.kernel(self.spec), None
@@ -218,13 +218,13 @@ class Loop:
             refused = Rejected(gate="trace", code=error.code, message=error.message)
             return {"report": refused.model_dump(mode="json"), "program": None, "source": source}
         with self._timely():
-            report, program = self.work.check(source, given, self.listener.gate)
+            report, program = self.task.check(source, given, self.listener.gate)
         made = {
             "report": report.model_dump(mode="json"),
             "program": program.to_json() if program else None,
             "source": source,
         }
-        return made | {"raw": source} if self.work.edits else made
+        return made | {"raw": source} if self.task.edits else made
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ class Loop:
         before = attempts[number].measurement
         if before is not None or self.measure is None:
             return before
-        rival, pieces = as_incumbent(kept) if kept else self.work.rival(), None
+        rival, pieces = as_incumbent(kept) if kept else self.task.rival(), None
         try:
             with self._gpu():
                 self.ledger.afford_gpu()

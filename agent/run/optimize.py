@@ -45,7 +45,7 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 
 @dataclass(frozen=True)
-class Base:
+class Original:
     """The kernel that an edit starts from: an accepted one, perhaps an edit too, or a derived one without a
     report. ``counted``: its hardware counters in words, if an export of them exists."""
 
@@ -58,13 +58,13 @@ class Base:
         return self.kernel.to_json() | {"report": report, "counted": self.counted}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Base:
+    def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Original:
         kernel = KernelSource.from_json(found, spec.signature())
         report = found["report"] and Accepted.model_validate(found["report"])
         return cls(kernel, report, found["counted"])
 
 
-def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
+def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
     """The accepted kernel of a spec, by default from generated_kernels/. An edited kernel is preferred,
     unless its program was measured again since, or ``afresh`` asks for the program. Raises Absent, and
     KernelError for damaged files."""
@@ -78,7 +78,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
             f"{directory}: no accepted kernel for {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         )
-    return Base(found.kernel, _bare(found.report), _counted(spec, found.kernel, directory))
+    return Original(found.kernel, _bare(found.report), _counted(spec, found.kernel, directory))
 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
@@ -101,27 +101,27 @@ def _bare(report: Accepted) -> Accepted:
 
 
 @dataclass(frozen=True)
-class Editing:
-    """The task of editing an accepted kernel (``agent.run.task.Work``). ``text`` is the spec's YAML."""
+class EditingTask:
+    """The task of editing an accepted kernel (``agent.run.task.Task``). ``text`` is the spec's YAML."""
 
     spec: Spec
     text: str
-    base: Base
+    base: Original
     edits = True
 
     @classmethod
-    def of(cls, run: Run) -> Editing:
+    def of(cls, run: Run) -> EditingTask:
         """The task of a run: the kernel as it was when the run began."""
         # A replayed run begins from the program, as the recorded run did.
         afresh = providers.named(run.journal.header["provider"]).replays
         derived = run.derived
 
         def begin() -> dict[str, Any]:
-            own = Base(KernelSource(derived), None) if derived else base(run.spec, afresh=afresh)
+            own = Original(KernelSource(derived), None) if derived else base(run.spec, afresh=afresh)
             return own.to_json()
 
         found = run.journal.once("base", "base", begin)
-        return cls(run.spec, run.text, Base.from_json(found, run.spec))
+        return cls(run.spec, run.text, Original.from_json(found, run.spec))
 
     def opening(self) -> prompt.Prompt:
         parts = [PACK.read_text(encoding="utf-8").strip()]

@@ -28,7 +28,7 @@ Verdict = Accepted | Checked | Rejected
 
 
 @dataclass(frozen=True)
-class Draft:
+class CheckedDraft:
     """A draft that an author checked on its way to an answer."""
 
     source: str
@@ -44,7 +44,7 @@ class Attempt:
 
     number: int
     turns: tuple[Turn, ...]
-    drafts: tuple[Draft, ...]
+    drafts: tuple[CheckedDraft, ...]
     source: str
     report: Verdict | None
     timings: tuple[Timing, ...]
@@ -147,5 +147,5 @@ def _attempt(judged: Mapping[str, Judged], number: int, own: Sequence[Event]) ->
     )
 
 
-def _draft(payload: Mapping[str, Any]) -> Draft:
-    return Draft(payload["source"], REPORT.validate_python(payload["report"]))
+def _draft(payload: Mapping[str, Any]) -> CheckedDraft:
+    return CheckedDraft(payload["source"], REPORT.validate_python(payload["report"]))

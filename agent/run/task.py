@@ -31,7 +31,7 @@ class Measure(Protocol):
     ) -> Measurement: ...
 
 
-class Work(Protocol):
+class Task(Protocol):
     """A task. ``edits``: its answer is CuTeDSL instead of a kernel file."""
 
     edits: bool
@@ -53,7 +53,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Authoring:
+class AuthoringTask:
     """Author a kernel for a spec. ``text`` is the spec's YAML as the author sees it; ``tips`` come from the
     log; ``derived`` is the program to beat, of a backward that was derived."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_agent.agent.prompts import prompt
-from coda_agent.agent.providers import Call, Message, Tool, Turn
+from coda_agent.agent.providers import Message, Tool, ToolCall, Turn
 from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.tips import LONGEST_LESSON, TipsError, check_lesson
 from coda_agent.verifier.report import REPORT, Rejected
@@ -67,14 +67,14 @@ Judge = Callable[[str], dict[str, Any]]  # maps a source to its report with its 
 
 
 @dataclass(frozen=True)
-class Desk:
+class Tools:
     """Execute a run's tool calls. Each call runs once; its result stays in the journal."""
 
     journal: Journal
     spec: Spec
     judge: Judge
 
-    def answer(self, place: str, call: Call) -> str:
+    def answer(self, place: str, call: ToolCall) -> str:
         """The result of calling ``check``, ``read`` or ``propose_tip``. ``place`` is its name in the
         journal."""
         arguments = _arguments(call)
@@ -122,7 +122,7 @@ def checked(report: Mapping[str, Any]) -> str:
     return f"Passes every gate of this machine ({resources}). Submit it to have it measured."
 
 
-def _arguments(call: Call) -> dict[str, str] | str:
+def _arguments(call: ToolCall) -> dict[str, str] | str:
     """The input of a call, or its error in words."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:

@@ -18,20 +18,20 @@ import typer
 
 from coda_agent.agent import arguments
 from coda_agent.agent.reporting.safe_text import echo
-from coda_agent.agent.scaffold.draft import Draft, Entry
+from coda_agent.agent.scaffold.draft import SpecDraft, TensorDraft
 from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
 from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
 from coda_agent.primitives.lang.dims import NAME, Dim
 from coda_agent.primitives.lang.ir import DTYPES, INDICES, READABLE, VALUE_NAME
 from coda_agent.primitives.system.files import write_atomic
 
-__all__ = ["Options", "ScaffoldError", "new"]
+__all__ = ["ScaffoldOptions", "ScaffoldError", "new"]
 
 ROWS, DECODED, RAGGED = 16384, 128, 1000
 WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
-class Options(NamedTuple):
+class ScaffoldOptions(NamedTuple):
     """The command's options: values by the name of a dim, an input or an output. ``ask``: whether to ask for
     the rest."""
 
@@ -42,12 +42,12 @@ class Options(NamedTuple):
     ask: bool
 
     @classmethod
-    def parse(cls, ask: bool, **given: Sequence[str] | None) -> Options:
+    def parse(cls, ask: bool, **given: Sequence[str] | None) -> ScaffoldOptions:
         pairs = {kind: _pairs(kind, texts or ()) for kind, texts in given.items()}
         return cls(ask=ask, **pairs)
 
 
-def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
+def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, SpecDraft]:
     """Write the spec of ``path/to/file.py:function``; return its path and the draft.
 
     Raises ScaffoldError, and then nothing is written.
@@ -75,7 +75,7 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     return path, draft
 
 
-def _drafted(name: str, function: Function, options: Options) -> Draft:
+def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDraft:
     """A spec with placeholder outputs and sizes, enough to run its reference."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
@@ -87,14 +87,14 @@ def _drafted(name: str, function: Function, options: Options) -> Draft:
             message = f"parameter {n} is no dim of any shape and has no value"
             raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
     static = tuple(n for n, size in function.sizes.items() if n in dims and size.static)
-    made_up = Entry((Dim.parse(next(iter(dims))),), "fp32")
-    draft = Draft(name, function, inputs, dims, static, dict.fromkeys(function.outputs, made_up))
+    made_up = TensorDraft((Dim.parse(next(iter(dims))),), "fp32")
+    draft = SpecDraft(name, function, inputs, dims, static, dict.fromkeys(function.outputs, made_up))
     _index(draft, options)
     draft.cases = [{"name": "tried", **trial_sizes(draft)[0]}]
     return draft
 
 
-def _inputs(function: Function, options: Options) -> dict[str, Entry]:
+def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
     """Shapes and dtypes from options, annotations and the user."""
     inputs = {t.name: t for t in function.tensors}
     _known("shape", options.shape, [*inputs, *function.outputs])
@@ -105,18 +105,18 @@ def _inputs(function: Function, options: Options) -> dict[str, Entry]:
         remedy = " ".join(f"--shape {n}=..." for n in missing)
         place = f"{function.path}:{function.line}"
         raise ScaffoldError(f"{place}: no shape for {', '.join(missing)}; give {remedy}, such as M,K")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorDraft] = {}
     for n, t in inputs.items():
         usual = t.shape or (None if entries else "M,K")
         shape = _answer(options, "shape", n, f"{n}: shape, such as M,K ([] for a scalar)", usual, _shape)
         allowed = READABLE[len(shape)]
         default = t.dtype if t.dtype in allowed else allowed[0]
         dtype = _answer(options, "dtype", n, f"{n}: dtype", default, _one_of(allowed))
-        entries[n] = Entry(shape, dtype)
+        entries[n] = TensorDraft(shape, dtype)
     return entries
 
 
-def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
+def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
     """The dims of shapes in order, with a description of each."""
     words = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
     return {dim: dims[dim] for dim in dict.fromkeys(order)}
 
 
-def _index(draft: Draft, options: Options) -> None:
+def _index(draft: SpecDraft, options: ScaffoldOptions) -> None:
     """Give integers a range, without which nothing can run."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
@@ -140,7 +140,7 @@ def _index(draft: Draft, options: Options) -> None:
             draft.inputs[name] = entry._replace(init=init)
 
 
-def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
+def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found) -> TensorDraft:
     shape = tuple(extent for extent in found.shape if extent is not None)
     if name in options.shape or None in found.shape:
         sizes, tried = trial_sizes(draft)[0], found.extents[0]
@@ -152,17 +152,17 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
             raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
         shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
     dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(DTYPES))
-    return Entry(shape, dtype)
+    return TensorDraft(shape, dtype)
 
 
-def _multiplied(draft: Draft, dim: str, number: int) -> dict[str, str]:
+def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
     """The inputs' shapes with this dim multiplied, because an output holds a fraction of it."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
-def _initialise(draft: Draft, options: Options) -> None:
+def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
     """Choose inits: weights that preserve a product's magnitude, vectors around one."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
@@ -179,7 +179,7 @@ def _initialise(draft: Draft, options: Options) -> None:
         draft.inputs[name] = entry._replace(init=chosen, domain=_domain(name, entry, chosen))
 
 
-def _domain(name: str, entry: Entry, init: str) -> str:
+def _domain(name: str, entry: TensorDraft, init: str) -> str:
     """The legal values, inferred from a name and a range: integers within their range, scales above zero."""
     if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{found[1]}, {found[2]} - 1]"
@@ -187,7 +187,7 @@ def _domain(name: str, entry: Entry, init: str) -> str:
     return "positive" if above_zero else "finite"
 
 
-def _measured(draft: Draft, options: Options) -> dict[str, int]:
+def _measured(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int]:
     """The sizes of the measured case."""
     _known("dim", options.dim, list(draft.dims))
     rows, heads = draft.rows(), draft.heads()
@@ -200,7 +200,7 @@ def _measured(draft: Draft, options: Options) -> dict[str, int]:
     return sizes
 
 
-def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """The measured case, the same with few rows, and a ragged case whose rows are multiples of 16 bytes."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
@@ -218,7 +218,12 @@ def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _answer(
-    options: Options, kind: str, name: str, question: str, default: str | None, parse: Callable[[str], Any]
+    options: ScaffoldOptions,
+    kind: str,
+    name: str,
+    question: str,
+    default: str | None,
+    parse: Callable[[str], Any],
 ) -> Any:
     """An option's value, else the user's answer, else the default."""
     given = getattr(options, kind).get(name, None if options.ask else default)

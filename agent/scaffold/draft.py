@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.agent.scaffold.function import Function, Line, ScaffoldError
+from coda_agent.agent.scaffold.function import Function, ScaffoldError, SourceLine
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.system.files import write_atomic
 
@@ -22,7 +22,7 @@ WRAP = 100
 PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
-class Entry(NamedTuple):
+class TensorDraft(NamedTuple):
     shape: tuple[Dim, ...]
     dtype: str
     init: str = ""
@@ -30,23 +30,25 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Draft:
+class SpecDraft:
     """A draft of a spec. ``sizes``: the dims in the measured case."""
 
     name: str
     function: Function
-    inputs: dict[str, Entry]
+    inputs: dict[str, TensorDraft]
     dims: dict[str, str]
     static: tuple[str, ...]
-    outputs: dict[str, Entry]
+    outputs: dict[str, TensorDraft]
     cases: list[dict[str, Any]] = field(default_factory=list)
 
-    def text_of(self, key: str) -> list[Line]:
+    def text_of(self, key: str) -> list[SourceLine]:
         """The lines of reference or baseline, preceded by integers that no shape determines."""
-        lines: tuple[Line, ...] | None = getattr(self.function, key)
+        lines: tuple[SourceLine, ...] | None = getattr(self.function, key)
         fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
         return (
-            [Line(f"{n} = {v}", self.function.line) for n, v in fixed.items()] + list(lines) if lines else []
+            [SourceLine(f"{n} = {v}", self.function.line) for n, v in fixed.items()] + list(lines)
+            if lines
+            else []
         )
 
     def __str__(self) -> str:
@@ -132,7 +134,7 @@ def _number(value: float) -> str:
     return f"{mantissa}{'' if '.' in mantissa else '.0'}e{int(exponent)}" if e else mantissa
 
 
-def _entries(kind: str, entries: Mapping[str, Entry]) -> list[str]:
+def _entries(kind: str, entries: Mapping[str, TensorDraft]) -> list[str]:
     """One line per entry, in aligned columns."""
     shapes = {name: f"[{', '.join(map(str, e.shape))}]," for name, e in entries.items()}
     wide = max(map(len, shapes.values())), max(map(len, entries)) + 1

@@ -21,7 +21,7 @@ from coda_agent.agent.scaffold.words import Names, Words, without_idle_dtypes
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import VALUE_NAME
 
-__all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
+__all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
 
 DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states the shapes of asserts
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
@@ -42,7 +42,7 @@ class ScaffoldError(InvalidInput):
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorParameter:
     """A parameter that is an input, with the hints of a jaxtyping annotation: ``BFloat16[Tensor, "M K"]``."""
 
     name: str
@@ -51,7 +51,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeParameter:
     """An integer parameter: a dim if a shape names it (static if keyword-only), else a number."""
 
     value: int | None
@@ -59,7 +59,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of a reference, and its position in the user's file."""
 
     text: str
@@ -87,12 +87,12 @@ class Function:
     name: str
     line: int
     summary: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorParameter, ...]
     constants: dict[str, float]
-    sizes: dict[str, Size]
+    sizes: dict[str, SizeParameter]
     outputs: tuple[str, ...]
-    reference: tuple[Line, ...]
-    baseline: tuple[Line, ...] | None
+    reference: tuple[SourceLine, ...]
+    baseline: tuple[SourceLine, ...] | None
     notes: tuple[Note, ...] = ()
 
 
@@ -155,9 +155,9 @@ class _Reader:
         self.path, self.node, self.lines, self.tree = path, node, source.split("\n"), tree
         self.wanted, self.absent, self.skipped = wanted, set[str](), set[int]()
         self.notes: list[Note] = []
-        self.tensors: list[Tensor] = []
+        self.tensors: list[TensorParameter] = []
         self.constants: dict[str, float] = {}
-        self.sizes: dict[str, Size] = {}
+        self.sizes: dict[str, SizeParameter] = {}
         self.documented = ast.get_docstring(node)
         self.body = node.body[1:] if self.documented is not None else node.body
         self.names = Names.of(tree, node, self.fail)
@@ -219,7 +219,7 @@ class _Reader:
         if number and (isinstance(value, float) or said == "float"):
             self.constants[self._named(arg)] = float(value)
         elif isinstance(value, int) or (said == "int" and not default):
-            self.sizes[arg.arg] = Size(value, keyword)
+            self.sizes[arg.arg] = SizeParameter(value, keyword)
         elif none and arg.arg not in self.wanted:
             self.absent.add(arg.arg)
             remedy = f"--shape {arg.arg}=... has it as an input"
@@ -230,7 +230,7 @@ class _Reader:
         elif said in ("float", "bool", "str"):
             raise self.fail(arg, f"parameter {arg.arg} has no value; give it a default, such as 1.0e-6")
         else:
-            self.tensors.append(Tensor(self._named(arg), *_hints(arg.annotation)))
+            self.tensors.append(TensorParameter(self._named(arg), *_hints(arg.annotation)))
 
     def _named(self, arg: ast.arg) -> str:
         if not VALUE_NAME.fullmatch(arg.arg):
@@ -315,7 +315,7 @@ class _Reader:
         changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
         return changed if casts else without_idle_dtypes(changed)
 
-    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[Line]:
+    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[SourceLine]:
         first = self.node.body[0]
         end = (first.end_lineno or 1) if self.documented is not None else first.lineno - 1
         for node, new in zip(statements, self._reworded(statements, casts), strict=True):
@@ -328,12 +328,12 @@ class _Reader:
             if text is None or not same:
                 text = ast.unparse(ast.fix_missing_locations(new))
             step = 1 if same and node in self.body else 0
-            yield from (Line(t, node.lineno + i * step) for i, t in enumerate(text.splitlines()))
+            yield from (SourceLine(t, node.lineno + i * step) for i, t in enumerate(text.splitlines()))
 
-    def _comments(self, start: int, end: int) -> Iterator[Line]:
+    def _comments(self, start: int, end: int) -> Iterator[SourceLine]:
         for number, text in enumerate(self.lines[start:end], start + 1):
             if text.strip().startswith("#") and number not in self.skipped:
-                yield Line(text.strip(), number)
+                yield SourceLine(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
         """A statement's own lines, with parentheses and comments; None if the lines contain more."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from coda_agent.agent.scaffold.draft import Draft
+from coda_agent.agent.scaffold.draft import SpecDraft
 from coda_agent.agent.scaffold.function import Note, ScaffoldError
 from coda_agent.agent.scaffold.halves import Swap, swapped
 from coda_agent.primitives.lang.dims import Dim
@@ -27,7 +27,7 @@ class Found(NamedTuple):
     dtype: str
 
 
-def infer(draft: Draft) -> dict[str, Found]:
+def infer(draft: SpecDraft) -> dict[str, Found]:
     """Outputs by name. ScaffoldError for a reference that does not run, with the user's line."""
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
@@ -41,7 +41,7 @@ def infer(draft: Draft) -> dict[str, Found]:
     return {name: _found(draft, name, first[name], second[name]) for name in draft.outputs}
 
 
-def proven(draft: Draft) -> tuple[Note, ...]:
+def proven(draft: SpecDraft) -> tuple[Note, ...]:
     """The notes, each tested: a proposal must run with the same shapes, else its alternative replaces it."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
@@ -49,7 +49,7 @@ def proven(draft: Draft) -> tuple[Note, ...]:
     )
 
 
-def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
+def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -65,7 +65,7 @@ def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
     return all(list(outputs[name].shape) == shape for name, shape in shapes.items())
 
 
-def _indices(draft: Draft, message: str) -> str:
+def _indices(draft: SpecDraft, message: str) -> str:
     """The remedy if PyTorch needs integers: vectors are floats unless their dtype is given."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
@@ -73,7 +73,7 @@ def _indices(draft: Draft, message: str) -> str:
     return f"; of indices say so: {' or '.join(f'--dtype {name}=int64' for name in vectors)}"
 
 
-def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """The outputs in their natural dtypes, or in fp64 if this machine cannot compute those."""
     import torch
 
@@ -90,7 +90,7 @@ def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor
 
 
 def _tried(
-    draft: Draft, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], text: str
+    draft: SpecDraft, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], text: str
 ) -> dict[str, Tensor]:
     import torch
 
@@ -113,7 +113,7 @@ def _tried(
     return outputs
 
 
-def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
+def _found(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Found:
     from coda_agent.verifier.numerics.values import DTYPES as TORCH
 
     both = list(first.shape), list(second.shape)
@@ -123,7 +123,7 @@ def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
     return Found(both, shape, known.get(first.dtype, usual if usual in DTYPES else "fp32"))
 
 
-def _formula(draft: Draft, extents: list[int]) -> Dim | None:
+def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
     """The simplest size over the dims that gives each of the extents."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
@@ -137,7 +137,7 @@ def _formula(draft: Draft, extents: list[int]) -> Dim | None:
     return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
 
 
-def cut(draft: Draft, found: Found) -> tuple[str, int] | None:
+def cut(draft: SpecDraft, found: Found) -> tuple[str, int] | None:
     """The dim that an extent is a fraction of, as with ``chunk(3)``, and the number of parts. A third may be
     rounded, since the trial sizes are even."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
@@ -159,7 +159,7 @@ def _divided(formula: Dim, number: Dim) -> Dim | None:
         return None
 
 
-def trial_sizes(draft: Draft) -> list[dict[str, int]]:
+def trial_sizes(draft: SpecDraft) -> list[dict[str, int]]:
     """Two sets of small even sizes, all different."""
     count = len(draft.dims)
     primes = [p for p in range(5, 500) if all(p % q for q in range(2, p))][: 2 * count]

@@ -27,7 +27,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 
 
 @dataclass(frozen=True)
-class Line:
+class Action:
     """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
     A ``sweep`` runs over the accumulator before the epilogue, for a head statistic.
@@ -45,7 +45,7 @@ class StepText:
     step: int
     kind: Literal["gemm", "vector"]
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[Action, ...]
 
 
 def steps(program: Program) -> list[StepText]:
@@ -99,15 +99,15 @@ class _Writer(Writer):
         lines = [self.load(i) for i in read]
         lines += self.computed(body, kernel.roots, kernel.roots, known)
         emptied = [r for r in kernel.reductions if selects(self.program, r)]
-        lines += [Line("store", f"{self.memory[~r]} = -inf", self.tensor(~r)) for r in emptied]
+        lines += [Action("store", f"{self.memory[~r]} = -inf", self.tensor(~r)) for r in emptied]
         return StepText(kernel.stage, "vector", f"vectors [{length}] {after}", tuple(lines))
 
-    def load(self, index: int) -> Line:
-        return Line("load", self.memory[index], self.tensor(index))
+    def load(self, index: int) -> Action:
+        return Action("load", self.memory[index], self.tensor(index))
 
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
-    ) -> list[Line]:
+    ) -> list[Action]:
         """Lines for stored values and for those used more than once; ``known`` gains the latter's names."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
@@ -116,12 +116,12 @@ class _Writer(Writer):
             op = self.nodes[index].op
             if index in stored:
                 text = f"{known[index]} = {self.defined(index, known)}"
-                lines.append(Line("store", text, self.tensor(index)))
+                lines.append(Action("store", text, self.tensor(index)))
             elif OPERATIONS[op].statistic or uses.count(index) > 1 and not self.cheap(index, known):
                 sweep = OPERATIONS[op].statistic
                 name = self.fresh(known, "acc" if op == "gemm" else "heads" if sweep else "r")
                 verb: Verb = "sweep" if sweep else "compute"
-                lines.append(Line(verb, f"{name} = {self.defined(index, known)}"))
+                lines.append(Action(verb, f"{name} = {self.defined(index, known)}"))
                 known[index] = name
         return lines
 
@@ -137,8 +137,8 @@ class _Writer(Writer):
         candidates = [*(["acc"] if stem == "acc" else []), *(f"{stem}{k}" for k in range(len(taken) + 1))]
         return next(name for name in candidates if name not in taken)
 
-    def reduced(self, index: int, known: Mapping[int, str]) -> Line:
-        return Line("reduce", f"{self.memory[~index]} = {self.call(index, known)}", self.tensor(~index))
+    def reduced(self, index: int, known: Mapping[int, str]) -> Action:
+        return Action("reduce", f"{self.memory[~index]} = {self.call(index, known)}", self.tensor(~index))
 
     def tensor(self, index: int) -> str:
         """Dtype and shape in memory; of a reduction's partials for ``~node``."""

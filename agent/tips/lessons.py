@@ -12,7 +12,7 @@ from typing import Any
 
 from coda_agent.agent.run import record
 from coda_agent.agent.run.journal import Event
-from coda_agent.agent.run.optimize import Base
+from coda_agent.agent.run.optimize import Original
 from coda_agent.agent.run.runs import JOURNAL, folder
 from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
@@ -26,7 +26,7 @@ UNSEEN = "by its author's word alone"
 
 
 @dataclass(frozen=True)
-class Failure:
+class FixedFailure:
     """A rejection at ``failed`` (gate/reason) that a later source of the run passed, with the fix; or the
     rejection of a change that was no faster than its original."""
 
@@ -42,27 +42,27 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Told:
+class ProposedLesson:
     """A tip in the words of the run's author, and its failure."""
 
     lesson: str
-    failure: Failure
+    failure: FixedFailure
 
 
 @dataclass(frozen=True)
-class Learned:
+class RunLessons:
     """All lessons of a run; ``told`` may concern the same failures."""
 
     run: str
-    failures: tuple[Failure, ...]
-    told: tuple[Told, ...]
+    failures: tuple[FixedFailure, ...]
+    told: tuple[ProposedLesson, ...]
 
-    def untold(self) -> tuple[Failure, ...]:
+    def untold(self) -> tuple[FixedFailure, ...]:
         """Failures for which the author proposed no tip."""
         named = {told.failure.failed for told in self.told}
         return tuple(failure for failure in self.failures if failure.failed not in named)
 
-    def named(self, failed: str | None) -> Failure:
+    def named(self, failed: str | None) -> FixedFailure:
         """The failure of this gate/reason, or the only one. Raises TipsError."""
         fitting = [failure for failure in self.failures if failed in (None, failure.failed)]
         if len(fitting) == 1:
@@ -74,7 +74,7 @@ class Learned:
         )
 
 
-def learned(name: str) -> Learned:
+def learned(name: str) -> RunLessons:
     """A run's lessons by its current journal. Raises JournalError."""
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
@@ -85,7 +85,7 @@ def learned(name: str) -> Learned:
     failures = tuple(replace(failure, level=level) for failure in mended)
     spoken = [event.payload for event in events if event.kind == "tip"]
     told = tuple(_told(said, header["spec"], versions, failures, level) for said in spoken)
-    return Learned(directory.name, failures, told)
+    return RunLessons(directory.name, failures, told)
 
 
 Report = Accepted | Checked | Rejected
@@ -107,15 +107,15 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
         return None
     spec = load(directory / "spec.yaml", check=False)
     record.check_programs(directory / JOURNAL, events, spec)
-    return Base.from_json(found, spec).kernel.text
+    return Original.from_json(found, spec).kernel.text
 
 
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
-) -> Iterator[Failure]:
+) -> Iterator[FixedFailure]:
     """For each reason, the last rejection that was fixed; the change after it is the fix. ``best``: the
     incumbent text, until another is accepted."""
-    found: dict[str, Failure] = {}
+    found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
             best = source
@@ -125,7 +125,7 @@ def _failures(
                 after = after or best
             if after is not None:
                 failed = f"{report.gate}/{report.code}"
-                found[failed] = Failure(spec, failed, changed(source, after), versions)
+                found[failed] = FixedFailure(spec, failed, changed(source, after), versions)
     yield from found.values()
 
 
@@ -158,14 +158,16 @@ def _versions(events: Sequence[Event]) -> str:
     return "unknown"
 
 
-def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure], level: str) -> Told:
+def _told(
+    payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
+) -> ProposedLesson:
     """An author's tip; its failure is the run's own if the tip's words name one."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)
     failed = known.failed if known else f"{one_line(said, 100)} ({UNSEEN})"
     mended = one_line(fix or (known.fix if known else ""))
-    return Told(lesson, Failure(spec, failed, mended, versions, level))
+    return ProposedLesson(lesson, FixedFailure(spec, failed, mended, versions, level))
 
 
 def _words(text: str) -> list[str]:

@@ -15,10 +15,10 @@ from typing import Any
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.reporting.proportions import Difference, difference
 from coda_agent.agent.run import record, runs
-from coda_agent.agent.run.budget import Limits, OutOfBudget
+from coda_agent.agent.run.budget import OutOfBudget, RunLimits
 from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.loop import Listener, Loop
-from coda_agent.agent.run.task import Authoring, Measure
+from coda_agent.agent.run.task import AuthoringTask, Measure
 from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
 from coda_agent.verifier.loading import load
 
@@ -51,7 +51,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TipMeasurement:
     """The result of measuring a tip: first attempts, which decide, and all attempts within the limit."""
 
     tip: str
@@ -66,16 +66,18 @@ class Trial:
         return f"{self.first} on the first attempt; within the limit {self.within}"
 
 
-def part(limits: Limits, runs: int) -> Limits:
+def part(limits: RunLimits, runs: int) -> RunLimits:
     """One run's equal part of a whole measurement's limits, including its seconds, since the runs follow one
     another. Rounded, so that twice the runs at twice the cost have the same part."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
     parts = replace(shared, seconds=seconds).to_json()
-    return Limits.from_json({name: round(value, 6) for name, value in parts.items()})
+    return RunLimits.from_json({name: round(value, 6) for name, value in parts.items()})
 
 
-def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author) -> Trial:
+def measure(
+    tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author
+) -> TipMeasurement:
     """Author each spec ``repeats`` times with the tip and as often without it, besides the other accepted
     tips of ``known``, after ``refuse_without_effect``."""
     with_tip, without = _arms(tip, known)
@@ -89,7 +91,7 @@ def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int,
     total = repeats * len(specs)
     first = {arm: sum(n == 1 for n in found) for arm, found in needed.items()}
     within = {arm: sum(n is not None for n in found) for arm, found in needed.items()}
-    return Trial(tip.id, *(Effect(passed[True], passed[False], total) for passed in (first, within)))
+    return TipMeasurement(tip.id, *(Effect(passed[True], passed[False], total) for passed in (first, within)))
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
@@ -144,12 +146,12 @@ class Runs:
             loop = Loop(
                 run.journal,
                 run.spec,
-                Authoring(run.spec, run.text, tips, options["weak_jail"]),
+                AuthoringTask(run.spec, run.text, tips, options["weak_jail"]),
                 provider_of(run),
                 self.listener,
                 attempts=options["attempts"],
                 measure=self.measure,
-                limits=Limits.from_json(options["limits"]),
+                limits=RunLimits.from_json(options["limits"]),
             )
             needed, attempts, words = _ended(loop)
         self.judged += attempts

@@ -11,7 +11,7 @@ from coda_agent.agent.run.budget import Spent
 from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 
-class Watch:
+class QuietView:
     """A listener of loops that shows neither drafts nor gates. ``speaks``: show the provider's own messages,
     which say where it waits for an answer."""
 
@@ -19,7 +19,7 @@ class Watch:
         self.console, self.speaks = console, speaks
         self._attempt = self._words = ""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> QuietView:
         with ExitStack() as stack:
             self._status = stack.enter_context(self.console.status("")) if self.console.is_terminal else None
             self._shown = stack.pop_all()

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.campaign.graph import accepted
-from benchmarks.campaign.judge import Result, Task, applies
+from benchmarks.campaign.judge import CampaignTask, Result, applies
 from benchmarks.campaign.mutations import mutate
 from benchmarks.campaign.pool import run
 from benchmarks.campaign.rewrites import rewrite
@@ -63,18 +63,18 @@ def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
     return names or known, kinds or every
 
 
-def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[Task]:
+def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[CampaignTask]:
     """``number`` tasks: each kind for each program that it applies to, shuffled, then the same with the next
     seed."""
-    pairs = [(n, k) for n in names for k in kinds if number and applies(Task(group, n, k, seed))]
+    pairs = [(n, k) for n in names for k in kinds if number and applies(CampaignTask(group, n, k, seed))]
     for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)
         for name, kind in pairs[: number - turn * len(pairs)]:
-            yield Task(group, name, kind, seed + turn)
+            yield CampaignTask(group, name, kind, seed + turn)
 
 
-def _task(result: Result) -> Task:
-    return Task(*(result[field] for field in Task._fields))
+def _task(result: Result) -> CampaignTask:
+    return CampaignTask(*(result[field] for field in CampaignTask._fields))
 
 
 def _read(path: Path) -> Iterator[Result]:

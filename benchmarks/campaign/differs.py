@@ -22,7 +22,7 @@ AIMED = 24  # draws towards the values in a mutant's conditions
 STEPS = 4  # steps by which a draw approaches such a value
 
 
-class Sample:
+class CampaignDraw:
     """A draw with its true outputs. ``passes``: whether the original passes on it; if not, the draw proves
     nothing."""
 
@@ -47,10 +47,10 @@ class Judge:
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
-        self._kept: list[Sample] = []
-        self._more = (Sample(spec, program, draw) for draw in draws(spec, seed))
+        self._kept: list[CampaignDraw] = []
+        self._more = (CampaignDraw(spec, program, draw) for draw in draws(spec, seed))
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[CampaignDraw]:
         """The draws on which the original passes, made on first use."""
         for index in count():
             while index >= len(self._kept):
@@ -87,7 +87,7 @@ class Judge:
                     draw = self._with(draw, name, values.double().abs())
             for node, value in dict(random.sample(aims, len(aims))).items():
                 draw = self._aimed(draw, node, value, random)
-            sample = Sample(self.spec, self.program, draw)
+            sample = CampaignDraw(self.spec, self.program, draw)
             if sample.says and sample.differs(mutant):
                 return f"aimed {k}"
         return ""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.campaign.differs import Judge
 from benchmarks.campaign.graph import program_of, spec_of
-from benchmarks.campaign.mutations.mutate import Mutant, mutant
+from benchmarks.campaign.mutations.mutate import ProgramMutant, mutant
 from benchmarks.campaign.rewrites.rewrite import Rewritten, rewritten
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
@@ -21,7 +21,7 @@ MORE = 3  # times as many aimed draws before an accepted mutant counts as equiva
 Result = dict[str, Any]
 
 
-class Task(NamedTuple):
+class CampaignTask(NamedTuple):
     """The identity of a candidate. ``group``: mutants or rewrites."""
 
     group: str
@@ -30,23 +30,23 @@ class Task(NamedTuple):
     seed: int
 
 
-def judged(task: Task) -> Result:
+def judged(task: CampaignTask) -> Result:
     """Make a candidate, and check it with fp64 and with the verifier."""
     made = _mutant(task) if task.group == "mutants" else _rewrite(task)
     return {**task._asdict(), **made}
 
 
-def applies(task: Task) -> bool:
+def applies(task: CampaignTask) -> bool:
     """Whether the candidate exists."""
     return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
 
 
-def made_mutant(task: Task) -> Mutant | None:
+def made_mutant(task: CampaignTask) -> ProgramMutant | None:
     judge = judge_of(task.name)
     return mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
 
 
-def made_rewrite(task: Task) -> Rewritten | None:
+def made_rewrite(task: CampaignTask) -> Rewritten | None:
     return rewritten(task.name, task.kind, task.seed)
 
 
@@ -57,7 +57,7 @@ def judge_of(name: str) -> Judge:
     return Judge(spec, program_of(spec))
 
 
-def _mutant(task: Task) -> Result:
+def _mutant(task: CampaignTask) -> Result:
     if (made := made_mutant(task)) is None:
         return {"verdict": INAPPLICABLE}
     judge = judge_of(task.name)
@@ -72,7 +72,7 @@ def _mutant(task: Task) -> Result:
     return {**result, "words": made.words, "differs": shown, "seconds": seconds}
 
 
-def _shown(judge: Judge, made: Mutant, times: int) -> str:
+def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
     """The draw on which the mutant differs, if one exists."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
@@ -80,7 +80,7 @@ def _shown(judge: Judge, made: Mutant, times: int) -> str:
     return found
 
 
-def _rewrite(task: Task) -> Result:
+def _rewrite(task: CampaignTask) -> Result:
     if (made := made_rewrite(task)) is None:
         return {"verdict": INAPPLICABLE}
     judge = judge_of(task.name)

@@ -9,13 +9,13 @@ from multiprocessing import get_context
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.campaign.judge import Result, Task, judged
+from benchmarks.campaign.judge import CampaignTask, Result, judged
 
 CHUNK = 20  # candidates of one program per task, which share its preparation
 ROUND = 1000  # about so many candidates per seed; results of earlier seeds come first
 
 
-def run(tasks: list[Task], jobs: int) -> Iterator[Result]:
+def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:
     """Yield results as they come, with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     context = get_context("spawn")
@@ -34,16 +34,16 @@ def run(tasks: list[Task], jobs: int) -> Iterator[Result]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _chunks(tasks: list[Task]) -> list[tuple[Task, ...]]:
+def _chunks(tasks: list[CampaignTask]) -> list[tuple[CampaignTask, ...]]:
     """Group candidates by program, in the order of first appearance."""
-    by_name: dict[tuple[str, str], list[Task]] = {}
+    by_name: dict[tuple[str, str], list[CampaignTask]] = {}
     for task in tasks:
         by_name.setdefault((task.group, task.name), []).append(task)
     chunks = [tuple(m[i : i + CHUNK]) for m in by_name.values() for i in range(0, len(m), CHUNK)]
     return sorted(chunks, key=lambda chunk: tasks.index(chunk[0]) // ROUND)
 
 
-def _several(tasks: tuple[Task, ...]) -> list[Result]:
+def _several(tasks: tuple[CampaignTask, ...]) -> list[Result]:
     return [judged(task) for task in tasks]
 
 

@@ -33,14 +33,14 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(widths: Sequence[str], seconds: float, out: Path) -> None:
-    from benchmarks.layer_profile.measuring import Budget, run
+    from benchmarks.layer_profile.measuring import TimeBudget, run
 
-    budget = Budget(seconds)
+    budget = TimeBudget(seconds)
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
     try:
-        from benchmarks.layer_profile.bench import Bench  # takes seconds to import
+        from benchmarks.layer_profile.bench import LayerStages  # takes seconds to import
 
-        run(widths, Bench, budget, out)
+        run(widths, LayerStages, budget, out)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

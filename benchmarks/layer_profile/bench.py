@@ -17,7 +17,7 @@ from coda_agent.comparison import kernels as accepted
 from coda_agent.comparison.competitors import PROGRAM
 from coda_agent.comparison.interleaved import compiled
 from coda_agent.comparison.layers import variant
-from coda_agent.comparison.layers.session import LayerSeats
+from coda_agent.comparison.layers.session import LayerArms
 from coda_agent.comparison.rows import SPECS, LayerRow
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coda_agent.comparison.layers.layer import Layer
-    from coda_agent.comparison.layers.runners import Call
+    from coda_agent.comparison.layers.runners import KernelCall
     from coda_agent.comparison.layers.shape import Shape
 
 SEED = 20
@@ -62,7 +62,7 @@ class Backward:
         self.layer.backward(saved, self.dout)
 
 
-class Bench:
+class LayerStages:
     """The stages of one width (``measuring.Stages``)."""
 
     def __init__(self, width: str, arms: Sequence[str]):
@@ -77,7 +77,7 @@ class Bench:
         if row.kernels is None:
             raise LookupError(row.absent(PROGRAM))
         kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.kernels.items()}
-        seats = LayerSeats(row.shape, self.names, kernels, ROUNDS, True)
+        seats = LayerArms(row.shape, self.names, kernels, ROUNDS, True)
         compiled([seats])
         drawn, runner = draw(row.shape, SEED), seats.runner()
         for name in self.names:
@@ -197,7 +197,7 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
     return found
 
 
-def on_known_schedules(call: Call, kernel: Kernel, case: str) -> Kernel:
+def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     """A kernel that no report has a schedule for at these sizes races the best that its last race had at
     ``case``: a whole search takes minutes."""
     if kernel.source.schedules:
@@ -215,7 +215,7 @@ def on_known_schedules(call: Call, kernel: Kernel, case: str) -> Kernel:
     return Kernel(kernel.source, known=known)
 
 
-def backward_parts(shape: Shape, kernels: Mapping[Call, Kernel]) -> list[dict[str, Any]]:
+def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[dict[str, Any]]:
     """Our kernels of the backward in the order they run: names, schedules, FLOPs and compulsory bytes."""
     from coda_agent.comparison.layers.runners import calls
 
@@ -229,7 +229,7 @@ def backward_parts(shape: Shape, kernels: Mapping[Call, Kernel]) -> list[dict[st
     ]
 
 
-def _parts(place: str, call: Call, kernel: Kernel) -> Iterator[dict[str, Any]]:
+def _parts(place: str, call: KernelCall, kernel: Kernel) -> Iterator[dict[str, Any]]:
     at = dict(call.sizes)
     chosen = _chosen(kernel, at)
     lowered = kernel.source.lowered

@@ -37,7 +37,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Row:
+class BackwardPart:
     """One part of a backward: consecutive kernels of one product or operator. In microseconds for each step:
     ``taken`` from its first kernel's begin to its last one's end, and ``gap`` before its first kernel."""
 
@@ -58,7 +58,7 @@ class Row:
         return 1e6 * max(known) if known else None
 
 
-def rows(entry: Mapping[str, Any], arm: str) -> list[Row]:
+def rows(entry: Mapping[str, Any], arm: str) -> list[BackwardPart]:
     """The parts of an arm's backward in launch order."""
     kernels = entry["backward"][arm]["kernels"]
     found = _calls(kernels, entry.get("operators", {}).get(arm, []))
@@ -78,13 +78,13 @@ def rows(entry: Mapping[str, Any], arm: str) -> list[Row]:
     ]
 
 
-def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Share) -> Row:
+def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Share) -> BackwardPart:
     own = [kernels[place] for place in places]
     steps = range(len(own[0]["microseconds"]))
     inner = [sum(k["gap"][step] for k in own[1:]) for step in steps]
     taken = [sum(k["microseconds"][step] for k in own) + inner[step] for step in steps]
     names = tuple(k["name"] for k in own)
-    return Row(share, names, tuple(own[0]["grid"]), tuple(taken), tuple(own[0]["gap"]))
+    return BackwardPart(share, names, tuple(own[0]["grid"]), tuple(taken), tuple(own[0]["gap"]))
 
 
 def _calls(
@@ -207,7 +207,7 @@ def _argument_bytes(told: Mapping[str, Any]) -> int | None:
     return found or None
 
 
-def groups(found: Sequence[Row]) -> dict[str, float]:
+def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
     """Microseconds by group, with gaps; they add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}

@@ -25,7 +25,7 @@ SAID = 500  # characters of an error
 
 
 @dataclass
-class Budget:
+class TimeBudget:
     """The seconds that a measurement may take, from now."""
 
     seconds: float
@@ -69,7 +69,7 @@ class Stages(Protocol):
 Build = Callable[[str, Sequence[str]], Stages]  # from a width and arms
 
 
-def run(widths: Sequence[str], build: Build, budget: Budget, out: Path) -> dict[str, Any]:
+def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:
     """Measure each width, then the first again with max-autotune if time allows. ``out`` is written after
     each stage; it says why a stage failed or was skipped."""
     found: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _profile(
     width: str,
     arms: Sequence[str],
     build: Build,
-    budget: Budget,
+    budget: TimeBudget,
     keep: Callable[[], None],
 ) -> None:
     entry: dict[str, Any] = {"arms": list(arms), "seconds": {}, "failed": {}}
@@ -120,7 +120,7 @@ def _profile(
 
 
 def _stage(
-    entry: dict[str, Any], name: str, stage: str, call: Callable[[], dict[str, Any]], budget: Budget
+    entry: dict[str, Any], name: str, stage: str, call: Callable[[], dict[str, Any]], budget: TimeBudget
 ) -> None:
     print(f"{budget.spent:6.1f} s  {name}: {stage}", flush=True)
     begun = budget.spent

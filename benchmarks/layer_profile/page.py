@@ -19,7 +19,7 @@ from benchmarks.layer_profile.ledger import (
     TENSOR,
     UNKNOWN,
     WEIGHTS,
-    Row,
+    BackwardPart,
     groups,
     peak,
     rows,
@@ -146,7 +146,7 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
     return NONE
 
 
-def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> str:
+def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPart]]) -> str:
     """Each arm's whole backward in the profile and by the clock; profiling may lengthen it."""
     told = []
     for arm, own in found.items():
@@ -166,7 +166,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
     )
 
 
-def _groups(found: Mapping[str, Sequence[Row]]) -> str:
+def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
     """Each group's time by arm, and how much longer the other arms take."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
@@ -179,9 +179,9 @@ def _groups(found: Mapping[str, Sequence[Row]]) -> str:
     return markdown_table(["group", *sums, *(f"{arm} less {PROGRAM}" for arm in others)], table)
 
 
-def _products(found: Mapping[str, Sequence[Row]]) -> str:
+def _products(found: Mapping[str, Sequence[BackwardPart]]) -> str:
     """Products and attention, arm beside arm."""
-    known: dict[str, dict[str, list[Row]]] = {}
+    known: dict[str, dict[str, list[BackwardPart]]] = {}
     for arm, own in found.items():
         for row in own:
             if row.share.group not in (PASSES, GAPS):
@@ -196,12 +196,12 @@ def _products(found: Mapping[str, Sequence[Row]]) -> str:
     return markdown_table(["what", "TFLOP", *found, *(f"{arm}, TFLOP/s" for arm in found)], table)
 
 
-def _rate(flops: int, own: Sequence[Row]) -> str:
+def _rate(flops: int, own: Sequence[BackwardPart]) -> str:
     taken = sum(row.mean for row in own)
     return f"{flops / taken / 1e6:.0f}" if flops and taken > 0 else NONE
 
 
-def _kernels(own: Sequence[Row]) -> str:
+def _kernels(own: Sequence[BackwardPart]) -> str:
     table = []
     for number, row in enumerate(own, 1):
         share, bound = row.share, row.bound
@@ -229,7 +229,7 @@ def _kernels(own: Sequence[Row]) -> str:
     return markdown_table([*head, "bound, us", "of bound"], table)
 
 
-def _names(own: Sequence[Row]) -> str:
+def _names(own: Sequence[BackwardPart]) -> str:
     """The kernels' own names, by their number in the table."""
     lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
     return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
@@ -266,7 +266,7 @@ def chart(name: str, entry: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _bar(axes: Axes, place: int, own: Sequence[Row], most: float) -> None:
+def _bar(axes: Axes, place: int, own: Sequence[BackwardPart], most: float) -> None:
     at = 0.0
     for row in own:
         at += sum(row.gap) / len(row.gap)

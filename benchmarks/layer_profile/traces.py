@@ -21,7 +21,7 @@ class TraceError(Exception):
 
 
 @dataclass(frozen=True)
-class Event:
+class GpuActivity:
     """One activity of the GPU. Times are microseconds; ``call`` is the profiler's id of the operator."""
 
     name: str
@@ -43,7 +43,7 @@ class Region:
     """The activities between two markers; ``begin`` is the end of the first marker."""
 
     begin: float
-    events: tuple[Event, ...]
+    events: tuple[GpuActivity, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,16 +119,16 @@ def _encloses(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
     return outer["ts"] <= inner["ts"] and ends <= float(outer["ts"]) + float(outer["dur"])
 
 
-def _on_device(trace: Trace) -> list[Event]:
+def _on_device(trace: Trace) -> list[GpuActivity]:
     found = [
         _event(e) for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE
     ]  # fmt: skip
     return sorted(found, key=lambda event: event.start)
 
 
-def _event(given: Mapping[str, Any]) -> Event:
+def _event(given: Mapping[str, Any]) -> GpuActivity:
     args = given.get("args", {})
-    return Event(
+    return GpuActivity(
         name=str(given["name"]),
         start=float(given["ts"]),
         duration=float(given["dur"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coda_agent.comparison.competitors.entry import Entry
+from coda_agent.comparison.competitors.entry import Implementation
 from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitted
 from coda_agent.verifier.baselines.quack_library import LIBRARY
@@ -76,7 +76,7 @@ COMPOSED = "composed by us from QuACK's operators, whose library has no such ker
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
 
-def entries(arm: str) -> Mapping[str, Entry]:
+def entries(arm: str) -> Mapping[str, Implementation]:
     """The entries of one of ``LIBRARIES``, by spec."""
     from coda_agent.comparison.competitors import apart, flashinfer, liger, upstream
 

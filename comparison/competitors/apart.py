@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from coda_agent.comparison.competitors.entry import Entry, Given, Prepared
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared
 from coda_agent.verifier.baselines.pytorch import MODES, under_compile
 from coda_agent.verifier.baselines.quack_epilogue import fused
 
@@ -235,7 +235,7 @@ FORMULATIONS = {
 }
 
 
-def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
+def entry(mode: str, backend: str = "inductor") -> dict[str, Implementation]:
     """The formulations under torch.compile, by spec: fullgraph and static shapes, compiled by the first call.
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs); ValueError for another.
@@ -245,14 +245,14 @@ def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
     return _entries(partial(_compiled, mode, backend))
 
 
-def eager() -> dict[str, Entry]:
+def eager() -> dict[str, Implementation]:
     """The formulations in eager PyTorch, by spec."""
     return _entries(lambda name, sizes: FORMULATIONS[name].step)
 
 
-def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Entry]:
+def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Implementation]:
     """Entries from ``made``, which maps a formulation's name and a case's sizes to the function to call."""
-    return {name: Entry(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
+    return {name: Implementation(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
 
 
 def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: Given) -> Prepared:

@@ -11,7 +11,7 @@ from coda_agent.verifier.baselines.quack_epilogue import Given
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entry", "Given", "Prepared", "followed", "multiplied"]
+__all__ = ["Implementation", "Given", "Prepared", "followed", "multiplied"]
 
 
 class Prepared(NamedTuple):
@@ -55,7 +55,7 @@ def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Implementation:
     """One library's way to compute one spec. ``note`` tells readers what is prepared outside the clock, what
     PyTorch computes, and what replaces an output."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors.apart import SCALED, columns_together, rows_apart, scaled_rows, tables
-from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed, multiplied
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, multiplied
 from coda_agent.comparison.competitors.toolkit import BUILD, last_words, prepare
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent p
 ADDED = "adds to the residual stream in place, in a buffer of its own that grows from call to call; "
 
 
-def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
+def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
     """FlashInfer builds an operator when it is first called."""
 
     def built(g: Given) -> Prepared:
@@ -145,10 +145,10 @@ def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
             raise RuntimeError(f"its build failed: {last_words(str(error))}") from None
         return prepared
 
-    return Entry(built, note)
+    return Implementation(built, note)
 
 
-ENTRIES: dict[str, Entry] = {
+ENTRIES: dict[str, Implementation] = {
     "gemm_swiglu": _entry(_swiglu, APART),
     "gemm_rmsnorm_swiglu": _entry(_swiglu, f"{SCALED}; {APART}"),
     "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, f"{SCALED}; {APART}"),

@@ -20,7 +20,7 @@ from coda_agent.comparison.competitors.apart import (
     scaled_rows,
     tables,
 )
-from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed, multiplied
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, multiplied
 from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 
 if TYPE_CHECKING:
@@ -302,40 +302,40 @@ LOSS = (
     "because it would clear their logits"
 )
 
-ENTRIES: dict[str, Entry] = {
-    "gemm_swiglu": Entry(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": Entry(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_swiglu_mlp": Entry(_swiglu_mlp, APART),
-    "gemm_geglu": Entry(
+ENTRIES: dict[str, Implementation] = {
+    "gemm_swiglu": Implementation(_swiglu, APART),
+    "gemm_rmsnorm_swiglu": Implementation(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_rmsnorm_swiglu_fp16": Implementation(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_swiglu_mlp": Implementation(_swiglu_mlp, APART),
+    "gemm_geglu": Implementation(
         _geglu, "gate and up are two products of contiguous weights, as the kernel wants them"
     ),
-    "gemm_relu2": Entry(_relu2),
-    "gemm_swiglu_bwd": Entry(
+    "gemm_relu2": Implementation(_relu2),
+    "gemm_swiglu_bwd": Implementation(
         _swiglu_bwd,
         "z with halves apart, outside the clock; act by the forward kernel again; s by a compiled row sum of "
         "the stored dz",
     ),
-    "gemm_residual_partial_rmsnorm": Entry(
+    "gemm_residual_partial_rmsnorm": Implementation(
         _residual_partial_rmsnorm, "gives the normalised stream in place of hg; rstd is of the rounded h"
     ),
-    "gemm_residual_rmsnorm_gemm": Entry(_residual_rmsnorm_gemm, "rstd is of the rounded h"),
-    "gemm_residual_partial_layernorm": Entry(
+    "gemm_residual_rmsnorm_gemm": Implementation(_residual_rmsnorm_gemm, "rstd is of the rounded h"),
+    "gemm_residual_partial_layernorm": Implementation(
         _residual_partial_layernorm,
         "the residual by torch.addmm, which copies it first; gives the normalised stream in place of hg; "
         "mean and rstd are of the rounded h",
     ),
-    "gemm_residual_rmsnorm_bwd": Entry(
+    "gemm_residual_rmsnorm_bwd": Implementation(
         _residual_rmsnorm_bwd,
         "dx has its own dot product of each row in place of s, so the same work and another number: not "
         "compared; dgamma is rounded to bf16; hn by a compiled pass",
     ),
-    "gemm_rope": Entry(_rope, TURNED),
-    "gemm_rope_positions": Entry(_rope, TURNED),
-    "gemm_rmsnorm_rope": Entry(_rope, f"{SCALED}; {TURNED}"),
-    "gemm_qk_norm_rope": Entry(_qk_norm_rope, TURNED),
-    "gemm_partial_cross_entropy": Entry(_cross_entropy, LOSS),
-    "gemm_rmsnorm_partial_cross_entropy": Entry(_cross_entropy, f"{SCALED}; {LOSS}"),
+    "gemm_rope": Implementation(_rope, TURNED),
+    "gemm_rope_positions": Implementation(_rope, TURNED),
+    "gemm_rmsnorm_rope": Implementation(_rope, f"{SCALED}; {TURNED}"),
+    "gemm_qk_norm_rope": Implementation(_qk_norm_rope, TURNED),
+    "gemm_partial_cross_entropy": Implementation(_cross_entropy, LOSS),
+    "gemm_rmsnorm_partial_cross_entropy": Implementation(_cross_entropy, f"{SCALED}; {LOSS}"),
 }
 
 ABSENT: dict[str, str] = {

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors.apart import SCALED, scaled_rows
-from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed
 from coda_agent.comparison.competitors.tuner import TIMED, prepare
 from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 
@@ -151,17 +151,17 @@ PICKED = "target_logit by a compiled gather of the stored logits"
 TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its own 200 of the fastest few"
 
 
-def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
+def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
     """The package is imported only after its process is prepared."""
 
     def built(g: Given) -> Prepared:
         prepare()
         return build(g)
 
-    return Entry(built, "; ".join(filter(None, (note, TUNED))))
+    return Implementation(built, "; ".join(filter(None, (note, TUNED))))
 
 
-ENTRIES: dict[str, Entry] = {
+ENTRIES: dict[str, Implementation] = {
     "gemm_swiglu": _entry(_swiglu),
     "gemm_rmsnorm_swiglu": _entry(_swiglu, SCALED),
     "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, SCALED),

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from coda_agent.comparison.competitors import COLUMNS, LLM
-from coda_agent.comparison.results import Loss, Present, Results, Sitting
+from coda_agent.comparison.results import Loss, Present, Results, Session
 from coda_agent.verifier import statistics
 from coda_agent.verifier.decision import central
 from coda_agent.verifier.statistics import Interval
@@ -48,7 +48,7 @@ class Empty:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableRow:
     """A row of the table. ``roofline`` is the smallest time that the hardware allows, in milliseconds;
     ``anchor`` is the arm that ratios go through."""
 
@@ -64,12 +64,12 @@ class Line:
         return found if isinstance(found, Cell) else None
 
 
-def lines(results: Results, columns: Collection[str] = NAMES) -> list[Line]:
+def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
     """A line for every measured row, with cells of these columns."""
     return [_line(results, operator, case, columns) for operator, case in results.rows()]
 
 
-def standing(results: Results) -> list[Sitting]:
+def standing(results: Results) -> list[Session]:
     """The sessions that cells come from: sessions whose arms have all changed since are left out."""
     return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
 
@@ -79,7 +79,7 @@ def timed(results: Results) -> set[str]:
     return {arm for name in results.rows() for arm in _row(results, *name).keys}
 
 
-def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> Line:
+def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> TableRow:
     row = _row(results, operator, case)
     absent = results.absent.get(operator, {})
     best = {
@@ -95,7 +95,7 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
             failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
             known = [absent[a] for a in column.arms if a in absent]
             cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
-    return Line(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
+    return TableRow(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
 
 
 def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
@@ -122,7 +122,7 @@ class _Row:
     """The sessions of one row, without figures of an outdated question, arm or anchor: outdated by a later
     session, or by the last request (``present``)."""
 
-    def __init__(self, sittings: list[Sitting], present: Present | None):
+    def __init__(self, sittings: list[Session], present: Present | None):
         self.last = sittings[-1]
         sittings = [s for s in sittings if s.question == self.last.question]
         self.anchor = self.last.anchor
@@ -154,7 +154,7 @@ class _Row:
             found = set(self.keys)
         return found - {self.anchor}
 
-    def standing(self) -> list[Sitting]:
+    def standing(self) -> list[Session]:
         """Sessions with a current arm besides the anchor, or with the anchor alone; all sessions if no other
         figures are left."""
         found = [
@@ -201,7 +201,7 @@ class _Row:
         ]
         return f"failed in another process: {reasons[-1]}" if reasons else ""
 
-    def _with(self, *arms: str) -> list[Sitting]:
+    def _with(self, *arms: str) -> list[Session]:
         """The sessions in which all of these arms have current figures."""
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
@@ -216,7 +216,7 @@ class _Row:
         return _Ratio(statistics.through(to.interval, back.interval), fewer, anchored=True)
 
 
-def _processes(sittings: list[Sitting]) -> frozenset[int]:
+def _processes(sittings: list[Session]) -> frozenset[int]:
     """The number of processes. One process has several sessions if some arms ran separately or again, with
     the anchor in each."""
     return frozenset(s.process for s in sittings)

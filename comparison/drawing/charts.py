@@ -23,9 +23,9 @@ from coda_agent.comparison.competitors import (
     TORCH,
     UPSTREAM,
 )
-from coda_agent.comparison.drawing.cells import Cell, Line
+from coda_agent.comparison.drawing.cells import Cell, TableRow
 from coda_agent.comparison.drawing.markdown import ABSENT, mark, marks
-from coda_agent.comparison.drawing.summary import SHARED, Row, against, ordered
+from coda_agent.comparison.drawing.summary import SHARED, RowRatio, against, ordered
 from coda_agent.verifier.statistics import Interval
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ LABEL = 0.5  # inches for a bar's ratio and its marks
 GAP = 0.55  # of a row, between operators
 
 
-def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
+def draw(lines: Sequence[TableRow], measured: str = "") -> dict[str, bytes]:
     """Draw the charts that have something to show: files by name, speedup and roofline as .svg and .png.
     ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
@@ -92,7 +92,7 @@ def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
         return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
 
-def _figures(lines: Sequence[Line], measured: str) -> dict[str, Figure]:
+def _figures(lines: Sequence[TableRow], measured: str) -> dict[str, Figure]:
     with styled():
         makers = {"speedup": _speedup, "roofline": _roofline}
         found = {name: maker(ordered(lines), measured) for name, maker in makers.items()}
@@ -102,7 +102,7 @@ def _figures(lines: Sequence[Line], measured: str) -> dict[str, Figure]:
 # ── Speedups ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
+def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
     """One bar per row and rival, from 1: to the right if the LLM's kernel is faster, to the left if the rival
     is. Logarithmic, since half as fast is as far from 1 as twice as fast."""
     found = {name: _rows(lines, name) for name in RIVALS}
@@ -132,7 +132,7 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
     return figure
 
 
-def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
+def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
     """The meaning of the marks, and which bars over a column of people's kernels cover more than those."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
@@ -144,7 +144,7 @@ def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
     return [*marks(lines, rivals), *([dash] if lacking else []), *apart]
 
 
-def _of(lines: Sequence[Line], column: str, which: Callable[[str], bool]) -> list[str]:
+def _of(lines: Sequence[TableRow], column: str, which: Callable[[str], bool]) -> list[str]:
     """The operators in ``which`` with cells in a column."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))
@@ -154,11 +154,11 @@ def _listed(operators: Iterable[str]) -> str:
     return ", ".join(name.removeprefix("gemm_") for name in operators)
 
 
-def _rows(lines: Sequence[Line], column: str) -> dict[tuple[str, str], Row]:
+def _rows(lines: Sequence[TableRow], column: str) -> dict[tuple[str, str], RowRatio]:
     return {(tally.name, row.case): row for tally in against(lines, column).operators for row in tally.rows}
 
 
-def _bar(axes: Axes, row: Row, place: float, thick: float, colour: str) -> None:
+def _bar(axes: Axes, row: RowRatio, place: float, thick: float, colour: str) -> None:
     ratio = row.ratio
     axes.barh(place, ratio.estimate - 1, thick * 0.92, left=1, color=colour, linewidth=0, zorder=2)
     axes.errorbar(
@@ -190,7 +190,7 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 # ── Times over the roofline ───────────────────────────────────────────────────────────────────────────────
 
 
-def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
+def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
     """One dot per row and column: times over the smallest that the hardware allows. Logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
@@ -218,7 +218,7 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
     return figure
 
 
-def _time(line: Line, cell: Cell) -> float:
+def _time(line: TableRow, cell: Cell) -> float:
     """Milliseconds. A time from another session than the LLM's is scaled to the GPU's clock in that
     session."""
     own, ratio = line.cell(LLM), _through_anchor(cell)
@@ -248,7 +248,7 @@ def _dot(name: str) -> dict[str, Any]:
 
 
 def _canvas(
-    lines: Sequence[Line], name: str, inches: float, measured: str, notes: Sequence[str] = ()
+    lines: Sequence[TableRow], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
     """A figure with a row of ``inches`` for each line next to its operator's name, and each row's position.
     ``measured`` appears in small print below the title, ``notes`` at the foot."""

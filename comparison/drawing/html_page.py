@@ -10,7 +10,7 @@ from coda_agent.agent.reporting.charts import element, number
 from coda_agent.agent.reporting.pages import macro
 from coda_agent.agent.reporting.pages import page as render
 from coda_agent.comparison.competitors import COLUMNS, LLM
-from coda_agent.comparison.drawing.cells import NAMES, Empty, Line, lines
+from coda_agent.comparison.drawing.cells import NAMES, Empty, TableRow, lines
 from coda_agent.comparison.drawing.charts import TITLES
 from coda_agent.comparison.drawing.markdown import (
     ABSENT,
@@ -28,7 +28,7 @@ from coda_agent.comparison.drawing.markdown import (
 )
 from coda_agent.comparison.drawing.summary import (
     NOTHING,
-    Row,
+    RowRatio,
     Summary,
     against,
     findings,
@@ -94,19 +94,19 @@ def _summary(found: Summary) -> tuple[str, str, list[tuple[str, ...]]]:
     return f"{LLM} against {found.column}", str(found), summed(found)
 
 
-def _row(line: Line, results: Results) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
+def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
     sizes = ", ".join(f"{dim} {size}" for dim, size in line.sizes.items())
     title = f"{line.operator} {line.case}: {sizes}; roofline {number(line.roofline)} ms"
     return title, [_column(line, name) for name in line.cells], _sittings(line, results)
 
 
-def _column(line: Line, name: str) -> tuple[str, ...]:
+def _column(line: TableRow, name: str) -> tuple[str, ...]:
     """A column's cells; ``processes`` counts those behind the ratio, or behind the time without a ratio."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
     ratio = ""
-    if row := Row.of(line, cell):
+    if row := RowRatio.of(line, cell):
         parts = {
             "through the anchor": row.anchored,
             "of one process": row.alone,
@@ -122,7 +122,7 @@ def _loss(loss: Loss) -> str:
     return f"{loss.relative:.2e}, {loss.yardsticks:.2f}"
 
 
-def _sittings(line: Line, results: Results) -> list[tuple[str, ...]]:
+def _sittings(line: TableRow, results: Results) -> list[tuple[str, ...]]:
     """Every arm of the line's columns in every session; arms that have changed since are marked."""
     sittings = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}

@@ -28,7 +28,7 @@ from coda_agent.comparison.competitors import (
     composed,
 )
 from coda_agent.comparison.drawing import summary
-from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, Line, lines, timed
+from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, TableRow, lines, timed
 from coda_agent.comparison.drawing.summary import (
     ALONE,
     BELOW,
@@ -38,8 +38,8 @@ from coda_agent.comparison.drawing.summary import (
     OUTCOMES,
     RIVALS,
     WHOLE,
-    Finding,
-    Row,
+    CheckedClaim,
+    RowRatio,
     Summary,
     against,
     below,
@@ -75,7 +75,7 @@ CLOCKS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class CellText:
     """A cell's text: ``best`` marks the row's fastest, ``notes`` are numbers of notes."""
 
     text: str
@@ -90,7 +90,7 @@ class Sheet:
     title: str
     says: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, str, tuple[Entry, ...]], ...]
+    rows: tuple[tuple[str, str, tuple[CellText, ...]], ...]
 
 
 @dataclass
@@ -167,19 +167,19 @@ def marked(path: Path) -> str:
     return text
 
 
-def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
+def columns_of(found: Sequence[TableRow]) -> tuple[str, ...]:
     """The columns with cells in these lines."""
     return tuple(name for name in NAMES if any(name in line.cells for line in found))
 
 
-def rivals(found: Sequence[Line]) -> tuple[str, ...]:
+def rivals(found: Sequence[TableRow]) -> tuple[str, ...]:
     """The columns of the summary with cells in these lines. CODA's own package, which few machines have, is
     included only with figures."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
 
-def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
+def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
     """The tables of lines, and the notes that their cells refer to."""
     notes, names = Notes(), columns_of(found)
     return [
@@ -214,7 +214,7 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
     ], notes
 
 
-def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
+def _ratios(found: Sequence[TableRow], notes: Notes) -> Sheet:
     names = tuple(name for name in columns_of(found) if name != LLM)
     says = f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
     return _filled(
@@ -228,12 +228,12 @@ def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
     )
 
 
-def mark(row: Row) -> str:
+def mark(row: RowRatio) -> str:
     """The mark after a row's ratio."""
     return (ANCHORED if row.anchored else "") + doubts([row])
 
 
-def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
     """A sentence for each mark on these columns' ratios."""
     rows = _raced(found, columns)
     beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
@@ -250,22 +250,22 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
     return [sentence for sentence, needed in told.items() if needed]
 
 
-def clocks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
     """A warning about these columns' times, if any of their ratios is anchored."""
     return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
 
 
-def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, Row]]:
+def _raced(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:
     """All ratios of these columns."""
     return [
         (line, row)
         for line in found
         for name in columns
-        if (cell := line.cell(name)) and (row := Row.of(line, cell))
+        if (cell := line.cell(name)) and (row := RowRatio.of(line, cell))
     ]
 
 
-def fastest(line: Line) -> str | None:
+def fastest(line: TableRow) -> str | None:
     """The column with the row's best ratio, among those that compute the whole row in a possible time."""
 
     def slowness(name: str) -> float:
@@ -286,14 +286,14 @@ def summed(found: Summary) -> list[tuple[str, ...]]:
     ]
 
 
-def claimed(finding: Finding) -> tuple[str, ...]:
+def claimed(finding: CheckedClaim) -> tuple[str, ...]:
     """A claim's row, under CLAIMED."""
     claim = finding.claim
     span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
     return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
 
 
-def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
+def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
     """Remarks on a cell: its arm if that is not the column's first, its note, and whether its time is
     impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
@@ -309,48 +309,48 @@ def plain(text: str) -> str:
 def _filled(
     title: str,
     says: str,
-    found: Sequence[Line],
+    found: Sequence[TableRow],
     columns: tuple[str, ...],
     notes: Notes,
-    text: Callable[[Line, Cell], str],
-    bound: Callable[[Line], str] | None = None,
+    text: Callable[[TableRow, Cell], str],
+    bound: Callable[[TableRow], str] | None = None,
 ) -> Sheet:
     """A sheet with ``text`` of every cell, and ``bound`` of the roofline."""
 
-    def entry(line: Line, column: str) -> Entry:
+    def entry(line: TableRow, column: str) -> CellText:
         cell = line.cells.get(column, Empty("not measured"))
         if isinstance(cell, Empty):
-            return Entry(ABSENT, notes=notes.of(cell.reason))
+            return CellText(ABSENT, notes=notes.of(cell.reason))
         timed = text is _milliseconds
         numbers = notes.of(*noted(line, column, cell)) if timed or text is _error else ()
-        return Entry(text(line, cell), timed and column == fastest(line), numbers)
+        return CellText(text(line, cell), timed and column == fastest(line), numbers)
 
     rows = tuple(
         (
             line.operator,
             line.case,
-            (*(entry(line, column) for column in columns), *([Entry(bound(line))] if bound else [])),
+            (*(entry(line, column) for column in columns), *([CellText(bound(line))] if bound else [])),
         )
         for line in found
     )
     return Sheet(title, says, (*columns, ROOFLINE) if bound else columns, rows)
 
 
-def _milliseconds(line: Line, cell: Cell) -> str:
+def _milliseconds(line: TableRow, cell: Cell) -> str:
     return number(cell.milliseconds)
 
 
-def _ratio(line: Line, cell: Cell) -> str:
-    row = Row.of(line, cell)
+def _ratio(line: TableRow, cell: Cell) -> str:
+    row = RowRatio.of(line, cell)
     return f"{shown(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
 
 
-def _over_roofline(line: Line) -> str:
+def _over_roofline(line: TableRow) -> str:
     own = line.cell(LLM)
     return f"{line.roofline / own.milliseconds:.3f}" if own else ABSENT
 
 
-def _error(line: Line, cell: Cell) -> str:
+def _error(line: TableRow, cell: Cell) -> str:
     return f"{max(loss.yardsticks for loss in cell.losses.values()):.2f}" if cell.losses else ABSENT
 
 
@@ -393,12 +393,12 @@ def _sheet(sheet: Sheet) -> str:
     return f"**{sheet.title}**\n\n{sheet.says}\n\n{markdown_table(headings, rows)}"
 
 
-def _entry(entry: Entry) -> str:
+def _entry(entry: CellText) -> str:
     text = f"**{entry.text}**" if entry.best else entry.text
     return text + (f" <sup>{', '.join(map(str, entry.notes))}</sup>" if entry.notes else "")
 
 
-def _told(found: Sequence[Line]) -> list[str]:
+def _told(found: Sequence[TableRow]) -> list[str]:
     """The summaries and the paper's claims."""
     return [*(_summary(against(found, column)) for column in rivals(found)), _claims(findings(found))]
 
@@ -409,7 +409,7 @@ def _summary(found: Summary) -> str:
     return f"{told}\n{markdown_table(SUMMARY, rows)}" if rows else told
 
 
-def _claims(found: Sequence[Finding]) -> str:
+def _claims(found: Sequence[CheckedClaim]) -> str:
     rows = [[plain(cell) for cell in claimed(finding)] for finding in found]
     return f"**The paper's claims**\n\n{VERDICT}\n\n{markdown_table(CLAIMED, rows)}"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.agent.reporting.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
-from coda_agent.comparison.drawing.cells import Cell, Line, standing
+from coda_agent.comparison.drawing.cells import Cell, TableRow, standing
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.statistics import Interval
@@ -74,7 +74,7 @@ SHARED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class RowRatio:
     """One row's ratio and the number of ``processes`` behind it. ``doubted``: one of its times is
     impossible."""
 
@@ -85,7 +85,7 @@ class Row:
     doubted: bool
 
     @classmethod
-    def of(cls, line: Line, cell: Cell) -> Row | None:
+    def of(cls, line: TableRow, cell: Cell) -> RowRatio | None:
         """None where the cell has no ratio."""
         if cell.against is None:
             return None
@@ -114,7 +114,7 @@ class Tally:
     """Rows of one or more operators, with the geometric mean of their ratios."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[RowRatio, ...]
     operators: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -229,11 +229,11 @@ CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedClaim:
     """A claim and its rows as measured here."""
 
     claim: Claim
-    rows: tuple[Row, ...]
+    rows: tuple[RowRatio, ...]
 
     @property
     def measured(self) -> str:
@@ -257,24 +257,24 @@ class Finding:
         return ", ".join(f"{count} {where}" for where, count in told.items())
 
 
-def against(lines: Sequence[Line], column: str) -> Summary:
+def against(lines: Sequence[TableRow], column: str) -> Summary:
     """Every operator whose rows have both this column and the LLM's kernel."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RowRatio]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
-        if cell and (row := Row.of(line, cell)):
+        if cell and (row := RowRatio.of(line, cell)):
             found.setdefault(line.operator, []).append(row)
     return Summary(column, tuple(Tally(name, tuple(rows), (name,)) for name, rows in found.items()))
 
 
-def findings(lines: Sequence[Line]) -> list[Finding]:
+def findings(lines: Sequence[TableRow]) -> list[CheckedClaim]:
     """Every claim, with its measurement."""
     rows = {
         column: {tally.name: tally.rows for tally in against(lines, column).operators}
         for column in {claim.column for claim in CLAIMS}
     }
     return [
-        Finding(
+        CheckedClaim(
             claim,
             tuple(
                 row
@@ -287,13 +287,13 @@ def findings(lines: Sequence[Line]) -> list[Finding]:
     ]
 
 
-def below(line: Line, cell: Cell) -> bool:
+def below(line: TableRow, cell: Cell) -> bool:
     """Whether a time is less than the hardware allows. A bare matmul does less work than the roofline counts.
     """
     return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
 
 
-def doubts(rows: Iterable[Row]) -> str:
+def doubts(rows: Iterable[RowRatio]) -> str:
     """The marks of everything that leaves any of these rows undecided."""
     rows = list(rows)
     told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
@@ -342,7 +342,7 @@ def together(ratios: Sequence[Interval]) -> Interval:
     )
 
 
-def ordered(lines: Iterable[Line]) -> list[Line]:
+def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
     """Lines in the order of all tables: unknown operators last, widths of real models first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)

@@ -14,9 +14,9 @@ from rich.text import Text
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison.competitors import LLM
-from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, Line, lines
+from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, TableRow, lines
 from coda_agent.comparison.drawing.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
-from coda_agent.comparison.drawing.summary import NOTHING, Row, ordered
+from coda_agent.comparison.drawing.summary import NOTHING, RowRatio, ordered
 from coda_agent.comparison.results import Results
 
 NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
@@ -48,9 +48,9 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
     return Group(*parts)
 
 
-def _rows(found: list[Line]) -> list[tuple[str, Line]]:
+def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
     """Lines next to their operator's name, which may continue over several rows."""
-    rows: list[tuple[str, Line]] = []
+    rows: list[tuple[str, TableRow]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)
         last = len(members) - 1
@@ -72,7 +72,7 @@ def _name(operator: str) -> list[str]:
 class _Blocks:
     """The table with as many columns side by side as fit; ``cells`` by row."""
 
-    rows: Sequence[tuple[str, Line]]
+    rows: Sequence[tuple[str, TableRow]]
     names: Sequence[str]
     cells: Sequence[Sequence[Text]]
 
@@ -106,7 +106,7 @@ def _heading(name: str) -> str:
     return name.replace(".", ".\n").replace(" ", "\n")
 
 
-def _cell(name: str, line: Line, reasons: Notes) -> Text:
+def _cell(name: str, line: TableRow, reasons: Notes) -> Text:
     cell = line.cells[name]
     if isinstance(cell, Empty):
         known = "" if cell.reason == UNMEASURED else f" {reasons.of(cell.reason)[0]}"
@@ -120,8 +120,8 @@ def _short(milliseconds: float) -> str:
     return f"{milliseconds:.3f}" if milliseconds < 10 else number(milliseconds)
 
 
-def _ratio(line: Line, cell: Cell) -> list[tuple[str, str]]:
-    row = Row.of(line, cell)
+def _ratio(line: TableRow, cell: Cell) -> list[tuple[str, str]]:
+    row = RowRatio.of(line, cell)
     return [(f" {row.ratio.estimate:.2f}{mark(row)}", STYLES[row.outcome])] if row else []
 
 

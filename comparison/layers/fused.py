@@ -50,7 +50,7 @@ from coda_agent.comparison.layers.shape import EPS, Shape, Weights, rotary
 Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream with the next norm begun: h and hg [tokens, D] in bf16, rstd [tokens] in fp32."""
 
     h: Tensor
@@ -80,7 +80,7 @@ class Saved(NamedTuple):
     z: Tensor
 
 
-class Fused(Layer[Stream, Saved]):
+class Fused(Layer[ResidualStream, Saved]):
     """``weights`` and ``next_norm`` as the plain layer's: they are packed once. ``unrotate``: ``unrotated``,
     compiled or not."""
 
@@ -93,22 +93,22 @@ class Fused(Layer[Stream, Saved]):
         self._qk, self._v = self.weights.qkv.tensor_split([2 * shape.width])
         self._calls = calls(shape)
 
-    def start(self, x: Tensor) -> Stream:
+    def start(self, x: Tensor) -> ResidualStream:
         rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
-        return Stream(x, x * self.weights.attention_norm, rstd)
+        return ResidualStream(x, x * self.weights.attention_norm, rstd)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: ResidualStream) -> ResidualStream:
         h1 = self._project(self._attend(stream, training=False).a, stream)
         return self._reduce(self._expand(h1)["act"], h1)
 
-    def train(self, stream: Stream) -> tuple[Stream, Saved]:
+    def train(self, stream: ResidualStream) -> tuple[ResidualStream, Saved]:
         attended = self._attend(stream, training=True)
         h1 = self._project(attended.a, stream)
         ffn = self._expand(h1)
         saved = Saved(stream.h, stream.rstd, attended, h1.h, h1.rstd, ffn["preact"])
         return self._reduce(ffn["act"], h1), saved
 
-    def _attend(self, x: Stream, training: bool) -> Attended:
+    def _attend(self, x: ResidualStream, training: bool) -> Attended:
         shape = self.shape
         qk = self._kernel("qk", x=x.hg, w=self._qk, rstd=x.rstd, cos_sin=self.table)["q"]
         v = self._kernel("v", x=x.hg, w=self._v, rstd=x.rstd)["y"]
@@ -118,13 +118,13 @@ class Fused(Layer[Stream, Saved]):
             mixed = scaled_dot_product_attention(q, k, values, is_causal=True)
         return Attended((q, k, values), mixed, qk, v, shape.together(mixed.detach()))
 
-    def _project(self, a: Tensor, x: Stream) -> Stream:
+    def _project(self, a: Tensor, x: ResidualStream) -> ResidualStream:
         return self._add("out", a, self.weights.out, x.h, self.weights.ffn_norm)
 
-    def _expand(self, h1: Stream) -> dict[str, Tensor]:
+    def _expand(self, h1: ResidualStream) -> dict[str, Tensor]:
         return self._kernel("gate_up", x=h1.hg, w=self.weights.gate_up, rstd=h1.rstd)
 
-    def _reduce(self, act: Tensor, h1: Stream) -> Stream:
+    def _reduce(self, act: Tensor, h1: ResidualStream) -> ResidualStream:
         return self._add("down", act, self.weights.down, h1.h, self.next_norm)
 
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
@@ -161,13 +161,13 @@ class Fused(Layer[Stream, Saved]):
         found = self._kernel(f"{of}_backward", dz=dz, w=w, h=h, gamma=gamma, rstd=rstd, s=s, dres=dres)
         return found["dx"], found["dgamma"].type_as(gamma), found["hn"]
 
-    def _add(self, place: str, y: Tensor, w: Tensor, x: Tensor, gamma: Tensor) -> Stream:
-        return Stream(**self._kernel(place, y=y, w=w, x=x, gamma=gamma))
+    def _add(self, place: str, y: Tensor, w: Tensor, x: Tensor, gamma: Tensor) -> ResidualStream:
+        return ResidualStream(**self._kernel(place, y=y, w=w, x=x, gamma=gamma))
 
     def _kernel(self, place: str, **inputs: Tensor) -> dict[str, Tensor]:
         return self.runner.run(self._calls[place], inputs)
 
-    def outputs(self, stream: Stream) -> dict[str, Tensor]:
+    def outputs(self, stream: ResidualStream) -> dict[str, Tensor]:
         normed = (stream.hg * stream.rstd[:, None]).type_as(stream.hg)
         return {"y": stream.h, "normed": normed}
 

@@ -18,14 +18,14 @@ from coda_agent.primitives.runtime.launchable import LaunchError
 Tensors = Mapping[str, Tensor]
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A kernel at sizes: the key of a schedule."""
 
     operator: str
     sizes: tuple[tuple[str, int], ...]
 
 
-def calls(shape: Shape, *, backward: bool = True) -> dict[str, Call]:
+def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
     """Every kernel that a layer of this shape calls, by its position in the layer, forward first; without
     ``backward`` only the forward's.
 
@@ -33,8 +33,8 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, Call]:
     """
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
 
-    def call(operator: str, **sizes: int) -> Call:
-        return Call(operator, tuple({"M": tokens, **sizes}.items()))
+    def call(operator: str, **sizes: int) -> KernelCall:
+        return KernelCall(operator, tuple({"M": tokens, **sizes}.items()))
 
     forward = {
         "qk": call("gemm_rmsnorm_rope", K=width, H=2 * shape.heads, P=shape.pairs),
@@ -59,7 +59,7 @@ def accepted(folder: Path, shape: Shape) -> dict[str, Program]:
 
 
 class Runner(Protocol):
-    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
         """Fresh outputs by name."""
 
 
@@ -67,17 +67,17 @@ class Launched:
     """On the inputs' GPU and the current stream. The first call plans and, if needed, tunes; later ones must
     be alike."""
 
-    def __init__(self, kernels: Mapping[Call, Kernel]) -> None:
+    def __init__(self, kernels: Mapping[KernelCall, Kernel]) -> None:
         self.kernels = kernels
-        self._plans: dict[Call, Plan] = {}
+        self._plans: dict[KernelCall, Plan] = {}
 
-    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
         """Raises LookupError for a call without a kernel, LaunchError for inputs of other sizes."""
         if call not in self._plans:
             self._plans[call] = self._plan(call, inputs)
         return self._plans[call](inputs)
 
-    def _plan(self, call: Call, inputs: Tensors) -> Plan:
+    def _plan(self, call: KernelCall, inputs: Tensors) -> Plan:
         if call not in self.kernels:
             raise LookupError(f"there is no kernel for {call.operator} at {dict(call.sizes)}")
         plan = self.kernels[call].plan(inputs, dict(call.sizes))
@@ -91,7 +91,7 @@ class Interpreted:
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs
 
-    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
         """Raises ValueError for inputs that fit no sizes, LaunchError for those of other sizes."""
         program = self.programs[call.operator]
         shapes = {name: t.shape for name, t in inputs.items()}
@@ -99,6 +99,6 @@ class Interpreted:
         return interpret(program, inputs, sizes=dict(call.sizes))
 
 
-def _agree(call: Call, sizes: Mapping[str, int]) -> None:
+def _agree(call: KernelCall, sizes: Mapping[str, int]) -> None:
     if sizes != dict(call.sizes):
         raise LaunchError(f"{call.operator} is called at {dict(call.sizes)}; its inputs are of {dict(sizes)}")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors import EAGER, PROGRAM
-from coda_agent.comparison.interleaved import Entrant, Stage, contest
+from coda_agent.comparison.interleaved import PreparedArm, Stage, run_interleaved
 from coda_agent.comparison.layers import variant
 from coda_agent.primitives.system.workers import Job
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coda_agent.comparison.layers.layer import Layer
-    from coda_agent.comparison.layers.runners import Call, Runner
+    from coda_agent.comparison.layers.runners import KernelCall, Runner
     from coda_agent.comparison.layers.shape import Shape
     from coda_agent.primitives.runtime.launch import Kernel
 
 
 @dataclass(frozen=True)
-class LayerSeats:
+class LayerArms:
     """The variants of a session, and their shape. ``kernels``: the calls of the LLM's variant."""
 
     shape: Shape
     arms: tuple[str, ...]
-    kernels: Mapping[Call, Kernel]
+    kernels: Mapping[KernelCall, Kernel]
     rounds: int
     backward: bool
 
@@ -63,14 +63,14 @@ class LayerSeats:
         return Launched({call: copy(kernel) for call, kernel in self.kernels.items()})
 
 
-def sit(seats: LayerSeats) -> dict[str, Any]:
+def measure_layer(seats: LayerArms) -> dict[str, Any]:
     """Like ``comparison.interleaved``, for whole layers. A loss is relative to the truth's RMS, and to the
     loss of the plain layer in bf16 in eager PyTorch."""
-    return contest(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
+    return run_interleaved(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
 
 
 class _Stage(Stage):
-    def __init__(self, seats: LayerSeats):
+    def __init__(self, seats: LayerArms):
         from coda_agent.comparison.layers.errors import truth
         from coda_agent.comparison.layers.shape import draw
 
@@ -80,14 +80,14 @@ class _Stage(Stage):
         self.usual: dict[str, float] = {}  # the losses of eager PyTorch
         self.runner = seats.runner()
 
-    def enter(self, arm: str) -> Entrant:
+    def enter(self, arm: str) -> PreparedArm:
         layer = variant(arm, self.seats.shape, self.drawn, self.runner)
         losses = self._losses(arm, layer)
         stream = layer.start(self.drawn.x)
         call: Callable[[], object] = partial(layer.forward, stream)
         if self.seats.backward:
             call = partial(layer.step, stream, self.drawn.dout)
-        return Entrant(call, losses, sum(t.numel() * t.element_size() for t in layer.arranged()))
+        return PreparedArm(call, losses, sum(t.numel() * t.element_size() for t in layer.arranged()))
 
     def again(self, arm: str, turn: int) -> Callable[[], object]:
         raise AssertionError("a layer's inputs are larger than the L2: there is one set of them")

@@ -26,10 +26,10 @@ from rich.console import Console  # noqa: E402
 
 from coda_agent.agent import setup  # noqa: E402
 from coda_agent.agent.cli.authoring import begun  # noqa: E402
-from coda_agent.agent.options import Authoring  # noqa: E402
+from coda_agent.agent.options import AuthoringOptions  # noqa: E402
 from coda_agent.agent.reporting import html_report, progress  # noqa: E402
 from coda_agent.agent.run import history, runs  # noqa: E402
-from coda_agent.agent.run.budget import Limits  # noqa: E402
+from coda_agent.agent.run.budget import RunLimits  # noqa: E402
 from coda_agent.primitives.compiler.kernel_source import KernelSource  # noqa: E402
 from coda_agent.verifier.decision import BASELINE, KEPT  # noqa: E402
 from coda_agent.verifier.report import Measured, Rejected, Timing  # noqa: E402
@@ -79,14 +79,14 @@ def author(name: str, answers: Answers, speedup: float, log: StringIO) -> None:
     run = runs.reopen(name)
     with fake_messages.FakeMessages(*answers) as server, run.journal:
         os.environ |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "of-nobody"}
-        setup.author(run, progress.Watch(Console(file=log, width=80)), stand_in(speedup))
+        setup.author(run, progress.LiveView(Console(file=log, width=80)), stand_in(speedup))
 
 
 def candidates(spec: Path) -> list[str]:
     """One is mended and then improved, one is right and slow, one waits for its first answer."""
-    limits = Limits(dollars=1.0, tokens=300_000).to_json()
+    limits = RunLimits(dollars=1.0, tokens=300_000).to_json()
     options = {"provider": "anthropic", "model": MODEL, "limits": limits, "improve": 1, "attempts": 2}
-    names = begun(spec, Authoring().header() | options, 3)
+    names = begun(spec, AuthoringOptions().header() | options, 3)
     good, wrong, faster = (answer(text) for text in (fenced(KERNEL), fenced(UNSCALED), SCHEDULED))
     log = StringIO()
     author(names[0], [wrong, good, faster], 1.3, log)

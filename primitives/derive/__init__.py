@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from coda_agent.primitives.derive.arrange import NEXT, Asked, Derived
+from coda_agent.primitives.derive.arrange import NEXT, BackwardRequest, Derived
 from coda_agent.primitives.derive.choose import Search, all_sizes, forced
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, Program
@@ -43,7 +43,9 @@ def derive(
     for name in accumulate:
         if name not in wanted:
             raise ProgramError("accumulate", f"no gradient of {name!r} is asked for; {', '.join(wanted)} are")
-    asked = Asked(program, wanted, _given(program, of, behind), behind, tuple(positive), tuple(accumulate))
+    asked = BackwardRequest(
+        program, wanted, _given(program, of, behind), behind, tuple(positive), tuple(accumulate)
+    )
     return Search(asked, sizes, save_bytes, forced(program, save, recompute)).best()
 
 

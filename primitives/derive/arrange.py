@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from coda_agent.primitives.derive.ledger import Ledger
+from coda_agent.primitives.derive.ledger import Traffic
 from coda_agent.primitives.derive.reverse import Reverse
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
@@ -42,10 +42,10 @@ class Derived(NamedTuple):
     left: dict[str, str]
     notes: tuple[str, ...]
     widths: dict[str, Dim]
-    bound: Ledger = Ledger(0, 0, 0)
+    bound: Traffic = Traffic(0, 0, 0)
 
 
-class Asked(NamedTuple):
+class BackwardRequest(NamedTuple):
     """What a backward is to give: see ``derive``."""
 
     program: Program
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
     accumulate: tuple[str, ...] = ()
 
 
-class Plan(NamedTuple):
+class BackwardPlan(NamedTuple):
     """``stored``: forward nodes that lie in memory; ``moves`` and ``turns``: how products are simplified."""
 
     stored: frozenset[int]
@@ -64,10 +64,10 @@ class Plan(NamedTuple):
     turns: bool = False
 
 
-class Attempt:
+class PlannedBackward:
     """The backward of one plan."""
 
-    def __init__(self, asked: Asked, plan: Plan):
+    def __init__(self, asked: BackwardRequest, plan: BackwardPlan):
         self.asked, self.plan = asked, plan
         self.program, self.types = asked.program, asked.program.types()
         signature = self.program.signature

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from coda_agent.primitives.derive import ledger
-from coda_agent.primitives.derive.arrange import LEAVES, NEXT, Asked, Attempt, Derived, Plan
-from coda_agent.primitives.derive.ledger import Ledger
+from coda_agent.primitives.derive.arrange import (
+    LEAVES,
+    NEXT,
+    BackwardPlan,
+    BackwardRequest,
+    Derived,
+    PlannedBackward,
+)
+from coda_agent.primitives.derive.ledger import Traffic
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 
@@ -29,13 +36,13 @@ class Search:
     nodes must be stored, or must not."""
 
     def __init__(
-        self, asked: Asked, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
+        self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
     ):
         self.asked, self.limit, self.fixed = asked, limit, fixed
         self.sizes = {NEXT: max(sizes.values()), **sizes}
         self.program, self.types = asked.program, asked.program.types()
-        self.tried: dict[Plan, tuple[Cost, Derived | None]] = {}
-        self.wanted: dict[Plan, set[int]] = {}  # forward nodes whose values a backward asks for
+        self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
+        self.wanted: dict[BackwardPlan, set[int]] = {}  # forward nodes whose values a backward asks for
         self.refusals: list[ProgramError] = []
 
     def best(self) -> Derived:
@@ -58,9 +65,9 @@ class Search:
                 f"no backward stores at most {self.limit} bytes a row: the least that was found is "
                 f"{int(cost[0]) + self.limit}",
             )
-        self.cost(Plan(frozenset(returned | more), True, True))
+        self.cost(BackwardPlan(frozenset(returned | more), True, True))
         ledgers = [self.ledger(d) for _, d in self.tried.values() if d]
-        return derived._replace(bound=Ledger(*map(min, zip(*ledgers, strict=True))))
+        return derived._replace(bound=Traffic(*map(min, zip(*ledgers, strict=True))))
 
     def candidates(self) -> Iterator[int]:
         """Values that a backward may want stored: products, operands of products, and finished vectors."""
@@ -75,10 +82,10 @@ class Search:
             if node.op in ("per_row", "per_column") and self.program.nodes[node.args[0]].op != "input":
                 yield node.args[0]
 
-    def descend(self, stored: set[int], free: set[int]) -> Plan:
+    def descend(self, stored: set[int], free: set[int]) -> BackwardPlan:
         """From a plan that stores these, by changes of one choice: of the arrangement, or of ``free``."""
         kept = {i for i in stored if self.fixed.get(i, True)} | {i for i, keep in self.fixed.items() if keep}
-        plan = min(self.arranged(Plan(frozenset(kept))), key=self.cost)
+        plan = min(self.arranged(BackwardPlan(frozenset(kept))), key=self.cost)
         while True:
             able = sorted(self.wanted[plan] & free - self.fixed.keys())  # any other changes nothing
             near = [plan._replace(stored=plan.stored ^ {index}) for index in able]
@@ -88,12 +95,12 @@ class Search:
                 return plan
             plan = best
 
-    def arranged(self, plan: Plan) -> list[Plan]:
+    def arranged(self, plan: BackwardPlan) -> list[BackwardPlan]:
         return [plan._replace(moves=m, turns=t) for m in (True, False) for t in (True, False)]
 
-    def cost(self, plan: Plan) -> Cost:
+    def cost(self, plan: BackwardPlan) -> Cost:
         if plan not in self.tried:
-            attempt = Attempt(self.asked, plan)
+            attempt = PlannedBackward(self.asked, plan)
             try:
                 derived = attempt.derive()
                 found: tuple[Cost, Derived | None] = self.weighed(derived), derived
@@ -133,7 +140,7 @@ class Search:
             if name in read:
                 yield ledger.size([read[name]], all_sizes(derived, self.sizes)) // rows
 
-    def ledger(self, derived: Derived, other: Mapping[str, int] = {}) -> Ledger:
+    def ledger(self, derived: Derived, other: Mapping[str, int] = {}) -> Traffic:
         return ledger.count(derived.program, derived.head, all_sizes(derived, {**self.sizes, **other}))
 
 

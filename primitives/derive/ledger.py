@@ -10,7 +10,7 @@ from coda_agent.primitives.compiler.roofline import ITEM_BYTES, roofline
 from coda_agent.primitives.lang.ir import Program, TensorType
 
 
-class Ledger(NamedTuple):
+class Traffic(NamedTuple):
     """``moved``: bytes if each step reads and writes each of its tensors once; ``least``: if the whole reads
     each input and writes each output once."""
 
@@ -24,7 +24,7 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
     return sum(math.prod(d(sizes) for d in t.shape) * ITEM_BYTES[t.dtype] for t in tensors)
 
 
-def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Ledger:
+def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
     """The ledger of a pointwise head, in one pass, and the products behind it."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
@@ -40,4 +40,4 @@ def count(program: Program | None, head: Program | None, sizes: Mapping[str, int
         moved, flops = moved + floor.bytes, floor.flops
     between = read.keys() & written.keys()
     ends = [t for each in (read, written) for n, t in each.items() if n not in between]
-    return Ledger(moved, size(ends, sizes), flops)
+    return Traffic(moved, size(ends, sizes), flops)

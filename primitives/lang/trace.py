@@ -33,17 +33,17 @@ FILENAME = "<kernel>"
 BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "reversed", "tuple", "zip")
 
 
-class Kernel:
+class KernelFunction:
     """The function marked by ``@kernel``; a kernel file defines exactly one."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
 
 
-def kernel(function: Callable[..., Any]) -> Kernel:
+def kernel(function: Callable[..., Any]) -> KernelFunction:
     """Mark the one function of a kernel file. Its parameters are the spec's inputs and constants by name; it
     returns a dict of the spec's outputs."""
-    return Kernel(function)
+    return KernelFunction(function)
 
 
 class Trace:
@@ -322,7 +322,7 @@ def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
         namespace.update(_imported(statement))
     tree.body = [n for n in tree.body if n not in imports]
     exec(compile(tree, FILENAME, "exec"), namespace)  # runs in the jail: see the module's docstring
-    kernels = [v for v in namespace.values() if isinstance(v, Kernel)]
+    kernels = [v for v in namespace.values() if isinstance(v, KernelFunction)]
     if len(kernels) != 1:
         raise ProgramError(
             "kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}"

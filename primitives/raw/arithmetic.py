@@ -186,7 +186,7 @@ def _is_any(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Name) and node.id == "Any"
 
 
-class Machine:
+class Interpreter:
     """Call functions on fp32 arrays. A value that tracing knows as a Python number is a Python number here
     too."""
 
@@ -397,13 +397,13 @@ def _read(request: Mapping[str, Any]) -> dict[str, Any]:
 
     read = Functions.read(request["source"], request["name"], request["arity"])
     values = []
-    machine = Machine(read)
+    machine = Interpreter(read)
     try:
         with np.errstate(all="ignore"):
             for coarse, packed in request["calls"]:
                 tensors = [np.frombuffer(base64.b64decode(p), np.float32) for p in packed]
                 name = f"{read.name}_fast" if coarse and read.fast else read.name
-                machine = Machine(read)
+                machine = Interpreter(read)
                 found = machine.call(name, tensors)
                 if isinstance(found, tuple) or np.asarray(found).dtype.kind == "b":
                     raise RawError("form", f"{name} returns one value of fp32", read.functions[name].lineno)

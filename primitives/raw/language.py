@@ -30,7 +30,7 @@ def check(text: str, wanted: Collection[str]) -> None:
     RawError: ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or ``kernel``, with the line
     and a message that names the remedy.
     """
-    checker = _Checker(_parse(text))
+    checker = _EditChecker(_parse(text))
     try:
         checker.module(frozenset(wanted))
     except RecursionError:
@@ -53,7 +53,7 @@ def _parse(text: str) -> ast.Module:
         raise RawError("syntax", f"not text that Python reads: {error}") from None
 
 
-class _Checker(Reader):
+class _EditChecker(Reader):
     """Check a module and its classes. Authors may not write code that is traced for the host."""
 
     # The module

@@ -47,7 +47,7 @@ _SECTIONS = re.compile(
 )
 
 
-class Machine(NamedTuple):
+class ElfMachine(NamedTuple):
     """An architecture: its ``number`` in an ELF header; relocation types with the bytes that each writes;
     instructions that enter the kernel (an alignment and patterns)."""
 
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
 
 _AARCH64_CODE = (*range(263, 274), *range(274, 287), 299, 311, 312)  # fields of an instruction
 MACHINES = {
-    "x86_64": Machine(
+    "x86_64": ElfMachine(
         62,
         # 64, PC32, PLT32, GOTPCREL, 32, 32S, PC64, GOTOFF64, GOTPC32, GOT64, GOTPC64
         {1: 8, 2: 4, 4: 4, 9: 4, 10: 4, 11: 4, 24: 8, 25: 8, 26: 4, 27: 8, 29: 8},
@@ -70,7 +70,7 @@ MACHINES = {
             ("int 0x80", re.compile(rb"\xcd\x80")),
         ),
     ),
-    "aarch64": Machine(
+    "aarch64": ElfMachine(
         183,
         # ABS64, ABS32, PREL64, PREL32, and those of instructions
         {257: 8, 258: 4, 260: 8, 261: 4, **dict.fromkeys(_AARCH64_CODE, 4)},

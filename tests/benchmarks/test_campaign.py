@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.campaign import fp64
-from benchmarks.campaign.differs import Sample
+from benchmarks.campaign.differs import CampaignDraw
 from benchmarks.campaign.draws import draws
 from benchmarks.campaign.graph import Graph, accepted, program_of, spec_of
-from benchmarks.campaign.judge import Task, judge_of, judged, made_mutant, verdict
+from benchmarks.campaign.judge import CampaignTask, judge_of, judged, made_mutant, verdict
 from benchmarks.campaign.mutations import mutate
 from benchmarks.campaign.rewrites import rewrite
 from coda_agent.primitives.lang.ir import Program
@@ -43,7 +43,7 @@ def test_the_evaluator_agrees_with_the_reference(name: str) -> None:
     spec = spec_of(name)
     program = program_of(spec)
     for draw in itertools.islice(draws(spec, 1), 2):
-        sample = Sample(spec, program, draw)
+        sample = CampaignDraw(spec, program, draw)
         got = fp64.outputs(program, draw.inputs, draw.sizes)
         assert sample.says
         for output, truth in sample.truth.items():
@@ -54,15 +54,15 @@ def test_each_kind_is_made_for_the_programs_that_it_applies_to() -> None:
     whole = [kind for kind in mutate.KINDS if kind not in PARTIAL]
     for k, (name, kind) in enumerate(itertools.product(accepted(), whole)):
         if k % 8 == 0:  # over all programs all kinds come several times
-            assert made_mutant(Task("mutants", name, kind, 0)), (name, kind)
+            assert made_mutant(CampaignTask("mutants", name, kind, 0)), (name, kind)
     for kind in PARTIAL:
-        assert any(made_mutant(Task("mutants", name, kind, 0)) for name in accepted()), kind
+        assert any(made_mutant(CampaignTask("mutants", name, kind, 0)) for name in accepted()), kind
     for kind in rewrite.KINDS:
         assert any(rewrite.rewritten(name, kind, 0) for name in accepted()), kind
 
 
 def test_an_identity_makes_the_same_mutant_again() -> None:
-    task = Task("mutants", "gemm_rmsnorm", "on two values", 3)
+    task = CampaignTask("mutants", "gemm_rmsnorm", "on two values", 3)
     assert made_mutant(task) == made_mutant(task) != made_mutant(task._replace(seed=4))
 
 
@@ -86,7 +86,7 @@ def test_what_never_binds_is_equivalent() -> None:
 
 
 def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
-    task = Task("mutants", "gemm_rmsnorm", "size: ratio", 0)
+    task = CampaignTask("mutants", "gemm_rmsnorm", "size: ratio", 0)
     made = made_mutant(task)
     assert made is not None
     judge = judge_of(task.name)
@@ -100,7 +100,7 @@ QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_ab
 def test_no_mutant_that_differs_is_accepted() -> None:
     seen = 0
     for k, kind in enumerate(mutate.KINDS):
-        task = Task("mutants", QUICK[k % len(QUICK)], kind, 1)
+        task = CampaignTask("mutants", QUICK[k % len(QUICK)], kind, 1)
         if made := made_mutant(task):
             judge = judge_of(task.name)
             if judge.seen(made.program, *made.frozen):
@@ -118,5 +118,5 @@ def test_no_mutant_that_differs_is_accepted() -> None:
     ],
 )
 def test_an_honest_rewrite_passes(name: str, kind: str) -> None:
-    result = judged(Task("rewrites", name, kind, 1))
+    result = judged(CampaignTask("rewrites", name, kind, 1))
     assert result["verdict"] == "accepted" and not result["differs"], result

@@ -15,7 +15,7 @@ from benchmarks.layer_profile import bench as benches
 from benchmarks.layer_profile import ledger, traces
 from benchmarks.layer_profile.__main__ import main
 from benchmarks.layer_profile.ledger import ATTENTION, DATA, PASSES, UNKNOWN, WEIGHTS
-from benchmarks.layer_profile.measuring import Budget, run
+from benchmarks.layer_profile.measuring import TimeBudget, run
 from benchmarks.layer_profile.page import write
 from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
 from coda_agent.comparison.layers import variant
@@ -245,7 +245,7 @@ def test_kernels_without_schedules_race_those_of_the_width() -> None:
 def test_a_turn_runs_each_backward_after_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: marks.append(cycles))
     marks: list[int] = []
-    drawn, made = draw(SMALL, 0, "cpu"), benches.Bench("1B", (EAGER, "again"))
+    drawn, made = draw(SMALL, 0, "cpu"), benches.LayerStages("1B", (EAGER, "again"))
     for name in made.names:
         layer = variant(EAGER, SMALL, drawn, Interpreted({}))
         made.backwards[name] = benches.Backward(layer, layer.start(drawn.x), drawn.dout)
@@ -321,7 +321,7 @@ class Fake:
 def measured(tmp_path: Path, seconds: float, each: float, broken: str = "") -> tuple[Fake, dict[str, Any]]:
     clock = Clock()
     fake = Fake(clock, each, broken)
-    run(["1B", "7B"], fake, Budget(seconds, clock), tmp_path / "found.json")
+    run(["1B", "7B"], fake, TimeBudget(seconds, clock), tmp_path / "found.json")
     return fake, json.loads((tmp_path / "found.json").read_text())
 
 
@@ -396,7 +396,7 @@ def test_the_first_turns_are_dropped_and_arms_kept_apart(monkeypatch: pytest.Mon
         return tape.trace()
 
     monkeypatch.setattr(benches, "record", record)
-    made = benches.Bench("1B", (PROGRAM, COMPILE))
+    made = benches.LayerStages("1B", (PROGRAM, COMPILE))
     made.backwards = {name: Launches(cast(Any, None), name, torch.empty(0)) for name in made.names}
     found = made.kernels()["backward"]
     for name in made.names:

@@ -30,7 +30,7 @@ from coda_agent.comparison.competitors import (
     liger,
     upstream,
 )
-from coda_agent.comparison.competitors.entry import Entry, Given
+from coda_agent.comparison.competitors.entry import Given, Implementation
 from coda_agent.verifier.baselines.pytorch import eager
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
@@ -73,7 +73,7 @@ def case(name: str) -> tuple[Spec, Given]:
     return spec, Given(draw(spec, sizes, 0), sizes, spec.constants)
 
 
-def losses(name: str, entry: Entry, *, half: bool = False) -> dict[str, float]:
+def losses(name: str, entry: Implementation, *, half: bool = False) -> dict[str, float]:
     """Each given output's error relative to the reference's rms, of the second of two calls: what the first
     left must not show. A wrong shape is an error of infinity. ``half``: fp16 in place of bf16."""
     spec, given = case(name)
@@ -140,7 +140,7 @@ def test_every_name_of_a_library_is_a_spec(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_differs_from_the_spec_stands_in_the_note(library: str) -> None:
-    entries: dict[str, Entry] = LIBRARIES[library].ENTRIES
+    entries: dict[str, Implementation] = LIBRARIES[library].ENTRIES
     for name, entry in entries.items():
         spec = load(SPECS / f"{name}.yaml", check=False)
         if wanted(library, name) < set(spec.outputs):

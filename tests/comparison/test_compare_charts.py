@@ -24,19 +24,19 @@ from coda_agent.comparison.competitors import (
     UPSTREAM,
 )
 from coda_agent.comparison.drawing import charts
-from coda_agent.comparison.drawing.cells import Line, lines
+from coda_agent.comparison.drawing.cells import TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from comparison import line
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Line]:
+def found() -> list[TableRow]:
     return lines(
         comparison.results([("gemm_rmsnorm_partial_cross_entropy", "70B"), ("gemm_swiglu_bwd", "1B")])
     )
 
 
-def test_charts_are_valid_and_the_same_when_drawn_again(found: list[Line]) -> None:
+def test_charts_are_valid_and_the_same_when_drawn_again(found: list[TableRow]) -> None:
     drawn = draw(found)
     assert list(drawn) == ["speedup.svg", "speedup.png", "roofline.svg", "roofline.png"]
     assert draw(found) == drawn
@@ -48,7 +48,7 @@ def test_charts_are_valid_and_the_same_when_drawn_again(found: list[Line]) -> No
             assert file.startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def drawn_words(made: Sequence[Line], name: str) -> list[str]:
+def drawn_words(made: Sequence[TableRow], name: str) -> list[str]:
     """The texts of a chart, which matplotlib draws as outlines and names in comments."""
     return re.findall(r"<!-- (.*?) -->", draw(made)[name].decode(), re.DOTALL)
 
@@ -91,12 +91,12 @@ def test_matplotlib_is_imported_only_to_draw() -> None:
 # ── Where it is drawn ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def axes(made: Sequence[Line], name: str) -> Any:
+def axes(made: Sequence[TableRow], name: str) -> Any:
     (found,) = charts._figures(made, "")[name].axes
     return found
 
 
-def dots(made: Sequence[Line]) -> dict[str, Any]:
+def dots(made: Sequence[TableRow]) -> dict[str, Any]:
     """Matplotlib's lines of a roofline chart, by column."""
     shapes = {shape: name for name, shape in charts.SHAPES.items()}
     return {

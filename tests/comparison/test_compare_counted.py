@@ -27,13 +27,21 @@ from coda_agent.comparison.competitors import (
     note,
 )
 from coda_agent.comparison.drawing import charts
-from coda_agent.comparison.drawing.cells import Cell, Empty, Line, lines
+from coda_agent.comparison.drawing.cells import Cell, Empty, TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from coda_agent.comparison.drawing.html_page import page
 from coda_agent.comparison.drawing.markdown import brief, markdown, sheets, summed
-from coda_agent.comparison.drawing.summary import CLAIMS, Row, against, findings, measured, shown
+from coda_agent.comparison.drawing.summary import CLAIMS, RowRatio, against, findings, measured, shown
 from coda_agent.comparison.drawing.terminal import NAME
-from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
+from coda_agent.comparison.results import (
+    LAYER_BOTH,
+    LAYER_FORWARD,
+    ArmFailure,
+    ArmResult,
+    Loss,
+    Results,
+    Session,
+)
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OWN_TUNER
 from coda_agent.verifier.loading import load
@@ -42,7 +50,7 @@ from comparison import arm, interval, line, printed, sitting
 TWO = (0, 1)
 
 
-def cell(name: str, *sittings: Sitting) -> Cell:
+def cell(name: str, *sittings: Session) -> Cell:
     """A column's in the row that sittings are of."""
     (found,) = lines(Results(sittings=sittings))
     made = found.cell(name)
@@ -50,14 +58,14 @@ def cell(name: str, *sittings: Sitting) -> Cell:
     return made
 
 
-def empty(name: str, *sittings: Sitting) -> bool:
+def empty(name: str, *sittings: Session) -> bool:
     (found,) = lines(Results(sittings=sittings))
     return isinstance(found.cells[name], Empty)
 
 
-def layer(arms: dict[str, Arm], process: int = 0) -> Sitting:
+def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
     """Of a whole layer, whose anchor is eager PyTorch."""
-    return Sitting(
+    return Session(
         operator=LAYER_BOTH,
         case="7B",
         sizes={"heads": 32},
@@ -70,7 +78,7 @@ def layer(arms: dict[str, Arm], process: int = 0) -> Sitting:
     )
 
 
-def drawn_words(made: Sequence[Line], name: str = "speedup.svg", told: str = "") -> list[str]:
+def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str = "") -> list[str]:
     """The texts of a chart, which matplotlib draws as outlines and names in comments."""
     return re.findall(r"<!-- (.*?) -->", draw(made, told)[name].decode(), re.DOTALL)
 
@@ -88,7 +96,7 @@ def test_a_sitting_beside_another_anchor_is_not_counted() -> None:
 
 def test_a_sitting_of_another_question_is_not_counted() -> None:
     """A spec that has changed asks for something else, of an arm that is the same too."""
-    failed = {LIGER: Failure(key="1", reason="no such width")}
+    failed = {LIGER: ArmFailure(key="1", reason="no such width")}
     old = sitting({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
     new = sitting({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
@@ -149,7 +157,7 @@ def test_what_rests_on_one_process_is_undecided() -> None:
     assert [row.outcome for row in every.rows] == ["undecided", "undecided", "win"]
     assert "1 win, 0 ties, 0 losses and 2 undecided in 3 rows of 1 operator" in str(told)
     assert "; undecided where it is of one process (‡), and a mean" in str(told)
-    assert Row.of(line("1B"), line("1B").cells[LLM]) is None  # type: ignore[arg-type]
+    assert RowRatio.of(line("1B"), line("1B").cells[LLM]) is None  # type: ignore[arg-type]
     made = [line("7B", "gemm_swiglu_bwd", ratios={COMPILE: loss}, processes=n) for n in (1, 2)]
     verdicts = [f.verdict for one in made for f in findings([one]) if f.claim.what == "SwiGLU backward"]
     assert verdicts == ["undecided", "below"]

@@ -17,7 +17,7 @@ from comparison_machine import stood_in
 from coda_agent.comparison import environment, rows
 from coda_agent.comparison.competitors import EAGER, TORCH, UPSTREAM
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
-from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.gpu.worker import Worker
@@ -142,7 +142,7 @@ def test_a_broken_environment_is_its_columns_cell_and_stops_no_other(
             monkeypatch.setattr(
                 environment, "python", lambda there=there: sys.executable if there else python
             )
-            found = measure(Asked(wanted, (EAGER, UPSTREAM), 1, 12), Results(), lambda made: None)
+            found = measure(ComparisonRequest(wanted, (EAGER, UPSTREAM), 1, 12), Results(), lambda made: None)
             (line,) = lines(found)
             empty = line.cells[UPSTREAM]
             assert isinstance(empty, Empty) and why in empty.reason and "compare --install" in empty.reason

@@ -12,7 +12,7 @@ from comparison_machine import Machine, stood_in
 from coda_agent.comparison import kernels, rows
 from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
-from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import LAYER_FORWARD, Results
 from coda_agent.primitives.compiler import lower as lowering
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -42,9 +42,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield found
 
 
-def asked(*names: str) -> Asked:
+def asked(*names: str) -> ComparisonRequest:
     chosen = rows.chosen(names, ("1B",), everything=False, quick=False)
-    return Asked(tuple(chosen), (EAGER, PROGRAM, EDITED), 1, 12)
+    return ComparisonRequest(tuple(chosen), (EAGER, PROGRAM, EDITED), 1, 12)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from coda_agent.comparison.competitors import (
     UPSTREAM,
 )
 from coda_agent.comparison.drawing import summary
-from coda_agent.comparison.drawing.cells import Line, lines
+from coda_agent.comparison.drawing.cells import TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from coda_agent.comparison.drawing.html_page import page
 from coda_agent.comparison.drawing.markdown import markdown, plain, sheets
@@ -41,7 +41,7 @@ from coda_agent.comparison.drawing.summary import (
     ordered,
     together,
 )
-from coda_agent.comparison.results import Failure, Loss, Present, Results
+from coda_agent.comparison.results import ArmFailure, Loss, Present, Results
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from comparison import WIDE, arm, interval, line, printed, sitting
@@ -63,7 +63,7 @@ def hand() -> Results:
         OUR_SEARCH: arm(1.9, bytes=5 << 20, note="weight transposed"),
         OWN_TUNER: arm(2.1),
     }
-    failed = {LIGER: Failure(key="1", reason="no kernel")}
+    failed = {LIGER: ArmFailure(key="1", reason="no kernel")}
     return Results(
         sittings=tuple(sitting(arms, failed=failed, process=process) for process in range(2)),
         absent={"gemm_rope": {FLASHINFER: "does not build"}},
@@ -76,7 +76,7 @@ def whole() -> Results:
 
 
 @pytest.fixture(scope="module")
-def found(whole: Results) -> list[Line]:
+def found(whole: Results) -> list[TableRow]:
     return lines(whole)
 
 
@@ -237,7 +237,7 @@ def test_an_empty_cell_gives_its_reason_in_a_note_named_once() -> None:
         assert column(rows(text, title), FLASHINFER) == ["– <sup>3</sup>"]
 
 
-def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[Line]) -> None:
+def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[TableRow]) -> None:
     (times, ratios, *_), _ = sheets(found)
     place = ratios.columns.index(UPSTREAM)
     assert "has †, the two times are of different sittings" in times.says
@@ -249,7 +249,7 @@ def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[Line]) -
     assert "†" not in markdown(hand())
 
 
-def test_a_note_names_the_arm_where_it_is_not_the_first(found: list[Line]) -> None:
+def test_a_note_names_the_arm_where_it_is_not_the_first(found: list[TableRow]) -> None:
     (times, *_), notes = sheets(found)
     texts = dict(notes)
     told = {
@@ -315,7 +315,7 @@ def test_nothing_measured_is_a_sentence(show: object) -> None:
 
 def hostile() -> Results:
     arms = {PROGRAM: arm(2.0, note=HOSTILE), COMPILE: arm(2.5, key=HOSTILE)}
-    failed = {LIGER: Failure(key=HOSTILE, reason=HOSTILE)}
+    failed = {LIGER: ArmFailure(key=HOSTILE, reason=HOSTILE)}
     conditions = {"gpu": HOSTILE, "versions": {HOSTILE: HOSTILE}, "driver": 5}
     return Results(
         sittings=(sitting(arms, case="a|b<i>", failed=failed, conditions=conditions),),

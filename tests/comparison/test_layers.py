@@ -24,8 +24,8 @@ from coda_agent.comparison.layers.errors import relative, results, truth
 from coda_agent.comparison.layers.fused import Fused, packed, table, unpacked, unrotated
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
-from coda_agent.comparison.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
-from coda_agent.comparison.layers.session import LayerSeats, _Stage, sit
+from coda_agent.comparison.layers.runners import Interpreted, KernelCall, Launched, Tensors, accepted, calls
+from coda_agent.comparison.layers.session import LayerArms, _Stage, measure_layer
 from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
 from coda_agent.comparison.rows import LayerRow
 from coda_agent.primitives.lang.interpret import torch_dtype
@@ -100,7 +100,7 @@ class Watched(Interpreted):
         self.made: dict[str, StorageWeakRef] = {}
         self.held: dict[str, set[str]] = {}
 
-    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
         place = self.places[call]
         self.held[place] = {name for name, storage in self.made.items() if not storage.expired()}
         found = super().run(call, inputs)
@@ -207,7 +207,7 @@ def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
         return usual(layer, stream)
 
     monkeypatch.setattr(Plain, "train", train)
-    stage = _Stage(LayerSeats(SMALL, (EAGER,), {}, 12, backward))
+    stage = _Stage(LayerArms(SMALL, (EAGER,), {}, 12, backward))
     entrant = stage.enter(EAGER)
     assert entrant.losses.keys() == (NAMES if backward else {"y", "normed"})
     assert all(loss["yardsticks"] == 1 and loss["relative"] < 0.01 for loss in entrant.losses.values())
@@ -241,13 +241,13 @@ def test_a_layers_kernels_are_tuned_in_their_places_ahead(
     runner, tuned = Watched(SMALL), SimpleNamespace(is_tuned=lambda sizes: True, made=lambda: None)
     monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: runner)
     wanted: Any = dict.fromkeys(calls(SMALL, backward=backward).values(), tuned)
-    seats = LayerSeats(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
+    seats = LayerArms(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
     assert not [*seats.tunes()]
     wanted[next(iter(wanted))] = SimpleNamespace(is_tuned=lambda sizes: False, made=lambda: None)
     (run,) = seats.tunes()
     run()
     assert {call for call, place in runner.places.items() if place in runner.held} == set(wanted)
-    assert not [*LayerSeats(SMALL, (EAGER,), wanted, 12, backward).tunes()]
+    assert not [*LayerArms(SMALL, (EAGER,), wanted, 12, backward).tunes()]
 
 
 NOT_FINITE = "output 'd ffn_norm' is NaN or infinite where the truth is not, or the other way round"
@@ -273,10 +273,10 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
         ffn_norm[:9] = value * ffn_norm.norm()
         return gradients | {"ffn_norm": ffn_norm}
 
-    seats = LayerSeats(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
-    assert set(sit(seats)["arms"]) == {EAGER, PROGRAM, COMPILE}
+    seats = LayerArms(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
+    assert set(measure_layer(seats)["arms"]) == {EAGER, PROGRAM, COMPILE}
     monkeypatch.setattr(Fused, "gradients", wrong)
-    found = sit(seats)
+    found = measure_layer(seats)
     assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {PROGRAM}
     assert re.fullmatch(reason, found["failed"][PROGRAM])
 
@@ -284,7 +284,7 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
 @pytest.mark.usefixtures("no_gpu")
 def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
     """Below 1 it is nearer to the truth than eager PyTorch."""
-    stage = _Stage(LayerSeats(SMALL, (EAGER, PROGRAM), {}, 12, backward=True))
+    stage = _Stage(LayerArms(SMALL, (EAGER, PROGRAM), {}, 12, backward=True))
     usual, found = stage.enter(EAGER).losses, stage.enter(PROGRAM).losses
     by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}
     assert {name: told["yardsticks"] for name, told in found.items()} == pytest.approx(by_hand)
@@ -385,9 +385,9 @@ class Strict(Interpreted):
 
     def __init__(self) -> None:
         super().__init__(PROGRAMS)
-        self.seen: list[Call] = []
+        self.seen: list[KernelCall] = []
 
-    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
         self.seen.append(call)
         declared = self.programs[call.operator].signature.inputs
         assert inputs.keys() == declared.keys()

@@ -24,9 +24,9 @@ import coda_agent.verifier.numerics.inputs
 from coda_agent.comparison import kernels, rows, session
 from coda_agent.comparison.competitors import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
 from coda_agent.comparison.keys import text
-from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
-from coda_agent.comparison.session import Seats, _Operator, sit
+from coda_agent.comparison.session import OperatorArms, _Operator, measure_operator
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.lang.interpret import interpret
@@ -110,10 +110,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     return found
 
 
-def seats(name: str, *arms: str, change: Change = as_it_is) -> tuple[Seats, Interpreted]:
+def seats(name: str, *arms: str, change: Change = as_it_is) -> tuple[OperatorArms, Interpreted]:
     spec = load(SPECS / f"{name}.yaml", check=False)
     kernel = Interpreted(kernels.written(spec), change)
-    return Seats(spec, SIZES[name], arms, {PROGRAM: cast(Kernel, kernel)}, 12), kernel
+    return OperatorArms(spec, SIZES[name], arms, {PROGRAM: cast(Kernel, kernel)}, 12), kernel
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_arms_take_turns_with_two_sets_of_inputs_or_with_what_no_l2_holds(
 @pytest.mark.usefixtures("clock")
 def test_every_arm_is_timed_on_all_sets_in_turn() -> None:
     asked, kernel = seats("gemm_swiglu", ANCHOR, PROGRAM)
-    sit(asked)
+    measure_operator(asked)
     sums = [float(inputs["x"].float().sum()) for inputs in kernel.seen]
     assert len(set(sums)) == 2
     timed = sums[-12:]
@@ -176,7 +176,7 @@ def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
         return outputs | {"act": outputs["act"] * 1.09}
 
     asked, kernel = seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=off)
-    found = sit(asked)["arms"]
+    found = measure_operator(asked)["arms"]
     assert set(found) == {ANCHOR, EAGER, PROGRAM} and found[ANCHOR]["losses"] == {}
     assert found[EAGER]["losses"].keys() == found[PROGRAM]["losses"].keys() == {"preact", "act"}
     inputs = kernel.seen[0]
@@ -203,7 +203,9 @@ def beyond(outputs: dict[str, Tensor], value: float) -> dict[str, Tensor]:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_output_that_is_not_finite_is_no_perfect_one(value: float) -> None:
     """Whoever it is: here a model's kernel, of whose output a part of one row is never written."""
-    found = sit(seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0])
+    found = measure_operator(
+        seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0]
+    )
     assert set(found["arms"]) == {ANCHOR, EAGER}
     why = "output 'act' is NaN or infinite where the truth is not, or the other way round"
     assert found["failed"] == {PROGRAM: why}
@@ -214,7 +216,7 @@ def test_an_output_of_another_computation_fails_and_says_how_far_off_it_is() -> 
     def swapped(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return outputs | {"preact": outputs["preact"].flip(1)}
 
-    found = sit(seats("gemm_swiglu", ANCHOR, PROGRAM, change=swapped)[0])
+    found = measure_operator(seats("gemm_swiglu", ANCHOR, PROGRAM, change=swapped)[0])
     assert set(found["arms"]) == {ANCHOR}
     said = r"output 'preact' is off by 1\.\d+ of the truth's RMS \(limit 0\.1\)"
     assert re.fullmatch(said, found["failed"][PROGRAM])
@@ -242,7 +244,7 @@ def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClo
 
 
 def test_a_sitting_is_timed_cold(clock: SimulatedClock) -> None:
-    sit(seats("gemm_swiglu", ANCHOR, PROGRAM)[0])
+    measure_operator(seats("gemm_swiglu", ANCHOR, PROGRAM)[0])
     assert clock.log.count("flush") == clock.log.count("start") > 24
 
 
@@ -260,7 +262,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     asked = list[tuple[str, ...]]()
     monkeypatch.setattr(session, "prepare", lambda arm, seats, inputs: asked.append((arm, *inputs)))
 
-    def tuned(seats: Seats) -> list[str]:
+    def tuned(seats: OperatorArms) -> list[str]:
         asked.clear()
         for each in seats.tunes():
             each()
@@ -272,7 +274,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
         write_atomic(place, json.dumps({"schedules": {"0": schedule.to_json()}}))
 
     both = {PROGRAM: base, EDITED: edited(base, known={0: [ONE]})}
-    new = Seats(spec, sizes, (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
+    new = OperatorArms(spec, sizes, (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
     kept(both[EDITED], OTHER)  # on which nobody saw that it is right
@@ -333,7 +335,7 @@ def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.Mo
         return {arm: edited(kernel) for arm, kernel in found.items()}
 
     with stood_in(monkeypatch) as gpu:
-        asked = Asked(tuple(chosen), (EAGER, PROGRAM), 1, 12)
+        asked = ComparisonRequest(tuple(chosen), (EAGER, PROGRAM), 1, 12)
         first = measure(asked, Results(), lambda made: None)
         monkeypatch.setattr(kernels, "by_arm", changed)
         other = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)

@@ -29,7 +29,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     schedules.known.cache_clear()
 
 
-def rows(name: str) -> list[schedules.Row]:
+def rows(name: str) -> list[schedules.TunedStep]:
     return [row for row in schedules.known() if row.kernel == name]
 
 
@@ -76,7 +76,8 @@ def test_a_tuned_table_comes_first() -> None:
     wanted = Schedule(128, 192, False, 1, 2)
     assert chosen("gemm_rmsnorm_swiglu", WIDE)[0] != wanted
     path = schedules.keep(
-        "gemm_rmsnorm_swiglu", [schedules.Row(H100, "gemm_rmsnorm_swiglu", 0, (16384, 22016, 4096), wanted)]
+        "gemm_rmsnorm_swiglu",
+        [schedules.TunedStep(H100, "gemm_rmsnorm_swiglu", 0, (16384, 22016, 4096), wanted)],
     )
     assert path.is_file()
     assert chosen("gemm_rmsnorm_swiglu", WIDE)[0] == wanted

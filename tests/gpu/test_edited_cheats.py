@@ -10,13 +10,13 @@ from cheats.raw.twin import TWIN
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.benchmark import Race, score
+from coda_agent.verifier.gpu.benchmark import Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, numerics, stability
 from coda_agent.verifier.gpu.worker import Worker
 
 # No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
 SIZES = {"M": 521, "K": 520, "N": 776}
-RACE = Race(arms=(), rounds=12)
+RACE = Benchmark(arms=(), rounds=12)
 
 
 def failed(text: str) -> tuple[str, Failed] | None:

@@ -22,12 +22,12 @@ from coda_agent.verifier.baselines.quack_library import LIBRARY, quack_library
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.inputs import FAMILIES, draw
-from coda_agent.verifier.numerics.limits import Limits
+from coda_agent.verifier.numerics.limits import ErrorLimits
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
 SPECS = ROOT / "specs"
-LIMITS = Limits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
+LIMITS = ErrorLimits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
 WIDEST = 16384  # no size of a decode case is taken larger: its truth is computed in fp64
 INEXACT = 2.0**-9  # RMS error of an output of approximate functions, as a share of the RMS truth
 SCHEDULES = {

@@ -19,9 +19,9 @@ from coda_agent.comparison.competitors import (
     PROGRAM,
     UPSTREAM,
 )
-from coda_agent.comparison.drawing.cells import Cell, Empty, Line
+from coda_agent.comparison.drawing.cells import Cell, Empty, TableRow
 from coda_agent.comparison.drawing.terminal import table
-from coda_agent.comparison.results import Arm, Failure, Loss, Results, Sitting
+from coda_agent.comparison.results import ArmFailure, ArmResult, Loss, Results, Session
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from coda_agent.verifier.statistics import Interval
@@ -46,7 +46,7 @@ CONDITIONS = {
 }
 
 
-def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> Arm:
+def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
     """An arm that took about as long in every round; ``spread`` is relative, and alternates."""
     rounds = tuple(milliseconds * (1 + spread * ((7 * i) % 5 - 2) / 2) for i in range(ROUNDS))
     given: dict[str, Any] = {
@@ -55,12 +55,12 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> Arm:
         "bytes": 3 << 20,
         "seconds": 41.5,
     }
-    return Arm(milliseconds=rounds, **given | changes)
+    return ArmResult(milliseconds=rounds, **given | changes)
 
 
 def sitting(
-    arms: Mapping[str, Arm], operator: str = "gemm_rope", case: str = "7B", **changes: Any
-) -> Sitting:
+    arms: Mapping[str, ArmResult], operator: str = "gemm_rope", case: str = "7B", **changes: Any
+) -> Session:
     """A row in one process, beside cuBLAS's bare matmul of 1 ms unless ``arms`` have their own."""
     given: dict[str, Any] = {
         "sizes": {"M": 16384, "N": 4096, "K": 4096},
@@ -72,7 +72,7 @@ def sitting(
         "date": "2001-02-03T04:05:06+00:00",
         "seconds": 321.5,
     }
-    return Sitting(
+    return Session(
         operator=operator, case=case, arms={ANCHOR: arm(1.0, losses={}), **arms}, **given | changes
     )
 
@@ -90,7 +90,7 @@ def line(
     anchored: bool = False,
     anchor: str = ANCHOR,
     roofline: float = 0.1,
-) -> Line:
+) -> TableRow:
     """A row whose LLM kernel takes 1 ms, beside columns of these ratios."""
 
     def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
@@ -99,7 +99,7 @@ def line(
     cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
     cells[LLM] = cell(PROGRAM, 1.0, None)
     cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
-    return Line(operator, case, {"M": 1}, roofline, anchor, cells)
+    return TableRow(operator, case, {"M": 1}, roofline, anchor, cells)
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
@@ -113,7 +113,7 @@ def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
     return Results(sittings=tuple(found), absent=absent)
 
 
-def _sittings(place: int, operator: str, case: str, size: int) -> list[Sitting]:
+def _sittings(place: int, operator: str, case: str, size: int) -> list[Session]:
     bare = size**2 / 2e7  # milliseconds
     swing = 1 + 0.05 * (place % 7 - 3) / 3
     gain = 1.1 + 0.5 * (2048 / size) * ("bwd" in operator) + 0.2 * (place % 3) / 3
@@ -128,8 +128,8 @@ def _sittings(place: int, operator: str, case: str, size: int) -> list[Sitting]:
     }
     failed = {}
     if case == "70B":
-        failed[LIGER] = Failure(key="1", reason=LIGER_REASON)
-        failed[MAX_AUTOTUNE] = Failure(key="1", reason=AUTOTUNE_REASON)
+        failed[LIGER] = ArmFailure(key="1", reason=LIGER_REASON)
+        failed[MAX_AUTOTUNE] = ArmFailure(key="1", reason=AUTOTUNE_REASON)
     else:
         arms[LIGER] = arm(ours * gain * 1.15, 0.03, bytes=size << 16, note=NOTE)
         arms[MAX_AUTOTUNE] = arm(ours * gain * (1.03 - 0.06 * (place % 2)), 0.02, bytes=size << 16)

@@ -13,7 +13,7 @@ from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, LIGER, PRO
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.interleaved import compiled, machine, tuned
 from coda_agent.comparison.interleaved import gpu as gpu_task
-from coda_agent.comparison.measuring import Asked
+from coda_agent.comparison.measuring import ComparisonRequest
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.gpu.checks import clean
@@ -24,9 +24,9 @@ ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, ANCHOR)
 SPEEDS = {EAGER: 2.0, COMPILE: 1.5, LIGER: 1.8, OWN_TUNER: 1.1, PROGRAM: 1.0, ANCHOR: 0.9, UPSTREAM: 1.2}
 
 
-def asked(*names: str, processes: int = 1, arms: tuple[str, ...] = ARMS, **more: Any) -> Asked:
+def asked(*names: str, processes: int = 1, arms: tuple[str, ...] = ARMS, **more: Any) -> ComparisonRequest:
     chosen = rows.chosen(names or ("gemm_swiglu",), ("1B",), everything=False, quick=False)
-    return Asked(tuple(chosen), arms, processes, 12, **more)
+    return ComparisonRequest(tuple(chosen), arms, processes, 12, **more)
 
 
 def kept_nowhere(made: Results) -> None:

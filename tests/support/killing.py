@@ -34,7 +34,7 @@ from checkout import ROOT
 
 from coda_agent.agent import providers, setup
 from coda_agent.agent.artifacts import accept
-from coda_agent.agent.providers import Call, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers import ProviderError, Question, ToolCall, Turn, Usage
 from coda_agent.agent.run import journal, runs
 from coda_agent.agent.run.loop import STOPPED
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -75,8 +75,8 @@ class Cast(Protocol):
 
 
 LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
-    Call("1", "check", {"source": BROKEN}),
-    Call("2", "propose_tip", {"lesson": "Give gemm two operands.", "failed": "trace/call", "fix": "two"}),
+    ToolCall("1", "check", {"source": BROKEN}),
+    ToolCall("2", "propose_tip", {"lesson": "Give gemm two operands.", "failed": "trace/call", "fix": "two"}),
 ))  # fmt: skip
 
 

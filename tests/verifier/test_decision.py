@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
-from coda_agent.verifier.decision import BASELINE, KEPT, NO_FASTER, Void, central, compared, decide
+from coda_agent.verifier.decision import (
+    BASELINE,
+    KEPT,
+    NO_FASTER,
+    InvalidMeasurement,
+    central,
+    compared,
+    decide,
+)
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted, Authorship, Ratio, Timing, accepted
@@ -66,9 +74,9 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
     rows = timings(spec, {})
     assert rows[1].case == "wide"
     rows[1] = rows[1].model_copy(update={"samples": rows[1].samples | {"candidate": ((1e-4,) * 12,) * 3}})
-    with pytest.raises(Void, match="case wide: process 0: 0.0001 ms is less than"):
+    with pytest.raises(InvalidMeasurement, match="case wide: process 0: 0.0001 ms is less than"):
         decide(spec, program_of(spec, TOY_KERNEL), tuple(rows), {})
-    with pytest.raises(Void, match="case large: in a CUDA graph: 0.0002 ms is less than"):
+    with pytest.raises(InvalidMeasurement, match="case large: in a CUDA graph: 0.0002 ms is less than"):
         decided(spec, {}, graph_milliseconds=2e-4)
 
 
@@ -79,7 +87,7 @@ def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path
     assert central(own) > 0.7
     samples = timings(spec, {})[0].samples | {"candidate": own}
     with pytest.raises(
-        Void, match=r"case large: process 1: 0.1 ms is less than the 0.13891 ms that the hard"
+        InvalidMeasurement, match=r"case large: process 1: 0.1 ms is less than the 0.13891 ms that the hard"
     ):
         decided(spec, {}, samples=samples)
 
@@ -89,9 +97,9 @@ def test_a_sample_that_is_no_duration_makes_figures_void(wrong: float) -> None:
     row = (1.0,) * 11
     rows, others = ((1.0, *row), (wrong, *row)), ((1.0, *row),) * 2
     for given in ((rows, others), (others, rows)):
-        with pytest.raises(Void, match=f"a timed call took {wrong} ms, which is no duration"):
+        with pytest.raises(InvalidMeasurement, match=f"a timed call took {wrong} ms, which is no duration"):
             compared(*given)
-    with pytest.raises(Void, match="no duration"):
+    with pytest.raises(InvalidMeasurement, match="no duration"):
         central(rows)
 
 
@@ -146,7 +154,7 @@ def test_a_change_that_is_or_may_be_slower_is_not_kept(
 )
 def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     spec = toy(tmp_path, "true")
-    with pytest.raises(Void, match=words):
+    with pytest.raises(InvalidMeasurement, match=words):
         decided(spec, {}, **changes)
     with pytest.raises(Failed, match="case large"):  # but enough to reject
         decided(spec, {"large": 0.9}, **changes)

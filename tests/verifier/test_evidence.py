@@ -110,7 +110,7 @@ def replayed(name: str, specs: Path, recording: Path) -> Program:
     """The program that the recorded answers end in, by the real gates but for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
-        outcome = Loop(run.journal, run.spec, setup.work_of(run), Replay(recording), Notes()).run()
+        outcome = Loop(run.journal, run.spec, setup.task_of(run), Replay(recording), Notes()).run()
     assert isinstance(outcome.report, Checked) and outcome.kernel is not None, outcome.report
     return outcome.kernel.program
 

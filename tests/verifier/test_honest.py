@@ -9,7 +9,7 @@ from authoring import program_of
 from checkout import ROOT, TESTS
 
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings
 from coda_agent.verifier.report import Checked
 from coda_agent.verifier.verify import check
 
@@ -32,7 +32,7 @@ def test_what_few_products_make_loud_may_cancel_in_an_honest_kernel() -> None:
     path = KERNELS["gemm_geglu: relu_less_a_tail"]
     spec = load(ROOT / "specs" / "gemm_geglu.yaml", check=False)
     program = program_of(spec, path.read_text(encoding="utf-8"))
-    run = Run({"M": 1564, "D": 16, "F": 24}, "normal", 165345315174726, long=True)
+    run = InputSettings({"M": 1564, "D": 16, "F": 24}, "normal", 165345315174726, long=True)
     assert [
         e.reason for _, errors in Comparison.of(spec, run).errors(program) for e in errors if not e.passed
     ] == []

@@ -22,12 +22,12 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import measure as measuring
 from coda_agent.verifier.baselines.quack import MATMUL
 from coda_agent.verifier.gates import Failed, Gates, Progress, silent
-from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, faults, score
+from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, faults, score
 from coda_agent.verifier.gpu.checks import KernelCase, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options, _Session, measure
+from coda_agent.verifier.measure import MeasureOptions, _Session, measure
 from coda_agent.verifier.numerics.inputs import EVERY
 from coda_agent.verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
@@ -64,7 +64,7 @@ class Workers:
         self.speedup = 1.5
         self.gain = 1.1  # over a kernel before
         self.kept: list[KernelCase | None] = []
-        self.races: list[Race] = []
+        self.races: list[Benchmark] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
         self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
         self.progress: Progress = silent  # of whom was asked last
@@ -100,7 +100,7 @@ class Workers:
             "seconds": {"inputs": 1.0, "rivals": 2.0, "race": 4.0},
         }
 
-    def quack(self, race: Race) -> dict[str, Any]:
+    def quack(self, race: Benchmark) -> dict[str, Any]:
         """What QuACK's arms ran on, which another process may have chosen anew."""
         self.races.append(race)
         chosen = next(self.chosen)
@@ -161,7 +161,7 @@ def spec(tmp_path: Path) -> Spec:
 
 
 def run(
-    spec: Spec, options: Options | None = None, *, edited: str | None = None, **more: Any
+    spec: Spec, options: MeasureOptions | None = None, *, edited: str | None = None, **more: Any
 ) -> Measured | Rejected | Unmeasured:
     return measure(spec, KernelSource(program_of(spec, TOY_KERNEL), edited=edited), options, **more)
 
@@ -183,7 +183,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert itself["low"] < 1 < itself["high"] < 1.05 and itself["detectable"] is not None
     large = found.timings[0]
     assert large.processes == 3 and len(large.samples["candidate"]) == 3
-    assert len(large.samples["candidate"][0]) == large.rounds == Options().rounds
+    assert len(large.samples["candidate"][0]) == large.rounds == MeasureOptions().rounds
     speedup = large.ratios["torch.compile"]
     assert speedup.low < 1.5 < speedup.high and speedup.detectable is not None
     assert 0 < speedup.detectable < 0.05
@@ -266,7 +266,9 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
     assert done < set(memory.pieces)
     fewer = len(workers.tasks("score"))
-    assert isinstance(run(spec, Options(rounds=15), keep=memory), Measured)  # other rounds: scored anew
+    assert isinstance(
+        run(spec, MeasureOptions(rounds=15), keep=memory), Measured
+    )  # other rounds: scored anew
     assert len(workers.tasks("score")) == fewer + 6 and len(workers.tasks("tune")) == 2
 
 
@@ -282,7 +284,7 @@ def test_what_the_sanitizer_has_seen_it_is_not_shown_again(
         return {"memcheck": 0, "racecheck": 0}
 
     monkeypatch.setattr("coda_agent.verifier.gpu.sanitizer.sanitized", sanitized)
-    memory, options = Memory(), Options(sanitize=True)
+    memory, options = Memory(), MeasureOptions(sanitize=True)
     with pytest.raises(KeyboardInterrupt):
         run(spec, options, keep=memory)
     found = run(spec, options, keep=memory)
@@ -473,16 +475,16 @@ def test_pieces_of_another_protocol_are_no_part_of_a_measurement(
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:
     kernel = KernelSource(program_of(spec, TOY_KERNEL))
-    session = _Session(spec, kernel, Options(), Gates(silent), None, {}, None)
+    session = _Session(spec, kernel, MeasureOptions(), Gates(silent), None, {}, None)
     session.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}
     assert session._share("tune") == 0.25
 
 
 def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, workers: Workers) -> None:
-    two = run(spec, Options(processes=2))
+    two = run(spec, MeasureOptions(processes=2))
     assert isinstance(two, Unmeasured) and "2 process(es)" in two.reason
     workers.speedup = 1.0
-    slow = run(spec, Options(processes=1))
+    slow = run(spec, MeasureOptions(processes=1))
     assert isinstance(slow, Rejected) and slow.code == "slow"
 
 

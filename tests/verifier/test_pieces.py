@@ -22,12 +22,12 @@ from coda_agent.verifier import measure as measuring
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.gpu.benchmark import score
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
 
 pytestmark = pytest.mark.slow
 
-USUAL = Options()
+USUAL = MeasureOptions()
 Verify = Callable[..., tuple[int, str, str]]
 
 
@@ -144,7 +144,7 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
     said: list[str] = []
     found: list[object] = []
 
-    def left(identity: Identity = made, options: Options = USUAL, protocol: int = PROTOCOL) -> object:
+    def left(identity: Identity = made, options: MeasureOptions = USUAL, protocol: int = PROTOCOL) -> object:
         """What a measurement finds that is cut off at once."""
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr("coda_agent.verifier.report.PROTOCOL", protocol)
@@ -160,7 +160,10 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
     for name in ("spec_hash", "program_hash", "lowered_hash", "versions"):
         other = {"torch": "0"} if name == "versions" else "0" * 64
         assert left(made.model_copy(update={name: other})) is None
-    assert left(options=Options(rounds=20)) is None and left(options=Options(sanitize=True)) is None
+    assert (
+        left(options=MeasureOptions(rounds=20)) is None
+        and left(options=MeasureOptions(sanitize=True)) is None
+    )
     assert left(protocol=PROTOCOL + 1) is None
     workers.card = "two"
     assert left() is None and len(said) == 1

@@ -28,7 +28,7 @@ from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
-from coda_agent.verifier.proposal_gates import Proof
+from coda_agent.verifier.proposal_gates import PrimitiveCase
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.file import SpecError
 
@@ -284,9 +284,9 @@ def test_the_gates_of_a_gpu(
 ) -> None:
     made, spec = proposed(tmp_path)
     plans = [Plan(made, made.program(spec), factor)]
-    drawn = Proof.draw
-    monkeypatch.setattr(Proof, "plans", lambda self: plans)
-    monkeypatch.setattr(Proof, "draw", lambda self, family="usual": drawn(self, family, "cpu"))
+    drawn = PrimitiveCase.draw
+    monkeypatch.setattr(PrimitiveCase, "plans", lambda self: plans)
+    monkeypatch.setattr(PrimitiveCase, "draw", lambda self, family="usual": drawn(self, family, "cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = proposal_gates.measure(made, spec, GOOD, worker=Here())  # type: ignore[arg-type]
     if gate:

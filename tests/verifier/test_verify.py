@@ -30,7 +30,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import verify as gates
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
 from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.spec.model import Spec
@@ -276,17 +276,17 @@ class Ahead:
 
 
 def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended: list[object]) -> None:
-    asked: list[Options] = []
+    asked: list[MeasureOptions] = []
 
     def measure(
-        spec: Spec, kernel: KernelSource, options: Options, *, ahead: Sequence[Ahead], **_: Any
+        spec: Spec, kernel: KernelSource, options: MeasureOptions, *, ahead: Sequence[Ahead], **_: Any
     ) -> object:
         assert len(ahead) == 1 and not ended
         asked.append(options)
         return measured(spec, kernel.program)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
-    options = Options(("torch.compile",), rounds=9)
+    options = MeasureOptions(("torch.compile",), rounds=9)
     report, program = verify(spec, TOY_KERNEL, gpu=True, options=options)
     assert isinstance(report, Accepted) and program == program_of(spec, TOY_KERNEL)
     assert passed(report) == list(GATES)

@@ -84,7 +84,7 @@ Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class QuackImplementation:
     """How QuACK computes a spec: the epilogues' owner, and the epilogues in order.
 
     ``inexact``: fp32 outputs for which the library uses the hardware's approximate tanh, which fails our

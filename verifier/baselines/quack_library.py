@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.verifier.baselines.quack_epilogue import (
-    Entry,
     Given,
     QuackEpilogue,
+    QuackImplementation,
     Tensors,
     column_sum,
     fp32,
@@ -214,26 +214,26 @@ def _softcap_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
     return (_cross_entropy(g, softcap_lse_target, cap=cap, reciprocal=1 / cap),)
 
 
-LIBRARY: dict[str, Entry] = {
-    "gemm_rmsnorm": Entry("composed", _rmsnorm),
-    "gemm_layernorm": Entry("library", _layernorm),
-    "gemm_row_abs_max": Entry("library", _row_abs_max),
-    "gemm_alpha_residual": Entry("library", _alpha_residual),
-    "gemm_grad_accumulate": Entry("library", _grad_accumulate),
-    "gemm_swiglu": Entry("library", _swiglu),
-    "gemm_geglu": Entry("library", _geglu),
-    "gemm_rmsnorm_swiglu_fp16": Entry("library", _rmsnorm_swiglu),
-    "gemm_rmsnorm_swiglu": Entry("library", _rmsnorm_swiglu),
-    "gemm_bias_gelu": Entry("library", _bias_gelu),
-    "gemm_relu2": Entry("library", _relu2),
-    "gemm_swiglu_mlp": Entry("library", _swiglu_mlp),
-    "gemm_swiglu_bwd": Entry("library", _swiglu_bwd),
-    "gemm_gelu_bwd": Entry("library", _gelu_bwd, inexact=("dbias",)),
-    "gemm_partial_cross_entropy": Entry("library", _partial_cross_entropy),
-    "gemm_partial_cross_entropy_unstored": Entry("library", _partial_cross_entropy_unstored),
-    "gemm_rmsnorm_partial_cross_entropy": Entry("composed", _rmsnorm_partial_cross_entropy),
-    "gemm_softcap_cross_entropy": Entry("composed", _softcap_cross_entropy),
-    "gemm_softcap_cross_entropy_cap": Entry("composed", _softcap_cross_entropy),
+LIBRARY: dict[str, QuackImplementation] = {
+    "gemm_rmsnorm": QuackImplementation("composed", _rmsnorm),
+    "gemm_layernorm": QuackImplementation("library", _layernorm),
+    "gemm_row_abs_max": QuackImplementation("library", _row_abs_max),
+    "gemm_alpha_residual": QuackImplementation("library", _alpha_residual),
+    "gemm_grad_accumulate": QuackImplementation("library", _grad_accumulate),
+    "gemm_swiglu": QuackImplementation("library", _swiglu),
+    "gemm_geglu": QuackImplementation("library", _geglu),
+    "gemm_rmsnorm_swiglu_fp16": QuackImplementation("library", _rmsnorm_swiglu),
+    "gemm_rmsnorm_swiglu": QuackImplementation("library", _rmsnorm_swiglu),
+    "gemm_bias_gelu": QuackImplementation("library", _bias_gelu),
+    "gemm_relu2": QuackImplementation("library", _relu2),
+    "gemm_swiglu_mlp": QuackImplementation("library", _swiglu_mlp),
+    "gemm_swiglu_bwd": QuackImplementation("library", _swiglu_bwd),
+    "gemm_gelu_bwd": QuackImplementation("library", _gelu_bwd, inexact=("dbias",)),
+    "gemm_partial_cross_entropy": QuackImplementation("library", _partial_cross_entropy),
+    "gemm_partial_cross_entropy_unstored": QuackImplementation("library", _partial_cross_entropy_unstored),
+    "gemm_rmsnorm_partial_cross_entropy": QuackImplementation("composed", _rmsnorm_partial_cross_entropy),
+    "gemm_softcap_cross_entropy": QuackImplementation("composed", _softcap_cross_entropy),
+    "gemm_softcap_cross_entropy_cap": QuackImplementation("composed", _softcap_cross_entropy),
 } | NORMS
 
 

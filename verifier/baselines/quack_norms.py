@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.verifier.baselines.quack_epilogue import (
-    Entry,
     Given,
     QuackEpilogue,
+    QuackImplementation,
     Tensors,
     column_sum,
     fp32,
@@ -152,17 +152,17 @@ def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
     return (replace(_rotated(g, qk_rope_posfreq, **angles, **head), finish=lambda _: {"rstd": rstd}),)
 
 
-NORMS: dict[str, Entry] = {
-    "gemm_residual_partial_rmsnorm": Entry("library", _residual_partial_rmsnorm),
-    "gemm_residual_partial_rmsnorm_eps": Entry("library", _residual_partial_rmsnorm),
-    "gemm_residual_rmsnorm_gemm": Entry("composed", _residual_rmsnorm_gemm),
-    "gemm_residual_rmsnorm_gemm_eps": Entry("composed", _residual_rmsnorm_gemm),
-    "gemm_residual_partial_layernorm": Entry("composed", _residual_partial_layernorm),
-    "gemm_residual_partial_layernorm_eps": Entry("composed", _residual_partial_layernorm),
-    "gemm_residual_rmsnorm_bwd": Entry("composed", _residual_rmsnorm_bwd),
-    "gemm_residual_rmsnorm_gemm_bwd": Entry("composed", _residual_rmsnorm_gemm_bwd),
-    "gemm_rope": Entry("library", _rope),
-    "gemm_rmsnorm_rope": Entry("composed", _rmsnorm_rope),
-    "gemm_rope_positions": Entry("library", _rope_positions),
-    "gemm_qk_norm_rope": Entry("composed", _qk_norm_rope),
+NORMS: dict[str, QuackImplementation] = {
+    "gemm_residual_partial_rmsnorm": QuackImplementation("library", _residual_partial_rmsnorm),
+    "gemm_residual_partial_rmsnorm_eps": QuackImplementation("library", _residual_partial_rmsnorm),
+    "gemm_residual_rmsnorm_gemm": QuackImplementation("composed", _residual_rmsnorm_gemm),
+    "gemm_residual_rmsnorm_gemm_eps": QuackImplementation("composed", _residual_rmsnorm_gemm),
+    "gemm_residual_partial_layernorm": QuackImplementation("composed", _residual_partial_layernorm),
+    "gemm_residual_partial_layernorm_eps": QuackImplementation("composed", _residual_partial_layernorm),
+    "gemm_residual_rmsnorm_bwd": QuackImplementation("composed", _residual_rmsnorm_bwd),
+    "gemm_residual_rmsnorm_gemm_bwd": QuackImplementation("composed", _residual_rmsnorm_gemm_bwd),
+    "gemm_rope": QuackImplementation("library", _rope),
+    "gemm_rmsnorm_rope": QuackImplementation("composed", _rmsnorm_rope),
+    "gemm_rope_positions": QuackImplementation("library", _rope_positions),
+    "gemm_qk_norm_rope": QuackImplementation("composed", _qk_norm_rope),
 }

@@ -19,7 +19,7 @@ from coda_agent.verifier import statistics, timing
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.checks import KernelCase, Trial, poisoned_run, untouched
+from coda_agent.verifier.gpu.checks import InputDraw, KernelCase, poisoned_run, untouched
 from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
 from coda_agent.verifier.gpu.worker import report
 from coda_agent.verifier.report import CANDIDATE, Config, QuackTuned
@@ -46,7 +46,7 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
-class Race:
+class Benchmark:
     """The arms besides the candidate, and their rounds, which are fewer for long kernels. ``controlled``: add
     the control arms, which show whether this process measures correctly. ``kept``: the incumbent that a
     change has to beat. ``quack``: known schedules of QuACK's arms."""
@@ -59,7 +59,7 @@ class Race:
     quack: QuackTuned | None = None
 
 
-def score(given: tuple[KernelCase, Race]) -> dict[str, Any]:
+def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
     """Milliseconds of every arm in every round at one case, with the checks that make them credible."""
     job, race = given
     report("benchmark", f"case {job.case}")
@@ -194,7 +194,7 @@ class _Sets:
 
     def _add(self) -> None:
         """Add one more set, after checking the candidate on it by the error gate."""
-        trial = Trial(self.job)
+        trial = InputDraw(self.job)
         fresh = poisoned_run(self.plan, trial.inputs)
         trial.judge(self.plan, fresh)
         self.seeds.append(trial.seed)

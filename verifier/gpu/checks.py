@@ -69,7 +69,7 @@ class KernelCase:
         return seed, draw(self.spec, self.sizes, seed, device=device, family=family)
 
 
-class Trial:
+class InputDraw:
     """Fresh inputs of a family. The truth is computed after a kernel has run, so that a kernel which reads
     out of bounds cannot find it in the GPU's memory."""
 
@@ -169,7 +169,7 @@ def numerics(job: KernelCase) -> dict[str, Any]:
 
 def _tried(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
     """One trial: its seed and each plan's errors. Its tensors are freed before the next."""
-    trial = Trial(job, family)
+    trial = InputDraw(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 

@@ -19,7 +19,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.numerics import error_gate, exactness, gradients, reference
 from coda_agent.verifier.numerics.error_gate import FEW, OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw_free
-from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
+from coda_agent.verifier.numerics.limits import ErrorLimits, of_stored, of_unrounded
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import (
     LARGEST_ON_CPU,
@@ -40,7 +40,7 @@ REPEATS = 6  # draws of each stretched family: one scales up what another scales
 FEW_DIMS = 48  # extents of a run for effects that show at any size
 
 
-class Run(NamedTuple):
+class InputSettings(NamedTuple):
     """The sizes, family and seed that reproduce a run's inputs."""
 
     sizes: Mapping[str, int]
@@ -52,7 +52,7 @@ class Run(NamedTuple):
         return f"inputs {self.family!r}, sizes {dict(self.sizes)}, seed {self.seed}"
 
 
-def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
+def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Every run of the gate.
 
     Each family runs at its own hidden sizes, the stretched ones at several. A program that computes with
@@ -63,31 +63,31 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
-        yield Run(sizes, "normal", fresh())
+        yield InputSettings(sizes, "normal", fresh())
     for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
         sizes = hidden(spec, fresh(), largest)
         for family in STRETCHED:  # cheap, and they show most mistakes
-            yield Run(sizes, family, fresh())
+            yield InputSettings(sizes, family, fresh())
     for family in (*FAMILIES, *ON_CPU):
-        yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
-    yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
+        yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
+    yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
     sized = any(node.op in ("dim", "column_index") for node in program.nodes)
     for sizes in scaled(spec, fresh()):
         for family in (*FAMILIES, *STRETCHED, *ON_CPU) if sized else ("normal",):
-            yield Run(sizes, family, fresh(), long=True)
+            yield InputSettings(sizes, family, fresh(), long=True)
     for sizes in stretched(spec, fresh()):
-        yield Run(sizes, "normal", fresh(), long=True)
+        yield InputSettings(sizes, "normal", fresh(), long=True)
     for sizes in together(spec, fresh()):
-        yield Run(sizes, "normal", fresh())
+        yield InputSettings(sizes, "normal", fresh())
     for dim, sizes in between(spec, fresh()):
-        yield Run(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
+        yield InputSettings(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
 
 
 class Comparison(NamedTuple):
     """A run's inputs, the truth in fp64, the reference in fp32, and the outputs that must be exact."""
 
     spec: Spec
-    run: Run
+    run: InputSettings
     inputs: Tensors
     truth: Tensors
     values: Tensors
@@ -95,7 +95,7 @@ class Comparison(NamedTuple):
     undefined: frozenset[str]  # outputs for which the reference has no meaning on these inputs
 
     @classmethod
-    def of(cls, spec: Spec, run: Run, drawn: Tensors | None = None) -> Comparison:
+    def of(cls, spec: Spec, run: InputSettings, drawn: Tensors | None = None) -> Comparison:
         """Compute a run's truth; ``drawn`` inputs come from a search and replace the family's.
 
         Raises SpecError where the reference raises, or is not the gradient of its forward: it was tried at
@@ -132,7 +132,9 @@ class Comparison(NamedTuple):
         """Whether all outputs of the program pass the error gate under this watch."""
         return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
 
-    def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
+    def _judged(
+        self, spec: Spec, program: Program, limits: ErrorLimits, watch: Watch | None
+    ) -> list[OutputError]:
         yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
         made = interpret(program, self.inputs, watch, self.run.sizes)
         if spec is not self.spec:  # left in fp32, an fp8 output still saturates

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coda_agent.verifier.numerics.exactness import matrix, rows_at_once, unequal
-from coda_agent.verifier.numerics.limits import USUAL, Limits
+from coda_agent.verifier.numerics.limits import USUAL, ErrorLimits
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.numerics.stretch import BEYOND
@@ -53,7 +53,7 @@ def compare(
     got: Tensors,
     truth: Tensors,
     yard: Tensors,
-    limits: Limits = USUAL,
+    limits: ErrorLimits = USUAL,
     exact: Collection[str] = (),
 ) -> list[OutputError]:
     """The error gate: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
@@ -167,7 +167,7 @@ class _Tiles:
 
 
 def _judge(
-    spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: Limits, exact: bool
+    spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: ErrorLimits, exact: bool
 ) -> OutputError:
     declared = spec.outputs[name].dtype
     if got.shape != truth.shape or got.dtype != DTYPES[declared]:

@@ -14,7 +14,7 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.system import deadline
 from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.numerics.choices import Counting, Coverage, Forcing
-from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run, unrounded
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings, unrounded
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.search import LARGEST, searches
@@ -55,7 +55,7 @@ def reach(
         interpret(program, finished(spec, drawn, sizes), counts, sizes)
         if not any(count.decided for count in counts.counts.values()):
             continue
-        run = Run(sizes, SEARCHED, drawn_from)
+        run = InputSettings(sizes, SEARCHED, drawn_from)
         compared = Comparison.of(spec, run, drawn)
         if len(compared.undefined) == len(spec.outputs):
             continue

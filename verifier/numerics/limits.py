@@ -13,7 +13,7 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """The error gate's limits: ratios to the yardstick's error, and the slope's distance from 1."""
 
     rms: float = 1.25
@@ -36,7 +36,7 @@ class Limits:
         return self.rms, self.tile, self.element
 
 
-def of_stored(family: str, long: bool = False) -> Limits:
+def of_stored(family: str, long: bool = False) -> ErrorLimits:
     """Limits for outputs in their own dtypes; ``long``: one extent is long, the others short."""
     if family in BEYOND:
         return FAR
@@ -45,7 +45,7 @@ def of_stored(family: str, long: bool = False) -> Limits:
     return FEW if long else USUAL
 
 
-def of_unrounded(family: str, long: bool = False) -> Limits:
+def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
     """Limits for outputs left in fp32 where a spec has 16 bits."""
     if family in BEYOND:
         return FAR_UNROUNDED
@@ -56,19 +56,19 @@ def of_unrounded(family: str, long: bool = False) -> Limits:
     return LONG_UNROUNDED if long else UNROUNDED
 
 
-USUAL = Limits()
+USUAL = ErrorLimits()
 # : For outputs left in fp32. Another order of operations costs a few times the reference's loss; wrong
 # mathematics costs far more. #: If one matmul reads another's rounded result, that rounding is nearly all of
 # the loss, and every kernel shares it.
-UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
+UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # : Families in which exponentials make a few values of an output larger than all others together. A ratio of
 # two errors is then a #: ratio of two numbers, and says nothing about the mathematics. So each value is
 # judged alone.
 EXTREME = ("large", "huge", "negative")
-VALUES = Limits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
+VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
 # : Beside a long extent the others are short. Few operands and their roundings repeat along the long one, so
 # ratios and slopes #: scatter as those few do. A loss in fp32 alone is judged as elsewhere.
-FEW = Limits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
+FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
 # : Few products make some rows and columns louder than usual by chance, and with them the values that cancel.
 # In families with loud #: rows by design, the usual size is that of the loud rows.

@@ -31,7 +31,7 @@ FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # of mant
 
 
 @dataclass(frozen=True)
-class Mutant:
+class ReferenceMutant:
     """A wrong version: the reference's text, its matmuls, and a change of its outputs.
 
     ``text`` is the reference's own if only the execution is wrong; ``product`` None is the correct matmul.
@@ -48,7 +48,7 @@ class Mutant:
         return self.product is None and self.after is dict
 
 
-def mutants(spec: Spec) -> Iterator[Mutant]:
+def mutants(spec: Spec) -> Iterator[ReferenceMutant]:
     """All mutants, in a fixed order, with unique names and texts."""
     text = ast.unparse(ast.parse(spec.reference))
     yield from _wrong_outputs(spec, text)
@@ -58,34 +58,38 @@ def mutants(spec: Spec) -> Iterator[Mutant]:
         if wrong not in known:
             known.add(wrong)
             named[name] += 1
-            yield Mutant(name if named[name] == 1 else f"{name} ({named[name]})", wrong)
+            yield ReferenceMutant(name if named[name] == 1 else f"{name} ({named[name]})", wrong)
 
 
 # --- outputs ----------------------------------------------------------------------------------------
 
 
-def _wrong_outputs(spec: Spec, text: str) -> Iterator[Mutant]:
+def _wrong_outputs(spec: Spec, text: str) -> Iterator[ReferenceMutant]:
     for name, output in spec.outputs.items():
-        yield Mutant(f"{name} zeroed", f"{text}\n{name} = zeros_like({name})")
-        yield Mutant(f"{name} times 1.002", f"{text}\n{name} = 1.002 * {name}")
-        yield Mutant(f"{name} negated", f"{text}\n{name} = -{name}")
-        yield Mutant(f"{name} without its last rows", text, after=_changed(name, _without_last_rows))
+        yield ReferenceMutant(f"{name} zeroed", f"{text}\n{name} = zeros_like({name})")
+        yield ReferenceMutant(f"{name} times 1.002", f"{text}\n{name} = 1.002 * {name}")
+        yield ReferenceMutant(f"{name} negated", f"{text}\n{name} = -{name}")
+        yield ReferenceMutant(f"{name} without its last rows", text, after=_changed(name, _without_last_rows))
         if len(output.shape) > 1:
             flipped = _changed(name, lambda t: _without_last_rows(t.mT).mT)
-            yield Mutant(f"{name} without its last columns", text, after=flipped)
-            yield Mutant(f"{name} with one wrong column", text, after=_changed(name, _one_wrong_column))
-            yield Mutant(f"{name} with one wrong row", text, after=_changed(name, _one_wrong_row))
+            yield ReferenceMutant(f"{name} without its last columns", text, after=flipped)
+            yield ReferenceMutant(
+                f"{name} with one wrong column", text, after=_changed(name, _one_wrong_column)
+            )
+            yield ReferenceMutant(f"{name} with one wrong row", text, after=_changed(name, _one_wrong_row))
         if output.dtype != "fp32":
             cut = partial(_truncated, bits=FEWER_BITS[output.dtype])
-            yield Mutant(f"{name} truncated, not rounded", text, after=_changed(name, cut))
+            yield ReferenceMutant(f"{name} truncated, not rounded", text, after=_changed(name, cut))
         if output.dtype in EIGHTS:
             end = torch.finfo(torch_dtype(output.dtype)).max
-            yield Mutant(f"{name} not saturated", text, after=_changed(name, partial(_overflown, end=end)))
+            yield ReferenceMutant(
+                f"{name} not saturated", text, after=_changed(name, partial(_overflown, end=end))
+            )
             half = partial(torch.clamp, min=-end / 2, max=end / 2)
-            yield Mutant(f"{name} within half its range", text, after=_changed(name, half))
+            yield ReferenceMutant(f"{name} within half its range", text, after=_changed(name, half))
     for a, b in combinations(spec.outputs, 2):
         if (spec.outputs[a].shape, spec.outputs[a].dtype) == (spec.outputs[b].shape, spec.outputs[b].dtype):
-            yield Mutant(f"{a} and {b} swapped", f"{text}\n{a}, {b} = ({b}, {a})")
+            yield ReferenceMutant(f"{a} and {b} swapped", f"{text}\n{a}, {b} = ({b}, {a})")
 
 
 def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Outputs], Outputs]:
@@ -123,17 +127,17 @@ def _overflown(output: Tensor, end: float) -> Tensor:
 # --- matmuls ----------------------------------------------------------------------------------------
 
 
-def _wrong_matmuls(spec: Spec, text: str) -> Iterator[Mutant]:
-    yield Mutant(f"the last {TAIL} of K dropped", text, _without_tail)
-    yield Mutant("one element of K dropped", text, _without_first)
+def _wrong_matmuls(spec: Spec, text: str) -> Iterator[ReferenceMutant]:
+    yield ReferenceMutant(f"the last {TAIL} of K dropped", text, _without_tail)
+    yield ReferenceMutant("one element of K dropped", text, _without_first)
     # the mutations would not change fp8 operands
     if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):
-        yield Mutant("matmul operands in fp8", text, _in_fp8)
-    yield Mutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
+        yield ReferenceMutant("matmul operands in fp8", text, _in_fp8)
+    yield ReferenceMutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
     if any(t.dtype == "fp16" for t in spec.inputs.values()):
-        yield Mutant("matmuls accumulated in fp16", text, partial(_accumulated, dtype=torch.float16))
-    yield Mutant("matmuls rounded to bf16", text, _rounded)
-    yield Mutant("matmuls added from two halves of K in bf16", text, _halved)
+        yield ReferenceMutant("matmuls accumulated in fp16", text, partial(_accumulated, dtype=torch.float16))
+    yield ReferenceMutant("matmuls rounded to bf16", text, _rounded)
+    yield ReferenceMutant("matmuls added from two halves of K in bf16", text, _halved)
 
 
 def _without_tail(a: Tensor, b: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from coda_agent.verifier.numerics import error_gate, exactness, reference
 from coda_agent.verifier.numerics.error_gate import OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
-from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
-from coda_agent.verifier.numerics.mutants import Mutant, mutants
+from coda_agent.verifier.numerics.limits import ErrorLimits, of_stored, of_unrounded
+from coda_agent.verifier.numerics.mutants import ReferenceMutant, mutants
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
@@ -28,18 +28,20 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
-        trial = Sample.of(spec, sizes, seed, family)
+        trial = MutationSample.of(spec, sizes, seed, family)
         left = [m for m in left if family in ON_CPU and not m.spoken or trial.passes(m)]
     return [mutant.name for mutant in left if differs(spec, mutant, sizes, seed)]
 
 
-def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
+def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) -> bool:
     """Whether a mutant differs from the reference as a function, in some family of inputs."""
-    return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
+    return any(
+        MutationSample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU)
+    )
 
 
 @dataclass(frozen=True)
-class Sample:
+class MutationSample:
     """Mutants on one draw of inputs."""
 
     spec: Spec
@@ -51,18 +53,18 @@ class Sample:
     exact: frozenset[str]
 
     @classmethod
-    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str, device: str = "cpu") -> Sample:
+    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str, device: str = "cpu") -> MutationSample:
         inputs = draw(spec, sizes, seed, device=device, family=family)
         truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
         exact = exactness.exact_outputs(values, truth) if family == "integers" else frozenset()
         return cls(spec, sizes, family, inputs, truth, values, exact)
 
-    def passes(self, mutant: Mutant) -> bool:
+    def passes(self, mutant: ReferenceMutant) -> bool:
         """Whether the gates pass it."""
         got = self.made(mutant)
         return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
 
-    def made(self, mutant: Mutant) -> Tensors | None:
+    def made(self, mutant: ReferenceMutant) -> Tensors | None:
         """Its outputs; None if their kinds or shapes are wrong, which no kernel could hide."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
@@ -71,7 +73,7 @@ class Sample:
         got = mutant.after(got)
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
-    def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
+    def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, ErrorLimits]]:
         """Each output's error with its dtype and limits: the error gate's for stored outputs and, if a
         program can express the mutant (``spoken``), the interpreter's for unrounded ones."""
         judged = [(self.spec, of_stored(self.family))]
@@ -85,7 +87,7 @@ class Sample:
             for error in error_gate.compare(spec, stored, self.truth, yard, limits, self.exact):
                 yield error, spec.outputs[error.name].dtype, limits
 
-    def differs(self, mutant: Mutant) -> bool:
+    def differs(self, mutant: ReferenceMutant) -> bool:
         """Whether it is another function; a mutated execution always is."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())

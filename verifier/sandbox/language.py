@@ -78,7 +78,7 @@ def check(source: str, allowed: Collection[str]) -> ast.Module:
     """
     tree = _parse(source)
     _refuse_letters(source, tree)
-    checker = _Checker(tree, frozenset(allowed))
+    checker = _KernelChecker(tree, frozenset(allowed))
     try:
         checker.check()
     except RecursionError:
@@ -126,7 +126,7 @@ def _too_deep(line: int | None = None) -> ProgramError:
     return ProgramError("syntax", f"expressions are nested over {MAX_DEPTH} deep: name the parts", line)
 
 
-class _Checker:
+class _KernelChecker:
     """Walk over a file; ``line`` is the line of the last node that has one."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):

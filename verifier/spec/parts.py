@@ -107,7 +107,7 @@ class Tolerance(Model):
         return self
 
 
-class Forward(Model):
+class ForwardSpec(Model):
     """What runs before a backward: its forward's reference and ``head``, the part of the backward that comes
     before its products. ``inputs``: what only these read. Inputs that they assign follow from the others.
 
@@ -131,7 +131,7 @@ class Declared(Model):
     static: tuple[str, ...] = ()
     reference: str
     baseline: str | None = None
-    forward: Forward | None = None
+    forward: ForwardSpec | None = None
     cases: tuple[Case, ...]
     accept: Accept = Accept()
     tolerance: Tolerance | None = None

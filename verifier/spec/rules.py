@@ -15,7 +15,7 @@ from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Unsolvable, named_by_callers, solving_order
 from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
-from coda_agent.verifier.spec.parts import Case, Declared, Forward, OutputSpec, TensorSpec
+from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
 KINDS = ("scalar", "vector", "matrix")  # by rank
@@ -222,7 +222,7 @@ def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
             raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
 
 
-def _check_forward(spec: Declared, forward: Forward) -> None:
+def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
     """Check the names of a backward: each output is the gradient of one of the forward's inputs."""
     place = "forward"
     for name, tensor in forward.inputs.items():

@@ -18,7 +18,7 @@ TRIES = 40  # attempts before a kind counts as not applicable
 
 
 @dataclass(frozen=True)
-class Mutant:
+class ProgramMutant:
     """A wrong program and the values in its conditions (see ``site.Site``). ``frozen``: versions that behave
     at all sizes as the mutant does at a case's sizes, or where its condition changes."""
 
@@ -35,7 +35,9 @@ class Mutant:
         return f"{self.name} / {self.kind} / {self.seed}"
 
 
-def mutant(spec: Spec, program: Program, scales: Sequence[float], kind: str, seed: int) -> Mutant | None:
+def mutant(
+    spec: Spec, program: Program, scales: Sequence[float], kind: str, seed: int
+) -> ProgramMutant | None:
     """The mutant with this identity; None if the kind does not apply to the program."""
     for attempt in range(TRIES):
         stream = f"{spec.name}/{kind}/{seed}/{attempt}"
@@ -44,7 +46,7 @@ def mutant(spec: Spec, program: Program, scales: Sequence[float], kind: str, see
         except (Skip, ProgramError):
             continue
         frozen = list(_frozen(spec, program, scales, kind, stream, site)) if "size" in kind else []
-        return Mutant(spec.name, kind, seed, words, made, tuple(site.aims), tuple(frozen))
+        return ProgramMutant(spec.name, kind, seed, words, made, tuple(site.aims), tuple(frozen))
     return None
 
 

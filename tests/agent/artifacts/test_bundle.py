@@ -44,7 +44,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
 from coda_agent.verifier.incumbent import Incumbent, Known
-from coda_agent.verifier.measure import DEFAULT_ARMS, Checkpoint, Options
+from coda_agent.verifier.measure import DEFAULT_ARMS, Checkpoint, MeasureOptions
 from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
 
@@ -74,7 +74,7 @@ class Gpu:
         self,
         spec: Spec,
         kernel: KernelSource,
-        options: Options,
+        options: MeasureOptions,
         *,
         progress: Any,
         keep: Checkpoint,
@@ -128,7 +128,7 @@ def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
 
 def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_ARMS) -> Path:
     out = out or path.with_name("results.json")
-    options = Options(tuple(arms), rounds=8)
+    options = MeasureOptions(tuple(arms), rounds=8)
     bundle.measure(path, bundle.read(path), out, options, progress=lambda name: lambda gate, words: None)
     return out
 
@@ -197,7 +197,7 @@ def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
     run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
     with run.journal:
-        Loop(run.journal, run.spec, setup.work_of(run), provider, Notes(), attempts=2).run()
+        Loop(run.journal, run.spec, setup.task_of(run), provider, Notes(), attempts=2).run()
     assert "reason `slow`" in provider.asked[0][1][-1].text
 
 

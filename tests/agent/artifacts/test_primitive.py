@@ -48,7 +48,7 @@ def begun(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_c
 def author(run: runs.Run, *answers: str, measure: Any = None) -> tuple[Outcome, Scripted]:
     provider = Scripted([fenced(a) for a in answers])
     with run.journal:
-        work = setup.work_of(run)
+        work = setup.task_of(run)
         outcome = Loop(run.journal, run.spec, work, provider, Notes(), measure=measure).run()
     return outcome, provider
 
@@ -89,7 +89,7 @@ def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
 
 
 def checked_identity(run: runs.Run, source: str) -> Any:
-    made = primitive.Proposing.of(run).proposal
+    made = primitive.PrimitiveTask.of(run).proposal
     found = proposal_gates.check(made, run.spec, source).report
     assert isinstance(found, Checked)
     return found.identity

@@ -24,11 +24,11 @@ from checkout import ROOT
 from commanding import Command, of_process
 
 from coda_agent.agent import setup
-from coda_agent.agent.options import Budget, Measuring, flags
+from coda_agent.agent.options import BudgetOptions, MeasuringOptions, flags
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.budget import Limits
+from coda_agent.agent.run.budget import RunLimits
 from coda_agent.primitives.errors import Absent
-from coda_agent.verifier.measure import Options
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import REPORT
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
@@ -176,9 +176,9 @@ def test_a_budget_that_nobody_counts(command: Command, spec: Path, budget: tuple
     other, mine = make_run(spec, provider="replay"), make_run(spec, provider="mcp")
     done = command("resume", other, mine, "--no-gpu", *budget)
     assert done.status == 2 and words in done.err and "spending of mcp" in done.err
-    assert Budget(budget_seconds=9.0).limits().to_json() == {"seconds": 9.0}
-    setup.refuse_uncounted("handoff", Budget(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
-    setup.refuse_uncounted("replay", Budget(budget_dollars=1.0).limits())
+    assert BudgetOptions(budget_seconds=9.0).limits().to_json() == {"seconds": 9.0}
+    setup.refuse_uncounted("handoff", BudgetOptions(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
+    setup.refuse_uncounted("replay", BudgetOptions(budget_dollars=1.0).limits())
 
 
 def test_no_key_and_no_recording(command: Command, spec: Path) -> None:
@@ -242,13 +242,16 @@ def test_our_own_bug_is_not_explained_away(
 
 
 def test_shared_options_are_those_of_measuring_and_say_themselves_again() -> None:
-    assert Measuring().options() == Options() and flags(None, Measuring(), Budget()) == []
-    given = Measuring(max_autotune=True, quack=True, rounds=9, warm=True)
-    assert flags(False, given) == ["--no-gpu", "--max-autotune", "--quack", "--rounds", "9", "--warm"]
-    assert flags(True, Budget(budget_tokens=5)) == ["--gpu", "--budget-tokens", "5"]
-    assert Budget().limits() == Limits() and Budget(budget_gpu_seconds=3.0).limits() == Limits(
-        gpu_seconds=3.0
+    assert (
+        MeasuringOptions().options() == MeasureOptions()
+        and flags(None, MeasuringOptions(), BudgetOptions()) == []
     )
+    given = MeasuringOptions(max_autotune=True, quack=True, rounds=9, warm=True)
+    assert flags(False, given) == ["--no-gpu", "--max-autotune", "--quack", "--rounds", "9", "--warm"]
+    assert flags(True, BudgetOptions(budget_tokens=5)) == ["--gpu", "--budget-tokens", "5"]
+    assert BudgetOptions().limits() == RunLimits() and BudgetOptions(
+        budget_gpu_seconds=3.0
+    ).limits() == RunLimits(gpu_seconds=3.0)
 
 
 def test_doctor(command: Command) -> None:

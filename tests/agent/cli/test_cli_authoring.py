@@ -32,14 +32,14 @@ from coda_agent.agent import providers, setup
 from coda_agent.agent.options import Further, flags
 from coda_agent.agent.reporting import progress as live
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.budget import Limits
+from coda_agent.agent.run.budget import RunLimits
 from coda_agent.agent.run.journal import read_export
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier import loading
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.incumbent import Incumbent
-from coda_agent.verifier.measure import Checkpoint, Options
+from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 from coda_agent.verifier.report import REPORT, Checked, QuackTuned
 from coda_agent.verifier.spec import file
 
@@ -113,13 +113,13 @@ def test_what_is_given_replaces_the_header_s(spec: Path, monkeypatch: pytest.Mon
     limits = {"tokens": 5000, "dollars": 2.0}
     run = runs.reopen(make_run(spec, provider="claude-code", limits=limits, improve=1))
     given = Further(attempts=9, improve=3, max_tokens=2048, time_limit=5.0).header()
-    with run.journal, live.Watch(setup.console(True)) as watch:
+    with run.journal, live.LiveView(setup.console(True)) as watch:
         setup.author(run, watch, None, given | {"limits": {"dollars": 9.0}})
         assert (made["max_tokens"], made["time_limit"]) == (2048, 5.0)
         assert (made["attempts"], made["improve"]) == (9, 3)
-        assert made["limits"] == Limits(tokens=5000, dollars=9.0)
+        assert made["limits"] == RunLimits(tokens=5000, dollars=9.0)
         setup.author(run, watch, None)
-        assert (made["attempts"], made["improve"], made["limits"]) == (6, 1, Limits(5000, 2.0))
+        assert (made["attempts"], made["improve"], made["limits"]) == (6, 1, RunLimits(5000, 2.0))
 
 
 def test_a_run_s_name_is_not_coloured_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_generate_with_a_gpu(
     def measure(
         spec: Any,
         kernel: KernelSource,
-        options: Options,
+        options: MeasureOptions,
         *,
         progress: Progress,
         keep: Checkpoint,

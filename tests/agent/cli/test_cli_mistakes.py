@@ -178,7 +178,7 @@ def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.Mo
     answers = Scripted([fenced(source) for source in (BROKEN, UNSCALED, TOY_KERNEL)])
     said = {"lesson": "Scale rows", "failed": "compile/registers", "fix": "did"}
     with run.journal:
-        Loop(run.journal, run.spec, setup.work_of(run), answers, Notes(), attempts=3).run()
+        Loop(run.journal, run.spec, setup.task_of(run), answers, Notes(), attempts=3).run()
         run.journal.once("tip/1.1", "tip", lambda: said)
     return run.name
 

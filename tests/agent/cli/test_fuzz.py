@@ -43,7 +43,7 @@ import comparison
 from coda_agent import primitives
 from coda_agent.agent import setup
 from coda_agent.agent.artifacts import accept, bundle
-from coda_agent.agent.artifacts.bundle import Result, Results
+from coda_agent.agent.artifacts.bundle import BundleResults, KernelResult
 from coda_agent.agent.cli import exit_codes, mcp
 from coda_agent.agent.providers import Question
 from coda_agent.agent.providers.handoff import Handoff
@@ -207,8 +207,10 @@ def imported(place: Path, request: pytest.FixtureRequest) -> Try:
 def results_of(name: str, found: Any) -> Any:
     report = setup.standing(name).report
     assert isinstance(report, Checked)
-    made = Result(run=name, attempt=1, identity=report.identity, measurement=found.model_dump(mode="json"))
-    return json.loads(Results(results=(made,)).model_dump_json())
+    made = KernelResult(
+        run=name, attempt=1, identity=report.identity, measurement=found.model_dump(mode="json")
+    )
+    return json.loads(BundleResults(results=(made,)).model_dump_json())
 
 
 def comparisons(place: Path, request: pytest.FixtureRequest) -> Try:
@@ -342,7 +344,7 @@ def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
     monkeypatch.setattr(mcp, "_client", lambda ctx: "Ada")
     refused = Rejected(gate="trace", code="python", message="no")
     monkeypatch.setattr("coda_agent.verifier.verify.check", lambda *_, **__: (refused, None))
-    name, bench = make_run(toy, provider="mcp"), mcp.Bench(2)
+    name, bench = make_run(toy, provider="mcp"), mcp.McpTools(2)
     tip = {"lesson": "Be brief", "failed": "trace/python", "fix": "less"}
     calls: list[tuple[Any, dict[str, str]]] = [
         (bench.report, {"run": name}),

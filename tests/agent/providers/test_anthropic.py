@@ -11,8 +11,8 @@ import pytest
 from asking import ASK, CACHED, KEY, TALK, USAGE, ask, claude, refused
 from fake_messages import FakeMessages
 
-from coda_agent.agent.providers import Call, Message, ProviderError, Question, Turn, make
-from coda_agent.agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.providers import Message, ProviderError, Question, ToolCall, Turn, make
+from coda_agent.agent.providers.scrub import Scrub, ScrubbedStream
 from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.tools import TOOLS
 
@@ -75,7 +75,7 @@ def test_tools_are_offered_and_their_use_is_repeated_with_its_thinking() -> None
         )
         talk = [*ASK, Message("assistant", turn.text, turn.blocks), said]
         assert provider.next_turn(Question("SYSTEM", talk, tools=TOOLS)).text == "done "
-    assert turn.calls == (Call("toolu_1", *calls[0]), Call("toolu_2", *calls[1]))
+    assert turn.calls == (ToolCall("toolu_1", *calls[0]), ToolCall("toolu_2", *calls[1]))
     assert (turn.text, turn.stop_reason, turn.usage) == ("let me see ", "tool_use", USAGE)
     assert Turn.from_json(turn.to_json()) == turn
     first, second = server.requests
@@ -176,7 +176,7 @@ def test_the_key_is_in_no_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", range(1, len(KEY)))
 def test_a_key_in_pieces_is_not_streamed(at: int) -> None:
     said: list[str] = []
-    stream = Stream(Scrub(KEY), said.append)
+    stream = ScrubbedStream(Scrub(KEY), said.append)
     for piece in (f"a sk {KEY[:at]}", KEY[at:], f"{KEY}sk", KEY[:at]):
         stream.piece(piece)
     stream.end()

@@ -14,7 +14,7 @@ from fake_messages import FakeMessages, Reply
 
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage, make
 from coda_agent.agent.providers.patience import Patience
-from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget
+from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, RunLimits
 from coda_agent.agent.run.journal import Journal
 
 pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
@@ -208,7 +208,7 @@ def test_an_answer_that_the_budget_cut_ends_out_of_budget(tmp_path: Path) -> Non
     cut = fake.answer("half", "max_tokens", output_tokens=1500)
     remedy = r"cut off at 1,689 tokens, .*resume the run with a larger --budget-tokens or --budget-dollars"
     with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
-        ledger = Ledger(journal, Limits(tokens=fake.COUNTED + 1689), turn=1)
+        ledger = BudgetLedger(journal, RunLimits(tokens=fake.COUNTED + 1689), turn=1)
         with pytest.raises(OutOfBudget, match=remedy) as caught:
             ask(cut, meter=ledger)
         assert ledger.spent().tokens == Usage(11, 1500, 4000, 300).total

@@ -40,12 +40,12 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import setup
 from coda_agent.agent.cli.main import app
-from coda_agent.agent.options import Budget
+from coda_agent.agent.options import BudgetOptions
 from coda_agent.agent.prompts.prompt import tokens
-from coda_agent.agent.providers import Call, Message, ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers import Message, ProviderError, Question, ToolCall, Turn, Usage, make
 from coda_agent.agent.providers.patience import UNKNOWN, Patience
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent, price
+from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, RunLimits, Spent, price
 from coda_agent.agent.run.history import past
 from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.loop import Loop
@@ -212,7 +212,7 @@ def quick(waits: list[float]) -> Patience:
     return Patience(sleep=waits.append)
 
 
-def test_an_outage_is_outlived(plan: Plan, ledger: Ledger) -> None:
+def test_an_outage_is_outlived(plan: Plan, ledger: BudgetLedger) -> None:
     """Of a line that breaks, an API that is overloaded, a limit that is reached, and a command that dies."""
     here, waits, heard = plan(RESET, OVERLOADED, LIMIT, {}, RESULT), list[float](), list[str]()
     question = Question("S", TASK, meter=ledger, say=heard.append)
@@ -247,7 +247,7 @@ def test_requests_that_cost_nothing_are_made_for_as_long_as_patience_lasts(
 # tools, which it uses in its text
 
 
-def used(plan: Plan, text: str) -> tuple[Call, ...]:
+def used(plan: Plan, text: str) -> tuple[ToolCall, ...]:
     plan(RESULT | {"result": text})
     turn = make("claude-code").next_turn(Question("S", TASK, TOOLS))
     assert turn.text == text and (turn.stop_reason == "tool_use") == bool(turn.calls)
@@ -270,13 +270,13 @@ def test_blocks_use_tools(plan: Plan) -> None:
     words = "".join(f"{name}: {value}\n" for name, value in tip.items())
     text = f"```check\n{TOY_KERNEL}```\nand\n```read\nper_row\n```\n```propose_tip\n{words}```\n"
     calls = (
-        Call("1", "check", {"source": TOY_KERNEL}),
-        Call("2", "read", {"page": "per_row"}),
-        Call("3", "propose_tip", tip),
+        ToolCall("1", "check", {"source": TOY_KERNEL}),
+        ToolCall("2", "read", {"page": "per_row"}),
+        ToolCall("3", "propose_tip", tip),
     )
     assert used(plan, text) == calls
     both = used(plan, text + fenced(BROKEN))
-    assert both == (*calls, Call("4", "submit", {"source": BROKEN}))
+    assert both == (*calls, ToolCall("4", "submit", {"source": BROKEN}))
     assert used(plan, fenced(TOY_KERNEL)) == () == used(plan, "```bash\nls\n```\nI read `per_row`.")
 
 
@@ -286,7 +286,7 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
     here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
     run, notes = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"}), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, setup.work_of(run), make("claude-code"), notes).run()
+        outcome = Loop(run.journal, run.spec, setup.task_of(run), make("claude-code"), notes).run()
         kinds = [event.kind for event in run.journal.events()]
         (answer, *_) = [e.payload for e in run.journal.events() if e.kind == "answer"]
     assert outcome.report.status == "checked" and outcome.authorship.attempts == 1
@@ -300,9 +300,9 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def ledger(tmp_path: Path) -> Iterator[BudgetLedger]:
     with Journal.create(tmp_path / "journal.db", {"run": "r"}) as journal:
-        yield Ledger(journal, turn=1)
+        yield BudgetLedger(journal, turn=1)
 
 
 def test_dollars_are_those_the_command_tells_or_its_models_prices(plan: Plan) -> None:
@@ -325,7 +325,7 @@ def test_dollars_are_those_the_command_tells_or_its_models_prices(plan: Plan) ->
 
 @pytest.mark.parametrize(("model", "known"), [("claude-opus-4-5", True), ("opus", False), (None, False)])
 def test_a_request_is_reserved_before_it_and_stays_charged_where_it_is_killed(
-    plan: Plan, ledger: Ledger, model: str | None, known: bool
+    plan: Plan, ledger: BudgetLedger, model: str | None, known: bool
 ) -> None:
     plan(hangs=True)
     with pytest.raises(ProviderError):
@@ -336,7 +336,7 @@ def test_a_request_is_reserved_before_it_and_stays_charged_where_it_is_killed(
     assert worst is not None and ledger.spent() == Spent(read + 4000, worst, read + 4000, worst)
 
 
-def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: Ledger) -> None:
+def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: BudgetLedger) -> None:
     def fails(**answer: Any) -> Spent:
         plan(**answer)
         before = ledger.spent().tokens
@@ -356,17 +356,17 @@ def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: Ledger) ->
     assert fails(stderr="boom", status=134).tokens > 32_000
 
 
-def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
+def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: BudgetLedger) -> None:
     here = plan(RESULT)
     make("claude-code").next_turn(Question("S", TASK))
     assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "32000"
-    ledger.limits = Limits(tokens=5000)
+    ledger.limits = RunLimits(tokens=5000)
     make("claude-code").next_turn(Question("S", TASK, meter=ledger))
     left = 5000 - tokens("S") - tokens(TASK[0].text)
     assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(left)
     with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # nobody has settled it
         make("claude-code").next_turn(Question("S", TASK, meter=ledger))
-    ledger.limits = Limits(tokens=10_000)
+    ledger.limits = RunLimits(tokens=10_000)
     plan(printed(*CUT_FOUR_TIMES))
     with pytest.raises(OutOfBudget, match="the answer was cut off at 4,9.. tokens"):
         make("claude-code").next_turn(Question("S", TASK, meter=ledger))
@@ -436,7 +436,7 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
 
 
 def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
-    plan: Plan, ledger: Ledger
+    plan: Plan, ledger: BudgetLedger
 ) -> None:
     """As when it is being updated, or the disk of the scratch folder is full."""
     here = plan(RESULT)
@@ -472,12 +472,12 @@ def test_dollars_that_cannot_be_reserved_are_refused_at_the_start(
     plan: Plan, tmp_path: Path, runs_home: Path, model: str | None
 ) -> None:
     plan(RESULT)
-    limits = Budget(budget_dollars=1.0).limits()
+    limits = BudgetOptions(budget_dollars=1.0).limits()
     with pytest.raises(typer.BadParameter, match="no price is known for .*; give --model a full name"):
         setup.refuse_uncounted("claude-code", limits, model)
     for provider, named in (("claude-code", "claude-opus-5-5"), ("anthropic", model), ("replay", model)):
         setup.refuse_uncounted(provider, limits, named)
-    setup.refuse_uncounted("claude-code", Budget(budget_tokens=9).limits(), model)
+    setup.refuse_uncounted("claude-code", BudgetOptions(budget_tokens=9).limits(), model)
     flags = ["--model", model] if model else []
     options = ["--provider", "claude-code", "--no-gpu", "--budget-dollars", "1", *flags]
     found = CliRunner().invoke(app, ["generate", str(write_toy(tmp_path)), *options])
@@ -489,8 +489,8 @@ def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     plan(RESULT | {"result": fenced(BROKEN)})
     run = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"})
     with run.journal:
-        author, limits = make("claude-code"), Limits(dollars=0.001)
-        loop = Loop(run.journal, run.spec, setup.work_of(run), author, Notes(), limits=limits)
+        author, limits = make("claude-code"), RunLimits(dollars=0.001)
+        loop = Loop(run.journal, run.spec, setup.task_of(run), author, Notes(), limits=limits)
         assert "of 0.001 dollars used" in loop.run().stopped
     (found,) = past()
     assert (found.attempts, found.spent) == (1, Spent(WHOLE, 0.001242))

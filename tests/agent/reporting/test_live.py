@@ -11,7 +11,7 @@ from attending import PATIENCE, expect, going, terminal
 from authoring import BROKEN, fenced, write_toy
 from rich.console import Console
 
-from coda_agent.agent.reporting.progress import Watch
+from coda_agent.agent.reporting.progress import LiveView
 from coda_agent.agent.run import history
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_live_view_takes_white_space() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Watch(console) as watch:
+    with LiveView(console) as watch:
         watch.attempt(1, 6)
         for words in ("\n\n", " ", "thinking\n", "[/x]"):
             watch.text(words)
@@ -27,7 +27,7 @@ def test_the_live_view_takes_white_space() -> None:
         watch.gate("trace", "passed")
 
 
-class Overtaken(Watch):
+class Overtaken(LiveView):
     """Between any two looks at its words the loop begins its next attempt, which has said nothing yet."""
 
     looks = 0
@@ -50,7 +50,7 @@ def test_the_row_goes_on_while_the_loop_does() -> None:
 
 def test_a_pipe_gets_whole_lines() -> None:
     file = io.StringIO()
-    with Watch(Console(file=file, width=80)) as watch:
+    with LiveView(Console(file=file, width=80)) as watch:
         for words in (
             "every",
             "thing rides in ",

@@ -15,7 +15,7 @@ from coda_agent.agent.artifacts.accept import KernelError
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import USAGE
 from coda_agent.agent.reporting import table
-from coda_agent.agent.reporting.table import Interval
+from coda_agent.agent.reporting.table import Estimate
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
@@ -121,17 +121,17 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     }
     put_report(tmp_path, "gemm_rope", timing(ratios=arms))
     (row,) = read(tmp_path).rows
-    assert row == table.Row(
+    assert row == table.MeasuredCase(
         group="CODA's ten",
         operator="gemm_rope",
         case="1B",
         milliseconds=2.0,
-        speedup=Interval(1.5, 1.25, 1.75),
-        autotune=Interval(1.25, 1.0, 1.5),
+        speedup=Estimate(1.5, 1.25, 1.75),
+        autotune=Estimate(1.25, 1.0, 1.5),
         before=None,
-        quack=Interval(1.0, 0.9375, 1.0625),  # the rival that is hardest to beat
+        quack=Estimate(1.0, 0.9375, 1.0625),  # the rival that is hardest to beat
         quack_arm="QuACK (our search)",
-        over_cublas=Interval(1.25, 1.0, 2.0),  # 2.0 ms over 1.6, and the ends change places
+        over_cublas=Estimate(1.25, 1.0, 2.0),  # 2.0 ms over 1.6, and the ends change places
         roofline=0.75,
     )
     (shown,) = cells(read(tmp_path).parts()["measured"])

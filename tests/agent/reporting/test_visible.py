@@ -12,8 +12,8 @@ from authoring import make_run
 from checkout import ROOT
 from commanding import Command
 
-from coda_agent.agent.artifacts.bundle import Result, Results
-from coda_agent.agent.reporting.progress import Watch
+from coda_agent.agent.artifacts.bundle import BundleResults, KernelResult
+from coda_agent.agent.reporting.progress import LiveView
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.agent.reporting.terminal import Console
 from coda_agent.agent.run import runs
@@ -42,7 +42,7 @@ def test_a_console_obeys_its_own_styles_alone() -> None:
 
 def test_a_live_view_shows_what_an_author_says() -> None:
     out = io.StringIO()
-    with Watch(Console(file=out, force_terminal=True, width=200, color_system=None)) as watch:
+    with LiveView(Console(file=out, force_terminal=True, width=200, color_system=None)) as watch:
         watch.text(HOSTILE)
         watch.report(1, Rejected(gate=HOSTILE, code=HOSTILE, message=HOSTILE))
         watch.tool(HOSTILE, HOSTILE)
@@ -74,9 +74,9 @@ def test_imported_results_do_not_reach_the_terminal(
     outcome = standing(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Checked)
     found = Rejected(gate=HOSTILE, code=HOSTILE, message=HOSTILE, gates=outcome.report.gates[:1])
-    results = Results(
+    results = BundleResults(
         results=(
-            Result(
+            KernelResult(
                 run=name,
                 attempt=1,
                 identity=outcome.report.identity,

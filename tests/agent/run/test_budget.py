@@ -36,7 +36,15 @@ from filelock import FileLock
 from coda_agent.agent import setup
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
+from coda_agent.agent.run.budget import (
+    FEWEST_TOKENS,
+    BudgetLedger,
+    OutOfBudget,
+    RunLimits,
+    Spent,
+    price,
+    spent,
+)
 from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.loop import Loop
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -61,17 +69,17 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
         yield made
 
 
-def ledger(journal: Journal, **limits: Any) -> Ledger:
-    return Ledger(journal, Limits(**limits), turn=1)
+def ledger(journal: Journal, **limits: Any) -> BudgetLedger:
+    return BudgetLedger(journal, RunLimits(**limits), turn=1)
 
 
-def answer(journal: Journal, ledger: Ledger, usage: Usage, dollars: float | None = None) -> None:
+def answer(journal: Journal, ledger: BudgetLedger, usage: Usage, dollars: float | None = None) -> None:
     turn = Turn("text", usage, "Ada", "end_turn", dollars=dollars)
     payload = turn.to_json() | ledger.answered(turn)
     journal.once(f"answer/{ledger.turn}", "answer", lambda: payload)
 
 
-def amounts(ledger: Ledger) -> tuple[float, ...]:
+def amounts(ledger: BudgetLedger) -> tuple[float, ...]:
     found = ledger.spent()
     return found.tokens, found.dollars, found.uncertain_tokens, found.uncertain_dollars
 
@@ -186,9 +194,9 @@ def test_dollars_shrink_an_answer_at_the_dearest_price(journal: Journal) -> None
 
 
 def test_equal_parts() -> None:
-    assert Limits(100, 1.0, 10.0, 60.0).shared(4) == Limits(25, 0.25, 2.5, 60.0)
-    assert Limits().shared(4) == Limits()
-    assert Limits.from_json(Limits(tokens=5, seconds=1.5).to_json()) == Limits(tokens=5, seconds=1.5)
+    assert RunLimits(100, 1.0, 10.0, 60.0).shared(4) == RunLimits(25, 0.25, 2.5, 60.0)
+    assert RunLimits().shared(4) == RunLimits()
+    assert RunLimits.from_json(RunLimits(tokens=5, seconds=1.5).to_json()) == RunLimits(tokens=5, seconds=1.5)
 
 
 # in a run
@@ -206,7 +214,7 @@ class Metered(Scripted):
 
 
 def loop(run: runs.Run, provider: Scripted, notes: Notes | None = None, **options: Any) -> Loop:
-    return Loop(run.journal, run.spec, setup.work_of(run), provider, notes or Notes(), **options)
+    return Loop(run.journal, run.spec, setup.task_of(run), provider, notes or Notes(), **options)
 
 
 def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
@@ -214,13 +222,13 @@ def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
 ) -> None:
     run, notes = begin(), Notes()
     with run.journal:
-        outcome = loop(run, Metered([BAD, GOOD]), notes, limits=Limits(tokens=3000)).run()
+        outcome = loop(run, Metered([BAD, GOOD]), notes, limits=RunLimits(tokens=3000)).run()
         assert isinstance(outcome.report, Rejected) and "--budget-tokens" in outcome.stopped
         assert [s.tokens for s in notes.costs] == [USAGE.total]
         keys = ["prompt", "reserved/1.1", "answer/1", "report/1", "stopped/1"]
         assert [e.key for e in run.journal.events()] == keys
         assert run.journal.events()[-1].payload == {"reason": outcome.stopped}
-        outcome = loop(run, Metered([BAD, GOOD]), limits=Limits(tokens=9000)).run()
+        outcome = loop(run, Metered([BAD, GOOD]), limits=RunLimits(tokens=9000)).run()
         assert isinstance(outcome.report, Checked) and not outcome.stopped
         assert spent(run.journal.events()).tokens == 2 * USAGE.total
 
@@ -228,7 +236,7 @@ def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
 def test_a_run_that_cannot_begin_says_so(begin: Callable[[], runs.Run]) -> None:
     run = begin()
     with run.journal, pytest.raises(OutOfBudget, match="has 1,000 tokens|has 1000 tokens"):
-        loop(run, Metered([GOOD]), limits=Limits(tokens=2000)).run()
+        loop(run, Metered([GOOD]), limits=RunLimits(tokens=2000)).run()
 
 
 def test_what_a_failed_turn_cost_is_charged(begin: Callable[[], runs.Run]) -> None:
@@ -245,7 +253,7 @@ def test_what_a_failed_turn_cost_is_charged(begin: Callable[[], runs.Run]) -> No
 def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) -> None:
     run = begin()
     with run.journal:
-        going = loop(run, Scripted([BAD, GOOD]), limits=Limits(seconds=3600.0))
+        going = loop(run, Scripted([BAD, GOOD]), limits=RunLimits(seconds=3600.0))
         going.ledger.began -= 3600
         with pytest.raises(OutOfBudget, match=r"of 3,600 seconds used.*--budget-seconds"):
             going.run()
@@ -255,7 +263,7 @@ def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) 
 class Late(Scripted):
     """Its second answer does not come before the question's deadline."""
 
-    ledger: Ledger | None = None
+    ledger: BudgetLedger | None = None
 
     def next_turn(self, question: Question) -> Turn:
         if question.number == 2:
@@ -273,7 +281,7 @@ def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callabl
             return measured(spec, kernel.program)
 
         with run.journal:
-            going = loop(run, provider, measure=measure, improve=1, limits=Limits(seconds=3600.0))
+            going = loop(run, provider, measure=measure, improve=1, limits=RunLimits(seconds=3600.0))
             provider.ledger = going.ledger
             outcome = going.run()
         assert outcome.report.status == ("accepted" if accepted else "rejected")
@@ -331,7 +339,7 @@ def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
         return measured(spec, kernel.program)
 
     with run.journal:
-        going = loop(run, Scripted([GOOD]), measure=measure, limits=Limits(seconds=3600.0))
+        going = loop(run, Scripted([GOOD]), measure=measure, limits=RunLimits(seconds=3600.0))
         real = going._check
 
         def judged(*given: Any) -> dict[str, Any]:
@@ -357,12 +365,14 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
         return slow(spec) if len(measurements) == 1 else measured(spec, kernel.program)
 
     with run.journal:
-        going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=Limits(gpu_seconds=0.0))
+        going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=RunLimits(gpu_seconds=0.0))
         outcome = going.run()
         assert isinstance(outcome.report, Checked) and not measurements  # it awaits measurement elsewhere
         stopped = run.journal.events()[-1]
         assert stopped.key == "stopped/1" and "of 0 gpu seconds" in stopped.payload["reason"]
-        going = loop(run, Scripted([GOOD, fenced(TURNED)]), measure=measure, limits=Limits(gpu_seconds=60.0))
+        going = loop(
+            run, Scripted([GOOD, fenced(TURNED)]), measure=measure, limits=RunLimits(gpu_seconds=60.0)
+        )
         outcome = going.run()
         assert len(measurements) == 2 and outcome.report.status == "accepted"
         assert 0 <= spent(run.journal.events()).gpu_seconds < 60
@@ -400,7 +410,7 @@ def test_a_gate_is_cut_off_at_the_deadline(
             real = cpu_numerics.runs
             patch.setattr(cpu_numerics, "runs", lambda *given: itertools.repeat(next(real(*given))))
         with pytest.raises(OutOfBudget, match="of 1.2 seconds used.*--budget-seconds"):
-            loop(run, Scripted([GOOD]), notes, limits=Limits(seconds=1.2)).run()
+            loop(run, Scripted([GOOD]), notes, limits=RunLimits(seconds=1.2)).run()
         assert [e.key for e in run.journal.events()] == ["prompt", "answer/1", "stopped/1"]
     assert notes.gates and not notes.reports and all(c.returncode is not None for c in compilers)
     with runs.reopen(run.name).journal as journal:
@@ -421,7 +431,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
         raise AssertionError("it hangs")
 
     with run.journal:
-        going = loop(run, Scripted([GOOD]), measure=measure, limits=Limits(seconds=3600.0))
+        going = loop(run, Scripted([GOOD]), measure=measure, limits=RunLimits(seconds=3600.0))
         real = going._check
 
         def judged(*given: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.run import history, run_summary, runs
-from coda_agent.agent.run.budget import Ledger, Spent
+from coda_agent.agent.run.budget import BudgetLedger, Spent
 from coda_agent.agent.run.journal import Journal, JournalError, glance
 from coda_agent.verifier.loading import load
 
@@ -120,7 +120,7 @@ def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
     """Of a request that was never answered too, and of measuring; in all, as well."""
     lost, paid = (runs.start(toy, HEADER | {"provider": "anthropic"}) for _ in range(2))
     for run in (lost, paid):
-        charge = Ledger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
+        charge = BudgetLedger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
         if run is paid:
             charge.settle(Usage(1000, 200))
             seconds = {"reason": "another power limit", "gpu_seconds": 71.5}

@@ -34,7 +34,7 @@ from coda_agent.verifier.decision import BASELINE, KEPT, compared, decide
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.provenance import problems
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
@@ -75,7 +75,7 @@ def author(
     run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
 ) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, setup.work_of(run), provider, notes, measure=gpu, improve=rounds)
+    loop = Loop(run.journal, run.spec, setup.task_of(run), provider, notes, measure=gpu, improve=rounds)
     return loop.run(), provider, notes
 
 
@@ -205,7 +205,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     bundle.pack([name], tmp_path / "bundle.json")
     seen: dict[str, Any] = {}
 
-    def measure(spec: Spec, kernel: KernelSource, options: Options, **given: Any) -> Measured:
+    def measure(spec: Spec, kernel: KernelSource, options: MeasureOptions, **given: Any) -> Measured:
         seen.update(given, program=kernel.program)
         return measured(spec, kernel.program)
 
@@ -214,7 +214,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
         tmp_path / "bundle.json",
         bundle.read(tmp_path / "bundle.json"),
         tmp_path / "results.json",
-        Options(),
+        MeasureOptions(),
         progress=lambda name: lambda gate, words: None,
     )
     tuned = {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")}
@@ -229,7 +229,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
             tmp_path / "lacking.json",
             bundle.read(tmp_path / "lacking.json"),
             tmp_path / "none.json",
-            Options(),
+            MeasureOptions(),
             progress=lambda name: lambda gate, words: None,
         )
     bundle.take(tmp_path / "results.json")

@@ -152,8 +152,10 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
     found: Measured | Rejected = measured(spec, program).model_copy(update={"identity": own})
     if attempt > 1:
         found = Rejected(gate="decision", code="no_faster", message="no case is faster beyond doubt")
-    one = bundle.Result(run=name, attempt=attempt, identity=own, measurement=found.model_dump(mode="json"))
-    path.write_text(bundle.Results(results=(one,)).model_dump_json())
+    one = bundle.KernelResult(
+        run=name, attempt=attempt, identity=own, measurement=found.model_dump(mode="json")
+    )
+    path.write_text(bundle.BundleResults(results=(one,)).model_dump_json())
     return ["import", str(path)]
 
 

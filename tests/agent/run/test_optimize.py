@@ -45,7 +45,7 @@ from coda_agent.verifier.decision import KEPT, NO_FASTER, central, compared
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.provenance import UNTOLD, problems
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
@@ -130,7 +130,7 @@ class Gpu:
 
 
 def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improve: int = 0) -> Outcome:
-    work = setup.work_of(run)
+    work = setup.task_of(run)
     provider, attempts = Scripted(answers), len(answers)
     return Loop(run.journal, run.spec, work, provider, Notes(), attempts, gpu, improve=improve).run()
 
@@ -156,7 +156,7 @@ def optimized(spec: Path) -> str:
 def test_the_author_gets_the_module_and_what_was_measured(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        given = setup.work_of(run).opening()
+        given = setup.task_of(run).opening()
     assert editable(program(spec)).strip() in given.task and "class Step0(FusedGemm)" in given.task
     assert "1.300x torch.compile" in given.task and "GFLOP" in given.task and "168 registers" in given.task
     assert "CuTeDSL" in given.system
@@ -174,7 +174,7 @@ def test_tips_of_this_level_are_read_and_no_others(
     monkeypatch.setattr("coda_agent.agent.run.optimize.read_tips", lambda: tips.read_tips(log))
     run = start(spec)
     with run.journal:
-        system = setup.work_of(run).opening().system
+        system = setup.task_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
     assert "Unroll it" not in system  # it was learned on this very kernel
 
@@ -248,10 +248,10 @@ def test_the_author_may_set_schedules(spec: Path) -> None:
 def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        first = setup.work_of(run).opening()
+        first = setup.task_of(run).opening()
         for path in accept.files("toy", accept.KERNELS):
             path.unlink()
-        assert setup.work_of(run).opening() == first
+        assert setup.task_of(run).opening() == first
 
 
 def test_there_must_be_a_kernel(spec: Path, tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {(0, s) for s in (*PROBES, Schedule(swizzle=16), Schedule(256, 128, False))} <= set(wanted)
     seen: dict[str, Any] = {}
 
-    def measure(spec: Spec, kernel: KernelSource, options: Options, **given: Any) -> Measured:
+    def measure(spec: Spec, kernel: KernelSource, options: MeasureOptions, **given: Any) -> Measured:
         seen.update(given | {"edited": kernel.edited})
         return faster(spec, kernel)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
-    bundle.measure(path, bundle.read(path), results, Options(), progress=quiet)
+    bundle.measure(path, bundle.read(path), results, MeasureOptions(), progress=quiet)
     assert seen["edited"] == edit(spec) and seen["kept"].kernel.program == program(spec)
     bundle.take(results)
     again = runs.reopen(run.name)
@@ -290,7 +290,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     changed["entries"][0]["raw"] += "# slower\n"
     path.write_text(json.dumps(changed))
     with pytest.raises(InvalidInput, match="the lowered text differs"):
-        bundle.measure(path, bundle.read(path), tmp_path / "others.json", Options(), progress=quiet)
+        bundle.measure(path, bundle.read(path), tmp_path / "others.json", MeasureOptions(), progress=quiet)
 
 
 def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     assert base(load(spec)).kernel.edited == edit(spec)  # the next edit starts from this one
     replay = start(spec, provider="replay")
     with replay.journal:
-        rival = setup.work_of(replay).rival()
+        rival = setup.task_of(replay).rival()
         assert rival is not None and rival.kernel.edited is None  # as the run that it plays back began
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())

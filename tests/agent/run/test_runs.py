@@ -107,7 +107,7 @@ def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tm
     header = HEADER | {"attempts": 1, "directory": "/home/ada/secret project"}
     run, out = runs.start(write_toy(tmp_path), header), tmp_path / "out" / "run.jsonl"
     with run.journal:
-        work = setup.work_of(run)
+        work = setup.task_of(run)
         outcome = Loop(run.journal, run.spec, work, Scripted([fenced(BROKEN)]), Notes(), attempts=1).run()
         run.journal.once("stopped/1", "stopped", lambda: {"reason": "of 1 dollars are used up"})
         done = CliRunner().invoke(app, ["report", run.name, "--jsonl", str(out)])

@@ -10,7 +10,7 @@ import pytest
 from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, USAGE, Notes, Scripted, fenced, write_toy
 
 from coda_agent.agent import setup
-from coda_agent.agent.providers import Call, Turn
+from coda_agent.agent.providers import ToolCall, Turn
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import CALLS, Loop, Outcome, standing
 from coda_agent.agent.run.tools import LONGEST, TOOLS, results, submission
@@ -20,7 +20,7 @@ GOOD = fenced(TOY_KERNEL)
 
 
 def using(*calls: tuple[str, dict[str, Any]], text: str = "") -> Turn:
-    made = tuple(Call(f"id{i}", name, given) for i, (name, given) in enumerate(calls))
+    made = tuple(ToolCall(f"id{i}", name, given) for i, (name, given) in enumerate(calls))
     blocks = tuple({"type": "tool_use", "id": c.id, "name": c.name, "input": c.input} for c in made)
     return Turn(text, USAGE, "Ada via a script", "tool_use", made, blocks)
 
@@ -32,7 +32,7 @@ def run(runs_home: Path, tmp_path: Path, no_compiler: None) -> runs.Run:
 
 def author(run: runs.Run, *answers: Any, attempts: int = 6) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    return Loop(run.journal, run.spec, setup.work_of(run), provider, notes, attempts).run(), provider, notes
+    return Loop(run.journal, run.spec, setup.task_of(run), provider, notes, attempts).run(), provider, notes
 
 
 def said(provider: Scripted) -> str:

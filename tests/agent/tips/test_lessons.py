@@ -47,7 +47,7 @@ def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., 
         run = runs.start(write_toy(tmp_path), HEADER | {"provider": "handoff", "author": "Ada"})
         answers = Scripted([fenced(source) for source in sources])
         with run.journal:
-            Loop(run.journal, run.spec, setup.work_of(run), answers, Notes(), attempts=len(sources)).run()
+            Loop(run.journal, run.spec, setup.task_of(run), answers, Notes(), attempts=len(sources)).run()
             more(run.journal)
         return run.name
 

@@ -17,11 +17,11 @@ from coda_agent.agent import setup, tips
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.providers import ProviderError, Question, Turn
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.budget import Limits, OutOfBudget
+from coda_agent.agent.run.budget import OutOfBudget, RunLimits
 from coda_agent.agent.run.journal import glance
 from coda_agent.agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
-from coda_agent.agent.tips.trials import Effect, Trial, measure, part, refuse_without_effect
-from coda_agent.agent.tips.watch import Watch
+from coda_agent.agent.tips.trials import Effect, TipMeasurement, measure, part, refuse_without_effect
+from coda_agent.agent.tips.watch import QuietView
 from coda_agent.verifier.report import Unmeasured
 
 PAIR = [SPECS / "gemm_rope.yaml", SPECS / "gemm_geglu.yaml"]
@@ -114,17 +114,17 @@ def test_first_attempts_and_the_limit_are_counted_apart() -> None:
 def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, of: int, verdict: str) -> None:
     effect = Effect(with_tip, without, of)
     assert effect.verdict == verdict
-    trial = Trial("tip-1", effect, Effect(of, 0, of))
+    trial = TipMeasurement("tip-1", effect, Effect(of, 0, of))
     assert trial.verdict == verdict
     written = tip(1, measured=str(trial))  # the log reads what a trial writes
     assert (written.verdict, written.difference) == (verdict, round(effect.difference.estimate, 2))
 
 
 def test_runs_share_a_budget_equally() -> None:
-    whole = Limits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
-    assert part(whole, 20) == Limits(50_000, 0.25, 30.0, 180.0)
-    assert part(Limits(dollars=0.3), 3) == part(Limits(dollars=0.1), 1)  # so that runs are found again
-    assert part(Limits(), 20) == Limits()
+    whole = RunLimits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
+    assert part(whole, 20) == RunLimits(50_000, 0.25, 30.0, 180.0)
+    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # so that runs are found again
+    assert part(RunLimits(), 20) == RunLimits()
 
 
 def test_prompts_that_would_be_the_same_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_a_run_is_one_line_and_no_draft_is_printed(taught: Taught, tmp_path: Pat
 def test_a_handoffs_prompt_is_named(tmp_path: Path) -> None:
     for speaks, shown in ((True, "  prompt-1.md awaits its answer\n"), (False, "")):
         console = Console(file=io.StringIO(), width=20)
-        with Watch(console, speaks) as watch:
+        with QuietView(console, speaks) as watch:
             watch.attempt(1, 6)
             watch.text("prompt-1.md awaits ")
             watch.text("its answer\n")

@@ -26,7 +26,7 @@ from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier.gates import Failed, Gates, silent
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import Options, _Session
+from coda_agent.verifier.measure import MeasureOptions, _Session
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import compile_gate
 
@@ -210,7 +210,7 @@ def test_each_set_of_static_dims_is_compiled_once(monkeypatch: pytest.MonkeyPatc
 
 def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
     spec, program = load(SPECS / "gemm_rmsnorm.yaml", check=False), ROOMY["six and six"]
-    session = _Session(spec, KernelSource(program), Options(), Gates(silent), None, {}, None)
+    session = _Session(spec, KernelSource(program), MeasureOptions(), Gates(silent), None, {}, None)
     assert all(job.schedules == ({0: PINGPONG},) for job in session._small())
     tuned = [{0: COOPERATIVE}, {0: Schedule(128, 160)}]
     assert all(job.schedules == ({0: Schedule(128, 160)},) for job in session._small(tuned))

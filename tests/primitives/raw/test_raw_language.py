@@ -11,7 +11,7 @@ import pytest
 from checkout import ROOT
 
 from coda_agent.primitives.raw.error import RawError
-from coda_agent.primitives.raw.language import MAX_BYTES, _Checker, check
+from coda_agent.primitives.raw.language import MAX_BYTES, _EditChecker, check
 from coda_agent.primitives.raw.names import permitted
 
 KERNELS = ROOT / "generated_kernels"
@@ -368,7 +368,7 @@ def test_a_class_has_no_type_parameters() -> None:
     (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
     node.type_params = [ast.Name("T", ast.Load())]  # type: ignore[attr-defined,unused-ignore]
     with pytest.raises(RawError, match="one base at most"):
-        _Checker(tree).module(frozenset({"Step0"}))
+        _EditChecker(tree).module(frozenset({"Step0"}))
 
 
 @pytest.mark.parametrize(

@@ -497,7 +497,7 @@ def test_scores_and_sittings_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
     arm: Any
     arm, finalists = benchmark._rival(OWN_TUNER, job, sets, known)
     assert arm == (OWN_TUNER, [dict]) and finalists == [[{"tile_m": 128}]]
-    seats = session.Seats(spec, sizes, (OWN_TUNER,), {}, 12, known)
+    seats = session.OperatorArms(spec, sizes, (OWN_TUNER,), {}, 12, known)
     assert session.prepare(OWN_TUNER, seats, {}).call is dict
     assert given == [(OWN_TUNER, spec, [{}], sizes, known)] * 2
 

@@ -16,7 +16,7 @@ import torch
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.comparison import interleaved as contests
-from coda_agent.comparison.interleaved import Entrant, Stage
+from coda_agent.comparison.interleaved import PreparedArm, Stage
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
@@ -39,11 +39,11 @@ class Toy(Stage):
         self.called: list[str] = []
         self.knows = True
 
-    def enter(self, arm: str) -> Entrant:
+    def enter(self, arm: str) -> PreparedArm:
         assert self.knows
         if arm == "refuses":
             raise ValueError("no such width\nand more")
-        return Entrant(lambda: self.called.append(arm), {"y": {"relative": 0.1, "yardsticks": 1.0}})
+        return PreparedArm(lambda: self.called.append(arm), {"y": {"relative": 0.1, "yardsticks": 1.0}})
 
     def again(self, arm: str, turn: int) -> Callable[[], object]:
         if arm == "fails later":
@@ -102,7 +102,7 @@ class Clock:
 @pytest.mark.usefixtures("device")
 def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
     stage = Toy()
-    found = contests.contest(lambda: stage, ("one", "refuses", "fails later", "two"), "one", 12)
+    found = contests.run_interleaved(lambda: stage, ("one", "refuses", "fails later", "two"), "one", 12)
     assert found["failed"] == {
         "refuses": "ValueError: no such width",
         "fails later": "ZeroDivisionError: division by zero",
@@ -130,17 +130,17 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
 )
 def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error: float, reason: str) -> None:
     class Stage(Toy):
-        def enter(self, arm: str) -> Entrant:
+        def enter(self, arm: str) -> PreparedArm:
             right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # rounded twice, in fp32's place
             wrong = {"z": {"relative": error, "yardsticks": 1.0}} if arm == "wrong" else {}
             return super().enter(arm)._replace(losses=right | wrong)
 
-    found = contests.contest(Stage, ("one", "wrong", "two"), "one", 12)
+    found = contests.run_interleaved(Stage, ("one", "wrong", "two"), "one", 12)
     assert found["failed"] == ({"wrong": reason} if reason else {})
     assert "two" in found["arms"]
     if reason:
         with pytest.raises(Failed, match=re.escape(f"wrong did not run: {reason}")):
-            contests.contest(Stage, ("wrong", "one"), "wrong", 12)
+            contests.run_interleaved(Stage, ("wrong", "one"), "wrong", 12)
 
 
 @pytest.mark.usefixtures("device")
@@ -150,13 +150,13 @@ def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytes
     stage = Toy()
     usual = stage.enter
 
-    def enter(arm: str) -> Entrant:
+    def enter(arm: str) -> PreparedArm:
         said.append(arm)
         return usual(arm)
 
     monkeypatch.setattr(stage, "enter", enter)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: said.append("given back"))
-    contests.contest(lambda: stage, ("one", "two"), "one", 12)
+    contests.run_interleaved(lambda: stage, ("one", "two"), "one", 12)
     assert said[said.index("one") - 1] == said[said.index("two") - 1] == "given back"
 
 
@@ -164,7 +164,7 @@ def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytes
 def test_without_its_anchor_there_is_no_contest() -> None:
     stage = Toy()
     with pytest.raises(Failed, match="refuses did not run: ValueError: no such width"):
-        contests.contest(lambda: stage, ("refuses", "one"), "refuses", 12)
+        contests.run_interleaved(lambda: stage, ("refuses", "one"), "refuses", 12)
     assert not stage.called
 
 
@@ -184,7 +184,7 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
     monkeypatch.setattr(contests, "timed", crowded)
     held = iter([900, 100, 300, 200])
     monkeypatch.setattr(contests, "_peak", lambda call, before: next(held))
-    found = contests.contest(Toy, ("anchor", "small", "large", "middle"), "anchor", 12)
+    found = contests.run_interleaved(Toy, ("anchor", "small", "large", "middle"), "anchor", 12)
     assert raced == [
         ["anchor", "small", "large", "middle"],
         ["anchor", "small", "middle"],
@@ -205,7 +205,7 @@ def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Clock, "turn", turn)
     monkeypatch.setattr(Clock, "now", lambda self: sum(done))
-    found = contests.contest(Toy, ("anchor", "one"), "anchor", 40)
+    found = contests.run_interleaved(Toy, ("anchor", "one"), "anchor", 40)
     assert len(found["arms"]["one"]["milliseconds"]) in (30, 31)
 
 
@@ -222,9 +222,9 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
     usual, raced = benchmark.timed, []
 
     class Stage(Toy):
-        def enter(self, arm: str) -> Entrant:
+        def enter(self, arm: str) -> PreparedArm:
             kept[arm] = weakref.ref(held := Large())
-            return Entrant(lambda: held, {})
+            return PreparedArm(lambda: held, {})
 
         def again(self, arm: str, turn: int) -> Callable[[], object]:
             held = kept[arm]()
@@ -238,7 +238,7 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(contests, "timed", crowded)
     monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last one holds the most
-    found = contests.contest(Stage, ("anchor", "one", "two", "three"), "anchor", 12)
+    found = contests.run_interleaved(Stage, ("anchor", "one", "two", "three"), "anchor", 12)
     assert raced == [{"anchor", "one", "two", "three"}, {"anchor", "one", "two"}, {"anchor", "one"}]
     assert list(found["arms"]) == ["anchor", "one"]
 
@@ -248,15 +248,15 @@ def test_nothing_of_a_failed_arm_is_kept() -> None:
     seen: list[weakref.ref[Large]] = []
 
     class Stage(Toy):
-        def enter(self, arm: str) -> Entrant:
+        def enter(self, arm: str) -> PreparedArm:
             if arm == "one":
                 return super().enter(arm)
             assert all(ref() is None for ref in seen)
             held = Large()
             seen.append(weakref.ref(held))
-            return Entrant(lambda: held and 1 / 0, {})
+            return PreparedArm(lambda: held and 1 / 0, {})
 
-    found = contests.contest(Stage, ("one", "two", "three"), "one", 12)
+    found = contests.run_interleaved(Stage, ("one", "two", "three"), "one", 12)
     assert set(found["failed"]) == {"two", "three"} and len(seen) == 2
 
 
@@ -270,23 +270,23 @@ def test_a_compiler_that_is_silent_is_heard_of(monkeypatch: pytest.MonkeyPatch) 
             enough.set()
 
     class Stage(Toy):
-        def enter(self, arm: str) -> Entrant:
+        def enter(self, arm: str) -> PreparedArm:
             assert arm != "slow" or enough.wait(60)
             return super().enter(arm)
 
     monkeypatch.setattr(contests, "report", report)
     monkeypatch.setattr(contests, "BEAT", 0.001)
-    contests.contest(Stage, ("one", "slow"), "one", 12)
+    contests.run_interleaved(Stage, ("one", "slow"), "one", 12)
     assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # on the clock it is silent
 
 
 @pytest.mark.usefixtures("device")
 def test_what_is_arranged_for_an_arm_is_not_what_a_call_holds() -> None:
     class Stage(Toy):
-        def enter(self, arm: str) -> Entrant:
+        def enter(self, arm: str) -> PreparedArm:
             return super().enter(arm)._replace(arranged=70)
 
-    assert contests.contest(Stage, ("one",), "one", 12)["arms"]["one"]["bytes"] == 30
+    assert contests.run_interleaved(Stage, ("one",), "one", 12)["arms"]["one"]["bytes"] == 30
 
 
 @pytest.mark.usefixtures("device")
@@ -294,12 +294,12 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
     words = "CUDA error: an illegal memory access was encountered"
     assert cuda_error(words) and not cuda_error("CUDA out of memory")
 
-    def enter(self: Toy, arm: str) -> Entrant:
+    def enter(self: Toy, arm: str) -> PreparedArm:
         raise RuntimeError(words)
 
     monkeypatch.setattr(Toy, "enter", enter)
     with pytest.raises(RuntimeError, match="illegal memory"):
-        contests.contest(Toy, ("one", "two"), "one", 12)
+        contests.run_interleaved(Toy, ("one", "two"), "one", 12)
 
 
 @pytest.mark.usefixtures("device")
@@ -310,12 +310,12 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
     words, heard, broken = "Triton Error [CUDA]: an illegal memory access was encountered", list[str](), False
     assert not cuda_error(words)
 
-    def enter(self: Toy, arm: str) -> Entrant:
+    def enter(self: Toy, arm: str) -> PreparedArm:
         nonlocal broken
         if arm == "breaks":
             broken = True
             raise RuntimeError(words)
-        return Entrant(lambda: None, {})
+        return PreparedArm(lambda: None, {})
 
     def synchronize() -> None:
         if broken:
@@ -325,7 +325,7 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(contests, "report", lambda gate, said: heard.append(said))
     with pytest.raises(RuntimeError, match="CUDA error"):
-        contests.contest(Toy, ("one", "breaks", "next"), "one", 12)
+        contests.run_interleaved(Toy, ("one", "breaks", "next"), "one", 12)
     assert heard[-1] == "breaks"
 
 

@@ -7,7 +7,7 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_to
 
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, Run, runs
+from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, InputSettings, runs
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
 from coda_agent.verifier.numerics.sizes import small_sizes
 from coda_agent.verifier.numerics.stretch import STRETCHED
@@ -21,7 +21,7 @@ def spec_of(name: str) -> Spec:
     return load(SPECS / f"{name}.yaml", check=False)
 
 
-def faults(spec: Spec, source: str, run: Run) -> dict[str, set[str]]:
+def faults(spec: Spec, source: str, run: InputSettings) -> dict[str, set[str]]:
     """How judged, and the outputs that failed so."""
     found = Comparison.of(spec, run).errors(program_of(spec, source))
     return {how: {e.name for e in errors if not e.passed} for how, errors in found}
@@ -74,7 +74,7 @@ def gemm_bias_gelu(x, w, bias):
 )
 def test_mathematics_almost_right_is_seen_unrounded(old: str, new: str) -> None:
     spec = spec_of("gemm_bias_gelu")
-    run = Run(small_sizes(spec)[0], "normal", 3)
+    run = InputSettings(small_sizes(spec)[0], "normal", 3)
     assert faults(spec, GELU, run) == {STORED: set(), "not rounded": set()}
     assert faults(spec, GELU.replace(old, new), run) == {STORED: set(), "not rounded": {"act"}}
 
@@ -93,7 +93,7 @@ def gemm_rmsnorm_swiglu(x, w, rstd):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tail_is_seen_value_by_value(family: str, seed: int) -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
-    run = Run({"M": 200, "D": 88, "F": 112}, family, seed)
+    run = InputSettings({"M": 200, "D": 88, "F": 112}, family, seed)
     assert faults(spec, SWIGLU, run) == {STORED: set(), "not rounded": set()}
     cut = SWIGLU.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
     assert faults(spec, cut, run)["not rounded"] == {"act"}
@@ -101,7 +101,7 @@ def test_a_tail_is_seen_value_by_value(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_thin_tail_of_gelu_is_seen_where_little_else_is_large(seed: int) -> None:
-    spec, run = spec_of("gemm_bias_gelu"), Run({"M": 200, "D": 88, "F": 112}, "tails", seed)
+    spec, run = spec_of("gemm_bias_gelu"), InputSettings({"M": 200, "D": 88, "F": 112}, "tails", seed)
     assert faults(spec, GELU, run) == {STORED: set(), "not rounded": set()}
     cut = GELU.replace("    return", "    tail = z < -4.5\n    return").replace(
         "0.5 * z", "where(tail, 0, 0.5 * z)"
@@ -123,7 +123,7 @@ def gemm_swiglu_mlp(x, w_gate_up, w_down):
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_matmul_reads_is_judged_unrounded_too(seed: int) -> None:
     """It was judged as stored alone, in 16 bits, which hides a tail; the matmul still reads it rounded."""
-    spec, run = spec_of("gemm_swiglu_mlp"), Run({"M": 200, "D": 88, "F": 112}, "tails", seed)
+    spec, run = spec_of("gemm_swiglu_mlp"), InputSettings({"M": 200, "D": 88, "F": 112}, "tails", seed)
     assert faults(spec, MLP, run) == {STORED: set(), "not rounded": set()}
     cut = MLP.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
     assert faults(spec, cut, run) == {STORED: set(), "not rounded": {"act"}}
@@ -149,7 +149,7 @@ def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps):
 def test_slips_of_a_norm_are_seen(old: str, new: str) -> None:
     spec = spec_of("gemm_residual_partial_rmsnorm")
     source = RESIDUAL.replace("minimum,", "column_index, sqrt, where,")
-    run = Run({"M": 200, "K": 88, "N": 112}, "zeros", 0)
+    run = InputSettings({"M": 200, "K": 88, "N": 112}, "zeros", 0)
     assert faults(spec, source, run) == {STORED: set(), "not rounded": set()}
     assert faults(spec, source.replace(old, new), run) == {STORED: {"rstd"}, "not rounded": {"rstd"}}
 
@@ -159,7 +159,7 @@ def test_slips_of_a_norm_are_seen(old: str, new: str) -> None:
 def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: int, most: int) -> None:
     spec, run = (
         spec_of("gemm_residual_partial_rmsnorm"),
-        Run({"M": 200, "K": 88, "N": 112}, "spikes", seed),
+        InputSettings({"M": 200, "K": 88, "N": 112}, "spikes", seed),
     )
     assert faults(spec, RESIDUAL, run) == {STORED: set(), "not rounded": set()}
     cut = RESIDUAL.replace("+ x", f"+ minimum(x, {most})")
@@ -175,7 +175,7 @@ def test_where_one_value_outweighs_a_row_the_worst_element_may_be_far_off(
 ) -> None:
     """Of an honest kernel it was 12 and 16 times the yardstick's, among 9000 draws."""
     spec, source = spec_of("gemm_swiglu_bwd"), (KERNELS / "gemm_swiglu_bwd.py").read_text()
-    assert faults(spec, source, Run(sizes, "spikes", seed)) == {STORED: set(), "not rounded": set()}
+    assert faults(spec, source, InputSettings(sizes, "spikes", seed)) == {STORED: set(), "not rounded": set()}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
         "in the interpreter, inputs 'normal', sizes {'M': 264, 'K': 304, 'N': 344}, seed "
     )
     seed = int(words.partition("seed ")[2].partition(",")[0])
-    again = Run(small_sizes(spec)[0], "normal", seed)
+    again = InputSettings(small_sizes(spec)[0], "normal", seed)
     (_, errors), _ = Comparison.of(spec, again).errors(program_of(spec, UNSCALED))
     assert errors[0].reason in words
     assert faults(spec, TOY_KERNEL, again) == {STORED: set(), "not rounded": set()}

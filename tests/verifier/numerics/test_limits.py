@@ -13,10 +13,10 @@ from authoring import KERNELS, program_of
 from checkout import ROOT
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
-from coda_agent.verifier.gpu.checks import KernelCase, Trial
+from coda_agent.verifier.gpu.checks import InputDraw, KernelCase
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import error_gate, mutation_score, reference
-from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
 from coda_agent.verifier.numerics.limits import (
     EXTREME,
@@ -24,12 +24,12 @@ from coda_agent.verifier.numerics.limits import (
     SPIKES,
     USUAL,
     VALUES,
-    Limits,
+    ErrorLimits,
     of_stored,
     of_unrounded,
 )
-from coda_agent.verifier.numerics.mutants import Mutant
-from coda_agent.verifier.numerics.mutation_score import Sample
+from coda_agent.verifier.numerics.mutants import ReferenceMutant
+from coda_agent.verifier.numerics.mutation_score import MutationSample
 from coda_agent.verifier.spec.model import Spec
 
 NAME = "gemm_rmsnorm_swiglu"
@@ -42,12 +42,14 @@ def spec() -> Spec:
 
 
 @contextmanager
-def allowed() -> Iterator[list[Limits]]:
+def allowed() -> Iterator[list[ErrorLimits]]:
     """The limits of each judgement made meanwhile."""
-    found: list[Limits] = []
+    found: list[ErrorLimits] = []
     compare = error_gate.compare
 
-    def noted(spec: Spec, got: Any, truth: Any, yard: Any, limits: Limits = USUAL, exact: Any = ()) -> Any:
+    def noted(
+        spec: Spec, got: Any, truth: Any, yard: Any, limits: ErrorLimits = USUAL, exact: Any = ()
+    ) -> Any:
         found.append(limits)
         return compare(spec, got, truth, yard, limits, exact)
 
@@ -63,15 +65,15 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
     with allowed() as interpreter:
         assert all(
             e.passed
-            for _, errors in Comparison.of(spec, Run(SIZES, family, 0)).errors(program)
+            for _, errors in Comparison.of(spec, InputSettings(SIZES, family, 0)).errors(program)
             for e in errors
         )
-    trial = Sample.of(spec, SIZES, 0, family)
+    trial = MutationSample.of(spec, SIZES, 0, family)
     with allowed() as search:
-        assert trial.passes(Mutant("none", spec.reference))
+        assert trial.passes(ReferenceMutant("none", spec.reference))
     assert search == interpreter == [of_stored(family), of_unrounded(family)]
     if family in FAMILIES:
-        drawn = Trial.__new__(Trial)  # without its inputs, which lie on a GPU
+        drawn = InputDraw.__new__(InputDraw)  # without its inputs, which lie on a GPU
         yard = reference.yardstick(spec, trial.inputs, SIZES)
         drawn.__dict__.update(job=KernelCase(spec, KernelSource(program), "any", SIZES), family=family)
         drawn.__dict__.update(truth=trial.truth, yardstick=yard, exact=trial.exact)
@@ -90,18 +92,20 @@ def test_what_each_family_is_allowed() -> None:
 
 def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) -> None:
     """A spoilt execution that only the interpreter's families show would get through: no GPU draws them."""
-    spoilt = Mutant("spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()})
-    said = Mutant("said", spec.reference + "\nact = 2 * act")
+    spoilt = ReferenceMutant(
+        "spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()}
+    )
+    said = ReferenceMutant("said", spec.reference + "\nact = 2 * act")
     families: list[str] = []
-    honest = Sample.passes
+    honest = MutationSample.passes
 
-    def shown_on_a_cpu(trial: Sample, mutant: Mutant) -> bool:
+    def shown_on_a_cpu(trial: MutationSample, mutant: ReferenceMutant) -> bool:
         families.append(trial.family)
         return honest(trial, mutant) and trial.family not in ON_CPU
 
     with (
         mock.patch.object(mutation_score, "mutants", lambda _: iter((spoilt, said))),
-        mock.patch.object(Sample, "passes", shown_on_a_cpu),
+        mock.patch.object(MutationSample, "passes", shown_on_a_cpu),
     ):
         assert mutation_score.weak_spots(spec, SIZES) == ["spoilt"]
     assert set(families) == set(FAMILIES)

@@ -12,8 +12,8 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import mutants as made
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
-from coda_agent.verifier.numerics.mutants import Mutant, mutants
-from coda_agent.verifier.numerics.mutation_score import Sample, weak_spots
+from coda_agent.verifier.numerics.mutants import ReferenceMutant, mutants
+from coda_agent.verifier.numerics.mutation_score import MutationSample, weak_spots
 from coda_agent.verifier.spec.model import Spec
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def at(spec: Spec, **sizes: int) -> dict[str, int]:
     return {dim: sizes.get(dim, 208) for dim in spec.dims}
 
 
-def named(spec: Spec) -> dict[str, Mutant]:
+def named(spec: Spec) -> dict[str, ReferenceMutant]:
     found = list(mutants(spec))
     assert len({m.name for m in found}) == len(found)
     return {m.name: m for m in found}
@@ -184,7 +184,7 @@ def test_the_wrong_axis_is_seen_on_square_shapes(name: str) -> None:
 def test_gelus_other_form_is_seen_unrounded_only() -> None:
     spec = spec_of("bias_gelu")
     (erf,) = [m for m in mutants(spec) if m.text.endswith("act = gelu(preact)")]
-    trial = Sample.of(spec, at(spec), 0, "normal")
+    trial = MutationSample.of(spec, at(spec), 0, "normal")
     got = reference.fp32(spec, trial.inputs, trial.sizes, erf.text)
     assert all(e.passed for e, _, _ in trial.errors(got))
     assert not trial.passes(erf) and trial.differs(erf)
@@ -196,7 +196,7 @@ def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() 
     capped, free = spec_of("softcap_cross_entropy"), spec_of("partial_cross_entropy")
     for spec in (capped, free):
         unshifted = named(spec)[name]
-        trials = [Sample.of(spec, at(spec) | {"M": 64}, 0, family) for family in ("normal", "huge")]
+        trials = [MutationSample.of(spec, at(spec) | {"M": 64}, 0, family) for family in ("normal", "huge")]
         if spec is free:
             assert [trial.passes(unshifted) for trial in trials] == [True, False]
         else:
@@ -206,7 +206,11 @@ def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() 
 def test_a_maximum_that_begins_at_zero_is_seen_where_all_is_far_below_it() -> None:
     spec = spec_of("partial_cross_entropy")
     (begun,) = [m for m in mutants(spec) if "relu(logits.amax" in m.text]
-    seen = {f for f in (*FAMILIES, *ON_CPU) if not Sample.of(spec, at(spec) | {"M": 64}, 0, f).passes(begun)}
+    seen = {
+        f
+        for f in (*FAMILIES, *ON_CPU)
+        if not MutationSample.of(spec, at(spec) | {"M": 64}, 0, f).passes(begun)
+    }
     assert seen == {"negative"}
 
 
@@ -215,7 +219,7 @@ def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
     """By these seeds no target was 0 while that was left to chance; and what never differs is no mutant."""
     spec = spec_of("partial_cross_entropy")
     (moved,) = [m for m in mutants(spec) if m.name == "'target >= 0' as 'target > 0'"]
-    trial = Sample.of(spec, at(spec) | {"M": 300}, seed, "normal")
+    trial = MutationSample.of(spec, at(spec) | {"M": 300}, seed, "normal")
     assert trial.differs(moved) and not trial.passes(moved)
 
 

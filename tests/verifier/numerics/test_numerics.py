@@ -326,7 +326,7 @@ def test_one_overflow_of_the_yardstick_excuses_no_other():
     assert not error.passed and f"{256 * 508} non-finite" in error.reason
 
 
-def values(got: Tensor, truth: Tensor, yard: Tensor, allowed: limits.Limits = limits.VALUES) -> str:
+def values(got: Tensor, truth: Tensor, yard: Tensor, allowed: limits.ErrorLimits = limits.VALUES) -> str:
     spec = SPECS[SWIGLU].model_copy(update={"outputs": {"preact": SPECS[SWIGLU].outputs["preact"]}})
     one, unrounded = {"preact": got}, error_gate.unrounded(spec)
     (error,) = compare(unrounded, one, {"preact": truth}, {"preact": yard}, allowed)

@@ -197,7 +197,7 @@ def test_whole_files_are_refused_cleanly(source: str, code: str, line: int | Non
 
 def test_no_kind_of_syntax_is_allowed_by_accident() -> None:
     """Grammar that a newer Python adds is refused until someone lists it."""
-    visitors = language._Checker(ast.parse(""), frozenset())._visitors
+    visitors = language._KernelChecker(ast.parse(""), frozenset())._visitors
     reached = {k.__name__ for k in [*visitors, *language._PLAIN] if issubclass(k, ast.stmt | ast.expr)}
     statements = {"ImportFrom", "FunctionDef", "Assign", "AugAssign", "Expr", "For", "Return", "Pass"}
     leaves = {"Name", "Attribute", "Constant", "Subscript", "Call"}
