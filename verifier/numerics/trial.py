@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from difflib import get_close_matches
 from types import TracebackType
 from typing import Literal
@@ -24,10 +25,8 @@ def check_reference(spec: Spec) -> None:
     ``out_dtype`` on a CPU) are tried on a machine that has them.
     """
     sizes, drawn = trial(spec)
-    inputs = dict(drawn)
-    for part in (spec.before, spec.head):
-        inputs |= _try(part, "forward", inputs, sizes) if part else {}
-    _try(spec, "reference", inputs, sizes)
+    inputs = _run(spec, drawn, sizes)
+    _check_odd(spec)
     for name, share in gradients.wrong(spec, drawn, sizes).items():
         raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
     own = {name: cast(inputs[name], DTYPES[t.dtype]) for name, t in spec.inputs.items()}
@@ -40,6 +39,37 @@ def check_reference(spec: Spec) -> None:
             raise
         message = f"{error.message}; it is measured on inputs of their own dtypes: give a baseline with casts"
         raise BadReference(message, error.line) from None
+
+
+def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """The reference on what is drawn, after what comes before it; its inputs."""
+    inputs = dict(drawn)
+    for part in (spec.before, spec.head):
+        inputs |= _try(part, "forward", inputs, sizes) if part else {}
+    _try(spec, "reference", inputs, sizes)
+    return inputs
+
+
+def _check_odd(spec: Spec) -> None:
+    """Raise BadReference where it needs an even size: kernels' types hold at every size, so no program meets
+    such a spec."""
+    failed = _at_odd(spec, spec.dims)
+    if failed is None:
+        return
+    needed = [dim for dim in spec.dims if _at_odd(spec, set(spec.dims) - {dim}) is None] or list(spec.dims)
+    either = " or ".join(needed)
+    message = f"{failed.message}: it needs an even {either}, and a kernel's types hold at every size"
+    raise BadReference(f"{message}; say so in the shapes, with 2*P for {either}", failed.line, failed.key)
+
+
+def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
+    """The failure of a reference at tiny sizes of which some are odd, if any."""
+    sizes, drawn = trial(spec, odd)
+    try:
+        _run(spec, drawn, sizes)
+    except BadReference as error:
+        return error
+    return None
 
 
 class _Untriable(BadReference):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -56,15 +56,17 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
     return series.expand(shape).contiguous() if shape else series[0].clone()
 
 
-def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, even and distinct so that equal numbers hide no mistake, and inputs at these sizes.
+def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Tiny sizes, distinct so that equal numbers hide no mistake, and even except for the ``odd`` dims; and
+    inputs at these sizes.
 
     Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is fp64
     in [0.5, 1.5). Of a backward, only what is drawn. Raises BadReference where the range of integers is empty
     at such sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
-    sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}
+    numbers = dict(zip(spec.dims, primes, strict=False))
+    sizes = {dim: n if dim in odd else 2 * n for dim, n in numbers.items()}
     generator = torch.Generator().manual_seed(0)
     return sizes, {name: _tried(t, name, sizes, generator) for name, t in spec.drawn.items()}
 

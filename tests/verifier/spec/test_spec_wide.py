@@ -9,6 +9,7 @@ import pytest
 import torch
 from spec_files import fails, write_changed
 
+from coda_agent.primitives.lang.dims import Dim
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import draw
@@ -179,6 +180,34 @@ def test_a_trial_is_of_distinct_sizes_and_valid_indices(write):
     assert inputs["target"].dtype == torch.int64 and set(target) <= {-100, *range(sizes["N"])}
     assert target[-1] == -100 and len(set(target)) > 2
     assert inputs["position"].dtype == torch.int32 and inputs["position"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+SWAPS = """\
+name: swaps
+summary: A product whose adjacent columns change places.
+dims: {M: rows, K: inner, H: heads, W: width}
+inputs:
+  x: {shape: [M, K], dtype: bf16}
+  w: {shape: [H*W, K], dtype: bf16}
+outputs:
+  y: {shape: [M, H*W], dtype: bf16}
+static: [H, W]
+reference: |
+  z = x @ w.mT
+  y = z.unflatten(1, (H, W // 2, 2)).flip(-1).flatten(1)
+cases:
+  - {name: small, M: 8, K: 16, H: 2, W: 16}
+"""
+
+
+@pytest.mark.parametrize(("pairs", "needed"), [("(H, W // 2, 2)", "W"), ("(-1, 2)", "H or W")])
+def test_a_reference_that_needs_an_even_width_is_refused_until_its_shapes_say_so(tmp_path, pairs, needed):
+    path = write_changed(tmp_path / "swaps.yaml", SWAPS, "(H, W // 2, 2)", pairs)
+    message = fails(path)
+    assert message.partition(": ")[0].endswith("swaps.yaml:12") and f"an even {needed}" in message
+    text = path.read_text().replace("W // 2", "P").replace("H*W", "H*2*P").replace("W:", "P:")
+    path.write_text(text.replace("[H, W]", "[H, P]"))
+    assert load(path).signature().outputs["y"].shape[1] == Dim.parse("2*H*P")
 
 
 def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
