@@ -12,6 +12,7 @@ EXTRAS = {  # by the name that is imported
     "flashinfer": "compare",
     "liger_kernel": "compare",
     "matplotlib": "draw",
+    "ray": "ray",
 }
 
 

@@ -537,7 +537,7 @@ def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 
 
-DEVICE = ("gpu", "driver", "torch", "cuda", "multiprocessors")
+DEVICE = ("gpu", "uuid", "driver", "torch", "cuda", "multiprocessors")
 
 
 def _conditions(pieces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.compile import CROWDED
 from coda_agent.primitives.system import deadline
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from coda_agent.verifier.report import Accepted, Checked, Identity, QuackTuned, Rejected, joined
+from coda_agent.verifier.report import Accepted, Checked, Gate, Identity, QuackTuned, Rejected, joined
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
@@ -52,18 +52,47 @@ def check(
 ) -> Verdict:
     """Trace in the jail, then run contract, interpreter and a compile for sm_90a, without a GPU.
     ``schedules`` by step are the author's."""
+    found = examine(spec, source, schedules=schedules, weak_jail=weak_jail, progress=progress)
+    return Verdict(found, None) if isinstance(found, Rejected) else compiled(spec, found, progress=progress)
+
+
+class Examined(NamedTuple):
+    """A program that passed the gates before the compiler, with the line behind each node."""
+
+    program: Program
+    lines: tuple[int | None, ...]
+    gates: tuple[Gate, ...]
+
+
+def examine(
+    spec: Spec,
+    source: str,
+    *,
+    schedules: Mapping[int, Schedule] | None = None,
+    weak_jail: bool = False,
+    progress: Progress = silent,
+) -> Examined | Rejected:
+    """Trace in the jail, then run contract and interpreter."""
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
             traced = _trace(spec, source, weak_jail, figures)
             program = _scheduled(traced.program, schedules)
         _check_program(spec, program, gates, traced.lines)
+    except Stop as stop:
+        return stop.rejected
+    return Examined(program, tuple(traced.lines), tuple(gates.passed))
+
+
+def compiled(spec: Spec, found: Examined, *, progress: Progress = silent) -> Verdict:
+    """Compile an examined program for sm_90a, without a GPU."""
+    gates, kernel = Gates(progress, passed=[*found.gates]), KernelSource(found.program)
+    try:
         with gates.gate("compile") as figures:
-            kernel = KernelSource(program)
-            compile_gate(spec, kernel, _tried(program), figures, lines=traced.lines)
+            compile_gate(spec, kernel, _tried(found.program), figures, lines=found.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
-    return Verdict(_checked(spec, kernel, gates), program)
+    return Verdict(_checked(spec, kernel, gates), found.program)
 
 
 def check_edited(

@@ -42,7 +42,7 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.verifier.gpu.worker import Worker
     from coda_agent.verifier.incumbent import Incumbent, Known
-    from coda_agent.verifier.measure import MeasureOptions
+    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 
 FORMAT = 1
 WHOLE = "whole"  # the stage of a finished entry
@@ -265,13 +265,20 @@ def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, A
     return found
 
 
+def measured(
+    path: Path, entry: PackedKernel, options: MeasureOptions, keep: Checkpoint, progress: Progress = silent
+) -> Measurement:
+    """Measure one entry on this process's GPU. ``path`` names its bundle in errors."""
+    return _measured(path, entry, *_verified(path, entry), options, keep, progress, ())
+
+
 def _measured(
     path: Path,
     entry: PackedKernel,
     spec: Spec,
     kernel: KernelSource,
     options: MeasureOptions,
-    keep: FilePieces,
+    keep: Checkpoint,
     progress: Progress,
     ahead: Sequence[Worker],
 ) -> Measurement:

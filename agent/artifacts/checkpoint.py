@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.primitives.system.files import cache_dir, write_atomic
@@ -44,6 +44,11 @@ class FilePieces:
 
     def save(self, piece: str, found: dict[str, Any]) -> None:
         write_atomic(self._path(piece), json.dumps(found))
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """All stages by name."""
+        names = [unquote(path.stem) for path in self.directory.glob("*.json")]
+        return {name: found for name in names if (found := self.load(name)) is not None}
 
     def written(self) -> list[datetime]:
         """The times of all stages, earliest first."""

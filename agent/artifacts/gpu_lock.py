@@ -1,28 +1,56 @@
-"""Lock this machine's GPU: one command measures at a time, since concurrent commands would slow each
-other."""
+"""Lock a GPU: one command measures on it at a time, since concurrent commands would slow each other."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from filelock import FileLock, Timeout
 
 from coda_agent.primitives.system.files import cache_dir
 
+SAYING = 60.0  # seconds between two messages of a waiting command
+
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Exclude other measuring commands of this user. Waits for a running one, and tells ``say``. Raises
-    filelock's Timeout if it still runs at ``deadline``, a moment of ``time.monotonic``."""
-    lock = FileLock(cache_dir() / "gpu.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say("another command is measuring on this GPU; waiting for it")
-        lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
+    """Exclude other measuring commands of this user from this process's first GPU. Waits for a running one,
+    and tells ``say`` again and again. Raises filelock's Timeout if it still runs at ``deadline``, a moment of
+    ``time.monotonic``."""
+    lock = FileLock(cache_dir() / f"{_first_gpu()}.lock")
+    wait = 0.0
+    while True:
+        try:
+            lock.acquire(timeout=wait)
+            break
+        except Timeout:
+            left = SAYING if deadline is None else min(SAYING, deadline - time.monotonic())
+            if wait and left <= 0:
+                raise
+            say("another command is measuring on this GPU; waiting for it")
+            wait = max(left, 0.001)
     try:
         yield
     finally:
         lock.release()
+
+
+def _first_gpu() -> str:
+    """The UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves to this process; "gpu" if none is known.
+
+    Read from NVML, since CUDA would keep a context in this process. NVML and CUDA number GPUs alike unless a
+    host mixes kinds.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    if first.isdecimal():
+        with suppress(Exception):  # NVML is missing, or has no GPU: whatever its library raises
+            import pynvml
+
+            pynvml.nvmlInit()
+            try:
+                first = str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(first))))
+            finally:
+                pynvml.nvmlShutdown()
+    return first if first.startswith(("GPU-", "MIG-")) else "gpu"

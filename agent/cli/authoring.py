@@ -10,6 +10,7 @@ import typer
 
 from coda_agent.agent import arguments as typed
 from coda_agent.agent import setup
+from coda_agent.agent.cli import sweep as sweeps
 from coda_agent.agent.cli.exit_codes import ABSENT, finish
 from coda_agent.agent.options import (
     IMPROVE,
@@ -157,12 +158,19 @@ def resume(
     further: Further,
     measuring: MeasuringOptions,
     gpu: Gpu = None,
+    ray: sweeps.Ray = None,
+    readmit: sweeps.Readmit = None,
     as_json: Json = False,
 ) -> None:
     """Continue runs that were interrupted, ran out of budget, or got an imported measurement. Several
-    continue at once. Options replace those of each run."""
+    continue at once. Options replace those of each run. A sweep continues under its name."""
+    from coda_agent.agent.fleet.sweep import is_sweep
     from coda_agent.agent.run import runs
 
+    if len(run) == 1 and is_sweep(run[0]):
+        sweeps.resume(run[0], budget, measuring, gpu, ray, as_json, further.header(), readmit or ())
+        return
+    typed.refuse_unused("it is for a sweep; leave it out", ray=ray, readmit=readmit)
     setup.need_gpu(gpu, *spelled(measuring))
     for name in run:
         header = setup.header_of(name)

@@ -20,6 +20,7 @@ from coda_agent.agent.cli.compare import compare
 from coda_agent.agent.cli.derive import derive
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from coda_agent.agent.cli.show import show
+from coda_agent.agent.cli.sweep import sweep
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import tune
 from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, spelled
@@ -44,7 +45,7 @@ app.add_typer(tips, name="tips")
 Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read the text, which edited "
                                                        "CuTeDSL requires.")]
 
-for _command in (generate, optimize, primitive, resume, derive, tune):
+for _command in (generate, sweep, optimize, primitive, resume, derive, tune):
     app.command()(_command)
 
 
@@ -188,9 +189,15 @@ def report(
     """Write a run in its current state as one HTML page, or its events as JSON lines. Several runs, or the
     candidates of one command, are also compared: cost, outcome, and gain per round."""
     from coda_agent.agent.artifacts import accept as accepting
-    from coda_agent.agent.reporting import compared
+    from coda_agent.agent.fleet.sweep import is_sweep
+    from coda_agent.agent.reporting import compared, sweep_view
     from coda_agent.agent.run.runs import folder
 
+    if len(run) == 1 and is_sweep(run[0]):
+        arguments.refuse_unused("a sweep has a page; its runs have events: name one of them", jsonl=jsonl)
+        told = json.dumps(sweep_view.as_dict(run[0]), indent=1) if as_json else sweep_view.write(run[0], out)
+        echo(str(told))
+        return
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run")
     if jsonl:

@@ -6,10 +6,11 @@ missing from the answer) stays charged at its reservation and counts as uncertai
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from coda_agent.agent.providers import Charge, Turn, Usage
 from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
@@ -18,6 +19,7 @@ from coda_agent.primitives.errors import Refused
 RESERVED, SETTLED = "reserved", "settled"  # kinds of journal events
 FEWEST_TOKENS = 1024  # below this, an answer is not worth a request
 MILLION = 1_000_000
+T = TypeVar("T")
 
 
 class OutOfBudget(Refused):
@@ -120,24 +122,115 @@ def spent(events: Iterable[Event]) -> Spent:
     return sum(charges.values(), Spent(gpu_seconds=gpu_seconds))
 
 
+class Purse:
+    """One budget that the runs of a process share, each with a ledger of its own.
+
+    The runs' journals hold the charges. This object only adds them up, and lets one request reserve at a
+    time, so that all requests under way fit the budget together. ``began``: the start of the budget's
+    seconds, by ``time.monotonic``.
+    """
+
+    def __init__(self, before: Mapping[str, Spent] | None = None):
+        self.began = time.monotonic()
+        self.turns = threading.Condition(threading.RLock())
+        self.stopped = ""  # why no more requests may begin
+        self._spent = dict(before or {})  # by run
+        self._pending: set[str] = set()  # runs with a request under way
+
+    def stop(self, reason: str) -> None:
+        """Let no more requests and measurements begin."""
+        with self.turns:
+            self.stopped = reason
+            self.turns.notify_all()
+
+    def total(self, run: str = "", own: Spent | None = None) -> Spent:
+        """The spending of all runs; ``own`` is that of ``run`` now."""
+        with self.turns:
+            if own is not None:
+                self._spent[run] = own
+            return sum(self._spent.values(), Spent())
+
+    def reserved(self, run: str, own: Spent) -> None:
+        """A run has reserved a request."""
+        with self.turns:
+            self._pending.add(run)
+            self._spent[run] = own
+
+    def settled(self, run: str, own: Spent) -> None:
+        """A run's request has ended, and may have cost less than was reserved."""
+        with self.turns:
+            self._pending.discard(run)
+            self._spent[run] = own
+            self.turns.notify_all()
+
+    def may_refund(self) -> bool:
+        """Whether a request under way may give back a part of what it reserved."""
+        return bool(self._pending) and not self.stopped
+
+
 @dataclass
 class BudgetLedger:
     """Reserve and settle one run's requests, and record their cost in the journal. ``turn`` is the turn that
-    pays."""
+    pays. With a ``purse``, the limits apply to all runs that share it."""
 
     journal: Journal
     limits: RunLimits = RunLimits()
     turn: int = 0
     began: float = field(default_factory=time.monotonic)
+    purse: Purse | None = None
     _model: str = ""  # of the last request
 
+    def __post_init__(self) -> None:
+        self.began = self.purse.began if self.purse else self.began
+
     def spent(self) -> Spent:
+        """The run's own spending."""
         return spent(self.journal.events())
+
+    def _total(self) -> Spent:
+        own = self.spent()
+        return self.purse.total(self._run, own) if self.purse else own
+
+    @property
+    def _run(self) -> str:
+        return str(self.journal.header["run"])
+
+    def close_turn(self) -> None:
+        """The turn's requests have ended."""
+        if self.purse:
+            self.purse.settled(self._run, self.spent())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
-        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price."""
-        so_far = self.afford()
+        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price. Waits
+        for requests of other runs that may give tokens back."""
+
+        def reserve() -> Charge:
+            charge = self._reserve(model, input_tokens, max_tokens)
+            if self.purse:
+                self.purse.reserved(self._run, self.spent())
+            return charge
+
+        return self._affordable(reserve)
+
+    def _affordable(self, act: Callable[[], T]) -> T:
+        """The result of ``act``. With a purse it is tried again while requests of other runs may give tokens
+        back."""
+        if not self.purse:
+            return act()
+        with self.purse.turns:
+            self.purse.settled(self._run, self.spent())  # an earlier request of this run has failed
+            while True:
+                try:
+                    return act()
+                except OutOfBudget:
+                    self.timely()
+                    if not self.purse.may_refund():
+                        raise
+                    self.purse.turns.wait(1.0)
+
+    def _reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
+        so_far = self._afford()
         left = self._left(model, input_tokens, so_far)
         if left is not None and left < min(FEWEST_TOKENS, max_tokens):
             raise OutOfBudget(
@@ -160,7 +253,10 @@ class BudgetLedger:
 
     def afford(self) -> Spent:
         """The spending so far. Raises OutOfBudget if time, tokens or dollars are used up."""
-        so_far = self.spent()
+        return self._affordable(self._afford)
+
+    def _afford(self) -> Spent:
+        so_far = self._total()
         self._within("tokens", so_far.tokens)
         self._within("dollars", so_far.dollars)
         self.timely()
@@ -168,7 +264,7 @@ class BudgetLedger:
 
     def afford_gpu(self) -> None:
         """Raise OutOfBudget if no more measurements may begin."""
-        self._within("gpu_seconds", self.spent().gpu_seconds)
+        self._within("gpu_seconds", self._total().gpu_seconds)
         self.timely()
 
     @property
@@ -177,7 +273,9 @@ class BudgetLedger:
         return None if self.limits.seconds is None else self.began + self.limits.seconds
 
     def timely(self) -> None:
-        """Raise OutOfBudget once this command's time is up."""
+        """Raise OutOfBudget once this command's time is up, or the purse is closed."""
+        if self.purse and self.purse.stopped:
+            raise OutOfBudget(self.purse.stopped)
         # providers got this same deadline
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise self.late()

@@ -135,7 +135,8 @@ class Journal(Record):
         with _explained(path):
             # never create a file here; autocommit makes each INSERT a transaction, on disk when it returns
             uri = f"{path.absolute().as_uri()}?mode=rw"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+            # threads may share a journal if they take turns
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
             _check(path, connection)  # before the next line, which would convert an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
@@ -151,7 +152,7 @@ class Journal(Record):
         If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another kind, and
         JournalError if the event cannot be written, as on a full disk.
         """
-        rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
+        rows = self._rows(_EVENT_OF, key)
         if not rows:
             text = json.dumps(produce())
             insert = "INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
@@ -161,6 +162,11 @@ class Journal(Record):
         if recorded != kind:
             raise ValueError(f"step {key!r} is recorded as {recorded!r}, not {kind!r}")
         return self._load(text)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The recorded result of `key`, if there is one."""
+        rows = self._rows(_EVENT_OF, key)
+        return self._load(rows[0][1]) if rows else None
 
     def events(self) -> list[Event]:
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
@@ -250,6 +256,7 @@ def held(path: Path) -> bool:
 
 
 _HEADER = "SELECT json FROM header"
+_EVENT_OF = "SELECT kind, payload FROM events WHERE key = ?"
 _EVENTS = "SELECT seq, key, kind, payload, time FROM events WHERE seq > ? ORDER BY seq"
 
 

@@ -10,19 +10,17 @@ import io
 import itertools
 import time
 import tokenize
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
-
-from filelock import Timeout
 
 from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.markdown_fences import PYTHON, last
 from coda_agent.agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import improve, tools
-from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, RunLimits, Spent
+from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, Purse, RunLimits, Spent
 from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Record
 from coda_agent.agent.run.record import uncharged
 from coda_agent.agent.run.task import Measure, Task
@@ -48,6 +46,10 @@ if TYPE_CHECKING:
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
 CALLS = 12  # turns in a row that only use tools; after these, the attempt ends
+
+# Holds a GPU for one measurement. Gets a function to tell why it waits, and the moment to give up waiting
+# (``time.monotonic``), when it raises TimeoutError.
+Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
 class Listener(Protocol):
@@ -96,9 +98,11 @@ class Loop:
     measure: Measure | None = None
     limits: RunLimits = RunLimits()
     improve: int = 0  # rounds that try to make an accepted kernel faster
+    purse: Purse | None = None  # if other runs share the limits
+    gpu: Lease = gpu_alone
 
     def __post_init__(self) -> None:
-        self.ledger = BudgetLedger(self.journal, self.limits)
+        self.ledger = BudgetLedger(self.journal, self.limits, purse=self.purse)
         self.desk = tools.Tools(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
@@ -179,7 +183,10 @@ class Loop:
                 raise
             return turn.to_json() | self.ledger.answered(turn)
 
-        turn = Turn.from_json(self.journal.once(f"answer/{number}", "answer", ask))
+        try:
+            turn = Turn.from_json(self.journal.once(f"answer/{number}", "answer", ask))
+        finally:
+            self.ledger.close_turn()
         self.listener.spent(self.ledger.spent())
         return turn
 
@@ -243,8 +250,8 @@ class Loop:
         with ExitStack() as stack:
             try:
                 say = self.listener.text
-                stack.enter_context(gpu_alone(lambda words: say(f"{words}\n"), self.ledger.deadline))
-            except Timeout:
+                stack.enter_context(self.gpu(lambda words: say(f"{words}\n"), self.ledger.deadline))
+            except TimeoutError:
                 self.ledger.timely()
                 raise
             yield
@@ -326,9 +333,13 @@ class JournalPieces:
         return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        key = self.prefix + piece
-        found = next((e.payload for e in self.journal.events() if e.key == key), None)
+        found = self.journal.get(self.prefix + piece)
         return uncharged(found) if found is not None else None
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """All stages by name."""
+        own = (event for event in self.journal.events() if event.key.startswith(self.prefix))
+        return {event.key.removeprefix(self.prefix): uncharged(event.payload) for event in own}
 
     def save(self, piece: str, found: dict[str, Any]) -> None:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())

@@ -31,6 +31,20 @@ class Measure(Protocol):
     ) -> Measurement: ...
 
 
+class Check(Protocol):
+    """Run the gates that need no GPU, as ``verifier.verify.check`` does."""
+
+    def __call__(
+        self,
+        spec: Spec,
+        source: str,
+        *,
+        schedules: Mapping[int, Schedule] | None = None,
+        weak_jail: bool = False,
+        progress: Progress = ...,
+    ) -> verify.Verdict: ...
+
+
 class Task(Protocol):
     """A task. ``edits``: its answer is CuTeDSL instead of a kernel file."""
 
@@ -55,13 +69,15 @@ class Task(Protocol):
 @dataclass(frozen=True)
 class AuthoringTask:
     """Author a kernel for a spec. ``text`` is the spec's YAML as the author sees it; ``tips`` come from the
-    log; ``derived`` is the program to beat, of a backward that was derived."""
+    log; ``derived`` is the program to beat, of a backward that was derived; ``elsewhere`` checks a source, if
+    that is not done in this process."""
 
     spec: Spec
     text: str
     tips: Sequence[Tip] | None = None
     weak_jail: bool = False
     derived: Program | None = None
+    elsewhere: Check | None = None
     edits = False
 
     def opening(self) -> prompt.Prompt:
@@ -74,9 +90,8 @@ class AuthoringTask:
         return Incumbent(KernelSource(self.derived), {}, {}) if self.derived else None
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        return verify.check(
-            self.spec, source, schedules=schedules, weak_jail=self.weak_jail, progress=progress
-        )
+        check = self.elsewhere or verify.check
+        return check(self.spec, source, schedules=schedules, weak_jail=self.weak_jail, progress=progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
         return usual

@@ -110,7 +110,11 @@ def device() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return known | {"gpu": "unavailable: torch sees no CUDA device"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return known | {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
+    return known | {
+        "gpu": properties.name,
+        "uuid": str(properties.uuid),
+        "multiprocessors": properties.multi_processor_count,
+    }
 
 
 def card() -> str:

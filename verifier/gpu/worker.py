@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -53,17 +53,24 @@ class Worker:
 
     ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import early.
     ``python``: the interpreter of an environment with other versions; it does not get this process's
-    PYTHONPATH, which would take precedence there.
+    PYTHONPATH, which would take precedence there. ``env``: its environment, by default this process's.
     """
 
-    def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
+    def __init__(
+        self,
+        wrapper: Sequence[str] = (),
+        ahead: Sequence[str] = (),
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+    ):
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
         self._process = subprocesses.start(
             [*wrapper, python, "-m", "coda_agent.verifier.gpu.worker", *ahead],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env=os.environ | {"PYTHONPATH": subprocesses.path() if python == sys.executable else ROOT},
+            env=dict(os.environ if env is None else env)
+            | {"PYTHONPATH": subprocesses.path() if python == sys.executable else ROOT},
         )
         self._unread = b""
         self._asked = False

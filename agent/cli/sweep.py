@@ -1,0 +1,254 @@
+"""``coda-agent sweep``: author many specs under one budget, on this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coda_agent.agent import arguments as typed
+from coda_agent.agent import setup
+from coda_agent.agent.cli.exit_codes import ABSENT, OK, REJECTED
+from coda_agent.agent.options import (
+    IMPROVE,
+    AuthoringOptions,
+    BudgetOptions,
+    Gpu,
+    Json,
+    MeasuringOptions,
+    WeakJail,
+    grouped,
+    spelled,
+)
+from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.primitives.errors import Absent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from coda_agent.agent.fleet.driver import Driver
+    from coda_agent.agent.fleet.executor import Executor
+    from coda_agent.agent.fleet.pool import Pool
+    from coda_agent.agent.fleet.sweep import Sweep
+
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|ADDRESS",
+        help="Run on this Ray cluster; auto finds or starts one. Default: this machine.",
+    ),
+]
+AT_ONCE = typer.Option(min=1, max=10_000, help="Runs under way at once. Default: 4 for each core and GPU.")
+AtOnce = Annotated[int | None, AT_ONCE]
+Readmit = Annotated[
+    list[str] | None,
+    typer.Option("--readmit", metavar="GPU", help="Use a GPU again that its sweep left out, by UUID."),
+]
+GRACE = 20.0  # seconds for requests under way to end after Ctrl-C
+TICK = 0.5  # seconds between two updates of the live table
+
+
+@grouped
+def sweep(
+    spec: Annotated[list[str], typer.Argument(metavar="SPEC...", help="YAML files, or names in specs/.")],
+    authoring: AuthoringOptions,
+    budget: BudgetOptions,
+    measuring: MeasuringOptions,
+    gpu: Gpu = None,
+    improve: Annotated[int, IMPROVE] = 0,
+    candidates: Annotated[int, typer.Option(min=1, max=99, help="Runs of each spec.")] = 1,
+    ray: Ray = None,
+    at_once: AtOnce = None,
+    weak_jail: WeakJail = False,
+    as_json: Json = False,
+) -> None:
+    """Have a model author kernels for many specs under one shared budget, on many cores and GPUs."""
+    from coda_agent.agent.fleet import sweep as sweeps
+    from coda_agent.agent.run import runs
+    from coda_agent.verifier.loading import load
+
+    paths = [typed.spec_file(Path(each)) for each in dict.fromkeys(spec)]
+    headers: list[dict[str, Any]] = []
+    # every mistake is reported before anything is written
+    for path, loaded in [(path, load(path)) for path in paths]:
+        header, _ = setup.new_author(loaded.name, authoring, budget.limits(), None)
+        headers.append(
+            header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, loaded)}
+        )
+    if gpu is False:
+        setup.need_gpu(gpu, *spelled(measuring))
+    made = sweeps.create(
+        {"specs": [str(path.absolute()) for path in paths], "candidates": candidates,
+         "limits": budget.limits().to_json(), "headers": headers}
+    )  # fmt: skip
+    _drive(made, budget, measuring, gpu, ray, at_once, as_json)
+
+
+def resume(
+    name: str,
+    budget: BudgetOptions,
+    measuring: MeasuringOptions,
+    gpu: bool | None,
+    ray: str | None,
+    as_json: bool,
+    given: dict[str, Any],
+    readmit: Sequence[str] = (),
+) -> None:
+    """Continue a sweep, perhaps on another cluster. Options in ``given`` replace those of its runs.
+    ``readmit``: slots that were left out, and may come back."""
+    from coda_agent.agent.fleet import sweep as sweeps
+
+    made = sweeps.reopen(name)
+    for slot in readmit:
+        if slot not in made.left_out():
+            out = ", ".join(made.left_out()) or "none"
+            made.close()
+            raise typer.BadParameter(f"{name} did not leave out {slot}; it left out {out}")
+        made.record("readmitted", {"slot": slot})
+    _drive(made, budget, measuring, gpu, ray, None, as_json, given)
+
+
+def executor(ray: str | None, gpu: bool | None) -> Executor:
+    """The executor that the options name. ``gpu`` False leaves its GPUs alone."""
+    if ray is not None:
+        from coda_agent.agent.fleet.on_ray import OnRay
+
+        return OnRay(ray, gpus=gpu is not False)
+    from coda_agent.agent.fleet.local import Local
+
+    return Local(gpus=[] if gpu is False else None)
+
+
+def _drive(
+    made: Sweep,
+    budget: BudgetOptions,
+    measuring: MeasuringOptions,
+    gpu: bool | None,
+    ray: str | None,
+    at_once: int | None,
+    as_json: bool,
+    given: dict[str, Any] | None = None,
+) -> None:
+    from coda_agent.agent.fleet.driver import Driver, spent_before
+    from coda_agent.agent.run.budget import Purse, RunLimits
+
+    limits = RunLimits.from_json({**made.header["limits"], **budget.limits().to_json()})
+    try:
+        names = _members(made)
+        purse = Purse(spent_before(names))
+        with _pool(made, ray, gpu) as pool:
+            if gpu and not pool.gpus:
+                raise Absent("the fleet has no H100; leave out --gpu")
+            wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None
+            driver = Driver(made, pool, purse, limits, wanted, given or {})
+            threads = driver.start(driver.unfinished(names), at_once or 4 * max(1, len(pool.uses)))
+            _attend(driver, threads, names, setup.console(as_json))
+    finally:
+        made.close()
+    _end(driver, as_json)
+
+
+@contextmanager
+def _pool(made: Sweep, ray: str | None, gpu: bool | None) -> Iterator[Pool]:
+    from coda_agent.agent.fleet.pool import Pool
+
+    slots = executor(ray, gpu)
+    try:
+        pool = Pool(slots, made.record, made.left_out(), made.kind())
+        try:
+            yield pool
+        finally:
+            pool.close()
+    finally:
+        slots.close()
+
+
+def _members(made: Sweep) -> list[str]:
+    """The sweep's runs, which are created where they are missing: first one of each spec, then another."""
+    from coda_agent.agent.run import runs
+    from coda_agent.verifier.loading import load
+
+    loaded = {path: load(path, check=False) for path in made.header["specs"]}
+    for number in range(1, made.header["candidates"] + 1):
+        for path, header in zip(made.header["specs"], made.header["headers"], strict=True):
+
+            def create(
+                path: str = path, header: dict[str, Any] = header, number: int = number
+            ) -> dict[str, Any]:
+                run = runs.create(
+                    loaded[path],
+                    Path(path).read_text(encoding="utf-8"),
+                    header | {"sweep": made.name, "sweep_candidate": number},
+                )
+                run.journal.close()
+                return {"run": run.name}
+
+            made.once(f"run/{number}/{path}", "run", create)
+    return made.runs()
+
+
+def _attend(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
+    """Show the sweep until its runs have ended. Ctrl-C lets requests under way end, and begins none."""
+    try:
+        _watch(driver, threads, names, console)
+    except KeyboardInterrupt:
+        driver.purse.stop("interrupted")
+        driver.pool.close("interrupted")
+        deadline = time.monotonic() + GRACE
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        echo(f"continue with: coda-agent resume {driver.sweep.name}", err=True)
+        raise
+    if driver.bug:
+        raise driver.bug
+
+
+def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
+    from rich.live import Live
+
+    from coda_agent.agent.reporting import sweep_view
+    from coda_agent.agent.run.history import Reading
+
+    console.print(f"sweep {driver.sweep.name}: {len(names)} runs")
+    readings = {name: Reading(name) for name in names}
+    if not console.is_terminal:
+        told: set[str] = set()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(TICK)
+            for words in driver.news():
+                if words not in told:
+                    told.add(words)
+                    console.print(words, soft_wrap=True)
+        return
+    with Live(console=console, auto_refresh=False) as shown:
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(TICK)
+            shown.update(sweep_view.live(driver, readings), refresh=True)
+
+
+def _end(driver: Driver, as_json: bool) -> None:
+    """Say how the sweep ended, write its page, and exit: 0 if every run has a kernel, 1 if a run has none, 3
+    if the sweep stopped early."""
+    import json
+
+    from coda_agent.agent.reporting import sweep_view
+
+    name = driver.sweep.name
+    path = sweep_view.write(name)
+    told = sweep_view.as_dict(name)
+    if as_json:
+        echo(json.dumps(told, indent=1))
+    else:
+        for run, why in driver.problems.items():
+            echo(f"{run}: {why}", err=True)
+        echo(", ".join(f"{number} {status}" for status, number in told["statuses"].items()))
+        echo(str(path))
+    if driver.problems:
+        echo(f"continue with: coda-agent resume {name}", err=True)
+        raise typer.Exit(ABSENT)
+    raise typer.Exit(OK if not set(told["statuses"]) - {"accepted", "checked"} else REJECTED)

@@ -1,0 +1,1 @@
+"""Author, check and measure many specs on many processors and GPUs."""

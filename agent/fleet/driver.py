@@ -1,0 +1,322 @@
+"""Drive a sweep: author its runs in threads, and lease slots for their checks and measurements.
+
+An author waits for a network, so one process drives many runs. A run that loses its slot is as a run that was
+killed: it begins again from its journal, which has every answer, verdict and finished stage.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts import bundle, quack_tunings
+from coda_agent.agent.fleet import pieces
+from coda_agent.agent.fleet.executor import Slot, SlotLost
+from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
+from coda_agent.agent.fleet.sweep import Sweep, compile_key
+from coda_agent.agent.run import history, runs
+from coda_agent.agent.run.budget import Purse, RunLimits, Spent
+from coda_agent.agent.run.loop import Loop, Outcome
+from coda_agent.agent.run.runs import Run
+from coda_agent.agent.run.task import AuthoringTask
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.gates import Progress, identity, silent
+from coda_agent.verifier.gpu.worker import Lost
+from coda_agent.verifier.measure import Checkpoint
+from coda_agent.verifier.report import (
+    MEASUREMENT,
+    Accepted,
+    Checked,
+    Gate,
+    Measurement,
+    Rejected,
+    Unmeasured,
+)
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import Verdict
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.incumbent import Incumbent
+    from coda_agent.verifier.measure import MeasureOptions
+
+SILENCE = 900.0  # seconds after which a piece on a core hangs: one compile may take COMPILE_SECONDS
+MEASURING = 1800.0  # the same on a GPU, whose workers have limits of their own
+UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
+SAME = "gpu"  # the stage that names the GPU of a measurement
+VOIDS = 3  # invalid measurements of one kernel before it is left for later
+CHECKING = "slot"  # the gate of a source that kills or hangs whatever checks it
+
+
+@dataclass
+class Driver:
+    """One session of a sweep. ``measuring`` is None if no GPU is wanted."""
+
+    sweep: Sweep
+    pool: Pool
+    purse: Purse
+    limits: RunLimits
+    measuring: MeasureOptions | None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    now: dict[str, str] = field(default_factory=dict)  # by run, the step in progress
+    problems: dict[str, str] = field(default_factory=dict)  # by run, why it ended early
+    ended: list[str] = field(default_factory=list)  # in order, in words
+    bug: BaseException | None = None
+
+    def unfinished(self, names: Sequence[str]) -> list[str]:
+        """The runs that can go further: those without an end, that ended early, or whose kernel is not
+        measured although GPUs are here."""
+        last: dict[str, str | None] = dict.fromkeys(names)
+        for event in self.sweep.journal.events():
+            if event.kind == "ended":
+                last[event.payload["run"]] = event.payload["stopped"]
+        if self.given:
+            return list(names)
+        return [name for name in names if last[name] != "" or (self.measuring and _checked(name))]
+
+    def news(self) -> list[str]:
+        """Lines for a person without a terminal."""
+        lines = [*self.ended, *(f"left out: {slot}: {why}" for slot, why in list(self.pool.left_out.items()))]
+        return lines + [f"refused: {node}: {why}" for node, why in list(self.pool.refusals.items())]
+
+    def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
+        """Author these runs, so many at once, in threads that die with this process."""
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for name in names:
+            waiting.put(name)
+
+        def work() -> None:
+            while not self.purse.stopped and self.bug is None:
+                try:
+                    name = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                self._author(name)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(names)))]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _author(self, name: str) -> None:
+        """Author a run to its end. An expected error ends this run alone; a bug ends the sweep."""
+        try:
+            self.now[name], status = "opening", history.UNDECIDED
+            outcome = self._authored(name)
+            problem, status = outcome.stopped, outcome.report.status
+        except CodaError as error:
+            problem = str(error)
+        except BaseException as error:
+            self.bug = error
+            problem = f"a bug: {error!r}"
+        self.now.pop(name, None)
+        self.problems.pop(name, None)
+        if problem:
+            self.problems[name] = problem
+        self.ended.append(f"{name}: {status}" + (f", stopped: {problem}" if problem else ""))
+        self.sweep.record("ended", {"run": name, "stopped": problem})
+
+    def _authored(self, name: str) -> Outcome:
+        lost, voids = 0, 0
+        while True:
+            run = runs.reopen(name)
+            try:
+                one = _OnSlots(self, run)
+                outcome = one.loop().run()
+            except Suspect:
+                continue
+            except SlotLost as error:
+                lost += 1
+                if lost == LOSSES:
+                    raise GivenUp(f"{LOSSES} GPUs were lost under it, the last one: {error}") from None
+                continue
+            finally:
+                run.journal.close()
+            voids += one.voided
+            if not one.voided or voids >= VOIDS or self.purse.stopped:
+                return outcome
+
+
+@dataclass
+class _OnSlots:
+    """One run on slots: its check, its measurement, and its listener."""
+
+    driver: Driver
+    run: Run
+    gpu: Slot | None = None
+    voided: bool = False
+
+    def loop(self) -> Loop:
+        driver, run = self.driver, self.run
+        header = {**run.journal.header, **driver.given}
+        task = setup.task_of(run)
+        assert isinstance(task, AuthoringTask)  # a sweep has no others
+        return Loop(
+            run.journal,
+            run.spec,
+            replace(task, elsewhere=self.check),
+            setup.provider_of(run, header),
+            _Listener(driver.now, run.name),
+            header["attempts"],
+            self.measure if driver.measuring else None,
+            driver.limits,
+            header.get("improve", 0),
+            driver.purse,
+            self.lease,
+        )
+
+    def check(
+        self,
+        spec: Spec,
+        source: str,
+        *,
+        schedules: Mapping[int, Schedule] | None = None,
+        weak_jail: bool = False,
+        progress: Progress = silent,
+    ) -> Verdict:
+        """The gates without a GPU: examine the source on one slot, and compile its program on another, unless
+        the fleet has compiled it already."""
+        pool, name = self.driver.pool, self.run.name
+        asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
+        asked |= {"schedules": {str(step): s.to_json() for step, s in (schedules or {}).items()}}
+        try:
+            found = pool.run(f"{name} check", pieces.examine, asked, patience=SILENCE, progress=progress)
+            if "rejected" in found:
+                return Verdict(Rejected.model_validate(found["rejected"]), None)
+            program = Program.from_json(found["program"], spec.signature())
+
+            def compiled() -> dict[str, Any]:
+                wanted = {"spec": self.run.text, **found}
+                made = pool.run(
+                    f"{name} compile", pieces.compile_program, wanted, patience=SILENCE, progress=progress
+                )
+                if "rejected" in made:
+                    raise _Refused(Rejected.model_validate(made["rejected"]))
+                return made
+
+            made = self.driver.sweep.once(compile_key(spec.hash, program), "compile", compiled)
+        except _Refused as refused:
+            return Verdict(refused.report, None)
+        except Lost as lost:
+            return Verdict(Rejected(gate="compile", code=lost.code, message=lost.message), None)
+        gates = tuple(map(Gate.model_validate, (*found["gates"], made["gate"])))
+        own = identity(spec, KernelSource(program))
+        report = Checked(identity=own, gates=gates, unmeasured=UNMEASURED)
+        return Verdict(report, program)
+
+    @contextmanager
+    def lease(self, say: Any, deadline: float | None) -> Iterator[Slot]:
+        """Hold a GPU of the fleet."""
+        self.driver.now[self.run.name] = "waiting for a GPU"
+        with self.driver.pool.lease(True, f"{self.run.name} measure", deadline) as self.gpu:
+            yield self.gpu
+
+    def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: Incumbent | None) -> Measurement:
+        """Measure on the leased GPU. One that fails its controls leaves the pool."""
+        assert self.gpu is not None and self.driver.measuring is not None
+        quack = quack_tunings.quack(spec)
+        entry = bundle.PackedKernel(
+            run=self.run.name,
+            attempt=0,
+            spec_text=self.run.text,
+            program=kernel.program.to_json(),
+            identity=identity(spec, kernel),
+            quack=quack,
+            kept=bundle.PackedIncumbent.of(kept) if kept else None,
+        )
+        found = measured_on(
+            self.gpu, entry, self.driver.measuring, keep, _heard(self.driver.now, self.run.name)
+        )
+        if isinstance(found, Unmeasured):
+            self.voided = True
+            if failed_controls(found):
+                self.driver.pool.leave_out(self.gpu, f"it failed its controls: {found.reason}")
+        return found
+
+
+def spent_before(names: Sequence[str]) -> dict[str, Spent]:
+    """By run, the spending so far."""
+    return {name: history.of(name).spent for name in names}
+
+
+def _checked(name: str) -> bool:
+    return history.of(name).status == "checked"
+
+
+class _Refused(Exception):
+    def __init__(self, report: Rejected):
+        self.report = report
+
+
+def failed_controls(found: Unmeasured) -> bool:
+    """Whether a GPU found a difference between equal arms, or missed the planted delay."""
+    return bool(found.evidence.get("controls"))
+
+
+class Stages(Checkpoint, Protocol):
+    """A store of a measurement's stages that can list them."""
+
+    def known(self) -> dict[str, dict[str, Any]]: ...
+
+
+def measured_on(
+    slot: Slot, entry: bundle.PackedKernel, options: MeasureOptions, keep: Stages, progress: Progress
+) -> Measurement:
+    """Measure an entry on a slot's GPU. Its finished stages arrive one by one, and are stored here. Raises
+    SlotLost."""
+    began = keep.load(SAME)
+    if began is None:
+        keep.save(SAME, {"gpu": slot.name})
+    elif began["gpu"] != slot.name:  # one measurement never spans GPUs
+        return Unmeasured(reason=f"it began on {began['gpu']}, and now has {slot.name}: it begins anew")
+    asked = {"entry": entry.model_dump(mode="json"), "options": options, "stages": keep.known()}
+    asked |= {"place": f"run {entry.run}"}
+
+    def heard(gate: str, words: str) -> None:
+        if gate == pieces.STAGE:
+            keep.save(*json.loads(words))
+        else:
+            progress(gate, words)
+
+    return MEASUREMENT.validate_python(slot.run(pieces.measure, asked, patience=MEASURING, progress=heard))
+
+
+def _heard(now: dict[str, str], run: str) -> Progress:
+    def heard(gate: str, words: str) -> None:
+        now[run] = f"{gate} {words}"
+
+    return heard
+
+
+@dataclass
+class _Listener:
+    """A run's observer, which keeps its current step for the live table."""
+
+    now: dict[str, str]
+    run: str
+
+    def attempt(self, number: int, limit: int) -> None:
+        self.now[self.run] = f"attempt {number}: waiting for an answer"
+
+    def text(self, words: str) -> None:
+        if line := words.strip():
+            self.now[self.run] = f"author: {line.splitlines()[-1]}"
+
+    def gate(self, name: str, words: str) -> None:
+        self.now[self.run] = f"{name} {words}"
+
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+        self.now[self.run] = f"attempt {number} {report.status}"
+
+    def tool(self, name: str, words: str) -> None:
+        self.now[self.run] = f"tool {name}"
+
+    def spent(self, spent: Spent) -> None: ...

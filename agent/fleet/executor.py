@@ -1,0 +1,159 @@
+"""The interface of an executor: slots on which pieces of work run, here or on other machines.
+
+``local`` has the slots of this machine, ``on_ray`` those of a Ray cluster. Nothing above this module knows
+which one runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from coda_agent.primitives.errors import Absent
+from coda_agent.primitives.system import subprocesses
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.gpu.worker import Task, Worker
+
+CPU = "CPU"  # the kind of a slot without a GPU; the others' is their GPU's name
+DESCRIBING = 300.0  # seconds to import PyTorch and describe a node, on a busy machine
+ROOT = Path(__file__).absolute().parents[2]
+AHEAD = {  # modules that a slot's worker imports early
+    True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
+    False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
+}
+
+
+class SlotLost(Exception):
+    """A slot is gone: its process, node or cluster. This says nothing about the piece that it worked on."""
+
+
+class ExecutorLost(Absent):
+    """All slots are gone, as with a cluster's head."""
+
+
+class Slot(Protocol):
+    """A place where one piece runs at a time: a core, or a GPU. ``name`` is unique in the fleet; a GPU's is
+    its UUID."""
+
+    name: str
+    kind: str
+    node: str
+
+    def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
+        """The task's answer, as ``verifier.gpu.worker.Worker.ask`` gives it. Raises SlotLost if the slot is
+        gone."""
+        ...
+
+
+class Executor(Protocol):
+    """The slots that exist now. Nodes may join and leave at any time."""
+
+    def slots(self) -> Sequence[Slot]:
+        """Raises ExecutorLost."""
+        ...
+
+    def refused(self) -> Mapping[str, str]:
+        """The nodes that may not join, with the reason."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its UUID as CUDA_VISIBLE_DEVICES takes it, and its name."""
+
+    uuid: str
+    name: str
+
+
+class ProcessSlot:
+    """A slot of this machine: an expendable process, which is replaced if a piece kills it.
+
+    It gets no keys, since a piece may compile untrusted text. A slot without a GPU sees none.
+    """
+
+    def __init__(self, name: str, node: str, gpu: Gpu | None = None):
+        self.name, self.node = name, node
+        self.kind = gpu.name if gpu else CPU
+        self._gpu = gpu
+        self._worker: Worker | None = None
+
+    def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
+        if self._worker is None:
+            env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
+            if not self._gpu:  # slots side by side: PyTorch's threads would wait in turn
+                env["OMP_NUM_THREADS"] = "1"
+            self._worker = Worker(env=env, ahead=AHEAD[self._gpu is None])
+        worker, self._worker = self._worker, None
+        found = worker
+        try:
+            answer = worker.ask(task, argument, patience=patience, progress=progress)
+        except BaseException:
+            worker.close()
+            raise
+        self._worker = found
+        return answer
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def describe(_: object) -> dict[str, Any]:
+    """A node, described by a worker on it: its ``environment``, and its ``gpus`` for which kernels are
+    lowered."""
+    import torch
+
+    from coda_agent.primitives.target import TARGET
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_capability(index) == TARGET.capability:
+            found = torch.cuda.get_device_properties(index)
+            gpus.append({"uuid": f"GPU-{found.uuid}", "name": found.name})
+    return {"environment": environment(), "gpus": gpus}
+
+
+def described() -> dict[str, Any]:
+    """``describe`` this machine, in a process of its own: this one stays free of CUDA."""
+    with Worker(env=subprocesses.environment()) as worker:
+        return worker.ask(describe, None, patience=DESCRIBING)
+
+
+def environment() -> dict[str, str]:
+    """The versions that must agree in a fleet: Python, packages, and a hash of our own files."""
+    from importlib.metadata import version
+
+    from coda_agent.primitives.compiler.lower import PACKAGES
+
+    packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi", "numpy")
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {name: version(name) for name in packages} | {"python": python, "coda-agent": _own_hash()}
+
+
+@cache
+def _own_hash() -> str:
+    """The hash of the files that decide and compile; ``CODA_AGENT_VERSION`` overrides it, for tests."""
+    if given := os.environ.get("CODA_AGENT_VERSION"):
+        return given
+    hashed = hashlib.sha256()
+    for package in ("primitives", "verifier", "agent"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            hashed.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return hashed.hexdigest()[:16]
+
+
+def differing(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """The versions in which another node differs, in words; "" if it does not."""
+    names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    words = [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in names
+    ]
+    return "; ".join(words)

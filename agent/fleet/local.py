@@ -1,0 +1,31 @@
+"""The executor of one machine: a slot for every core and every GPU, each a process."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+
+from coda_agent.agent.fleet.executor import Gpu, ProcessSlot, Slot, described
+
+
+class Local:
+    """This machine. ``gpus`` and ``cpus`` are its own by default."""
+
+    def __init__(self, cpus: int | None = None, gpus: Sequence[Gpu] | None = None):
+        node = platform.node()
+        if gpus is None:
+            gpus = [Gpu(**gpu) for gpu in described()["gpus"]]
+        names = [f"{node}/{core}" for core in range(cpus or len(os.sched_getaffinity(0)))]
+        self._slots = [ProcessSlot(name, node) for name in names]
+        self._slots += [ProcessSlot(gpu.uuid, node, gpu) for gpu in gpus]
+
+    def slots(self) -> Sequence[Slot]:
+        return self._slots
+
+    def refused(self) -> Mapping[str, str]:
+        return {}
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()

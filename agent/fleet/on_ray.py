@@ -1,0 +1,289 @@
+"""The executor of a Ray cluster: an actor for every core and every GPU of every node that fits the fleet.
+
+Ray only leases. Its actors are never restarted and its tasks never retried: a lost piece is void, and the
+driver begins it again under the same key. An actor hands its work to an expendable process, beats while that
+works, and sends the answer. Beats are counted by the driver's clock, so clocks of nodes do not matter.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+import queue
+import resource
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from coda_agent.agent.fleet.executor import (
+    CPU,
+    ExecutorLost,
+    Gpu,
+    ProcessSlot,
+    Slot,
+    SlotLost,
+    described,
+    differing,
+    environment,
+)
+from coda_agent.verifier.gates import Failed, Progress
+from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+
+BEAT = 2.0  # seconds between two signs of life
+SILENT = 30.0  # seconds without one after which a slot is lost
+LOOK = 1.0  # seconds between two questions for the cluster's nodes
+GONE = 20.0  # seconds without an answer after which the cluster's head is gone
+FILES = 65_536  # a raylet with many actors needs more than the usual 1,024
+
+Message = tuple[str, Any]  # "beat", "progress", "answer", "failed", "lost", "bug"
+
+
+class Seat:
+    """A slot's process on its node. Ray gives it one core, and a GPU if it has one."""
+
+    def __init__(self, name: str, gpu: Gpu | None):
+        import platform
+
+        self._slot = ProcessSlot(name, platform.node(), gpu)
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self, work: str, patience: float) -> Iterator[Message]:
+        """Run a pickled task and its argument; yield its progress and beats, and at last how it ended."""
+        said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(work, patience, said), daemon=True)
+        thread.start()
+        while True:
+            try:
+                message = said.get(timeout=BEAT)
+            except queue.Empty:
+                message = ("beat", None)
+            yield message
+            if message[0] not in ("beat", "progress"):
+                return
+
+    def _run(self, work: str, patience: float, said: queue.SimpleQueue[Message]) -> None:
+        task, argument = pickle.loads(base64.b64decode(work))
+        try:
+            answer = self._slot.run(
+                task, argument, patience=patience, progress=lambda *words: said.put(("progress", words))
+            )
+            said.put(("answer", answer))
+        except Lost as lost:
+            said.put(("lost", (lost.code, lost.message)))
+        except Failed as failed:
+            said.put(("failed", (failed.code, failed.message, failed.line, failed.evidence)))
+        except BaseException as error:
+            said.put(("bug", f"{type(error).__name__}: {error}"))
+
+
+class Porter:
+    """Describes a node to the driver before it may join."""
+
+    def described(self) -> dict[str, Any]:
+        return described()
+
+
+@dataclass
+class RaySlot:
+    """A slot on a node of the cluster, as the driver sees it."""
+
+    name: str
+    kind: str
+    node: str
+    gpu: Gpu | None
+    actor: Any
+    lost: bool = False
+
+    def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
+        work = base64.b64encode(pickle.dumps((task, argument))).decode()
+        try:
+            for kind, told in self._messages(self.actor.run.remote(work, patience)):
+                match kind:
+                    case "progress":
+                        progress(*told)
+                    case "answer":
+                        return dict(told)
+                    case "failed":
+                        code, message, line, evidence = told
+                        raise Failed(code, message, line, **evidence)
+                    case "lost":
+                        raise Lost(*told)
+                    case "bug":
+                        raise WorkerError(told)
+        except RayError as error:
+            self.lost = True
+            raise SlotLost(_first_line(error)) from None
+        except SlotLost:
+            self.lost = True
+            raise
+        self.lost = True
+        raise SlotLost("its process ended without an answer")
+
+    def _messages(self, stream: Any) -> Iterator[Message]:
+        """The messages of a piece. Raises SlotLost if the slot falls silent: Ray may notice a lost node much
+        later."""
+        while True:
+            ready, _ = ray.wait([stream], timeout=SILENT, fetch_local=False)
+            if not ready:
+                raise SlotLost(f"it gave no sign of life for {SILENT:.0f} s")
+            try:
+                reference = next(stream)
+            except StopIteration:
+                return
+            yield ray.get(reference, timeout=SILENT)
+
+
+@dataclass
+class _Node:
+    """A node on its way into the fleet."""
+
+    name: str
+    cores: int
+    gpus: int
+    porter: Any
+    answer: Any
+    since: float = field(default_factory=time.monotonic)
+    joined: bool = False
+    waiting: list[tuple[RaySlot, Any]] = field(default_factory=list)  # slots whose actors are starting
+
+
+class OnRay:
+    """The slots of a cluster. ``address`` is a cluster's, or "auto": the one that runs here, or a new one of
+    this machine alone. ``gpus``: whether to use its GPUs."""
+
+    def __init__(self, address: str, *, gpus: bool = True):
+        _raise_limit()
+        options: dict[str, Any] = {"address": None if address == "auto" else address}
+        with suppress(ConnectionError):
+            options |= {"address": "auto"} if address == "auto" else {}
+            ray.init(**options, namespace="coda-agent", log_to_driver=False, logging_level=logging.ERROR)
+        if not ray.is_initialized():
+            if address != "auto":
+                raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
+            ray.init(namespace="coda-agent", log_to_driver=False, logging_level=logging.ERROR)
+        self._gpus = gpus
+        self._here = environment()
+        self._nodes: dict[str, _Node] = {}
+        self._refused: dict[str, str] = {}
+        self._slots: dict[str, RaySlot] = {}
+        self._looked = 0.0
+
+    def slots(self) -> Sequence[Slot]:
+        if time.monotonic() - self._looked >= LOOK:
+            self._look()
+            self._looked = time.monotonic()
+        return list(self._slots.values())
+
+    def refused(self) -> Mapping[str, str]:
+        return dict(self._refused)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+    def _look(self) -> None:
+        alive = {node["NodeID"]: node for node in _nodes() if node["Alive"]}
+        for identifier in self._nodes.keys() - alive.keys():
+            gone = self._nodes.pop(identifier)
+            self._slots = {name: slot for name, slot in self._slots.items() if slot.node != gone.name}
+        for identifier, told in alive.items():
+            if identifier not in self._nodes:
+                self._nodes[identifier] = self._asked(identifier, told)
+            self._follow(identifier, self._nodes[identifier])
+
+    def _asked(self, identifier: str, told: Mapping[str, Any]) -> _Node:
+        """A new node, which is asked to describe itself."""
+        name = f"{told['NodeManagerHostname']}:{identifier[:8]}"
+        resources = told["Resources"]
+        porter: Any = ray.remote(Porter).options(num_cpus=0, **_on(identifier)).remote()
+        cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        return _Node(name, cores, gpus, porter, porter.described.remote())
+
+    def _follow(self, identifier: str, node: _Node) -> None:
+        """Take a node in once it is described, and its slots once their actors run."""
+        if not node.joined and _done(node.answer):
+            node.joined = True
+            try:
+                told = ray.get(node.answer)
+            except RayError as error:
+                self._refused[node.name] = f"it cannot describe itself: {_first_line(error)}"
+                return
+            if differs := differing(self._here, told["environment"]):
+                self._refused[node.name] = f"{differs}; install the same versions, and restart its Ray"
+                return
+            gpus = [Gpu(**gpu) for gpu in told["gpus"]][: node.gpus] if self._gpus else []
+            for name in (f"{node.name}/{core}" for core in range(node.cores)):
+                self._seat(identifier, node, name, None)
+            for gpu in gpus:
+                self._seat(identifier, node, gpu.uuid, gpu)
+        for slot in [slot for slot in self._slots.values() if slot.lost and slot.node == node.name]:
+            del self._slots[slot.name]
+            with suppress(RayError):  # it may only be silent
+                ray.kill(slot.actor)
+            self._seat(identifier, node, slot.name, slot.gpu)
+        for slot, ready in list(node.waiting):
+            if _done(ready):
+                node.waiting.remove((slot, ready))
+                with suppress(RayError):  # its node has gone again
+                    ray.get(ready)
+                    self._slots[slot.name] = slot
+
+    def _seat(self, identifier: str, node: _Node, name: str, gpu: Gpu | None) -> None:
+        """Begin a slot's actor on a node."""
+        # a GPU's slot only waits for its GPU: the cores are for compiling
+        options = {"num_cpus": 0, "num_gpus": 1} if gpu else {"num_cpus": 1}
+        actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(name, gpu)
+        slot = RaySlot(name, gpu.name if gpu else CPU, node.name, gpu, actor)
+        node.waiting.append((slot, actor.ready.remote()))
+
+
+def _on(identifier: str) -> dict[str, Any]:
+    """Options of an actor on one node, which is never restarted."""
+    strategy = NodeAffinitySchedulingStrategy(node_id=identifier, soft=False)
+    return {"scheduling_strategy": strategy, "max_restarts": 0, "max_task_retries": 0}
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """The cluster's nodes. Raises ExecutorLost if its head does not answer: Ray would wait for minutes."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(ray.nodes())
+        except Exception as error:  # Ray's client raises whatever its transport does
+            found.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    remedy = "resume the sweep on a new one: coda-agent resume SWEEP --ray ADDRESS"
+    try:
+        answer = found.get(timeout=GONE)
+    except queue.Empty:
+        raise ExecutorLost(f"the cluster's head has not answered for {GONE:.0f} s; {remedy}") from None
+    if isinstance(answer, Exception):
+        raise ExecutorLost(f"the cluster's head is gone ({_first_line(answer)}); {remedy}") from None
+    return answer
+
+
+def _done(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _raise_limit() -> None:
+    """Allow the raylets that this process starts as many files as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,87 @@
+"""The pieces of work that slots run: examine a source, compile a program, measure a kernel.
+
+Each is a task of ``verifier.gpu.worker``: plain data in, JSON out. An author's Python runs only in the jail,
+as everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.report import Gate, Rejected
+from coda_agent.verifier.spec.file import of_text
+from coda_agent.verifier.spec.model import Spec
+
+STAGE = "stage"  # the gate under which a finished stage of a measurement is reported
+
+
+def spec_of(text: str) -> Spec:
+    """A spec that was checked before."""
+    return of_text(Path("spec.yaml"), text, Spec, lambda spec: None)
+
+
+def examine(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run the gates before the compiler on a source. The answer has ``rejected``, or the program."""
+    from coda_agent.verifier import verify
+
+    spec = spec_of(asked["spec"])
+    found = verify.examine(
+        spec,
+        asked["source"],
+        schedules=by_step(asked["schedules"]),
+        weak_jail=asked["weak_jail"],
+        progress=report,
+    )
+    if isinstance(found, Rejected):
+        return {"rejected": found.model_dump(mode="json")}
+    return {
+        "program": found.program.to_json(),
+        "lines": found.lines,
+        "gates": [gate.model_dump(mode="json") for gate in found.gates],
+    }
+
+
+def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run the compile gate on an examined program. The answer has ``rejected``, or the ``gate``."""
+    from coda_agent.verifier import verify
+
+    spec = spec_of(asked["spec"])
+    gates = tuple(map(Gate.model_validate, asked["gates"]))
+    found = verify.Examined(
+        Program.from_json(asked["program"], spec.signature()), tuple(asked["lines"]), gates
+    )
+    verdict = verify.compiled(spec, found, progress=report)
+    if isinstance(verdict.report, Rejected):
+        return {"rejected": verdict.report.model_dump(mode="json")}
+    return {"gate": verdict.report.gates[-1].model_dump(mode="json")}
+
+
+class _Stages:
+    """The stages of a measurement: those known before, and new ones, which are reported at once."""
+
+    def __init__(self, known: dict[str, dict[str, Any]]):
+        self._known = known
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        return self._known.get(piece)
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        report(STAGE, json.dumps([piece, found]))
+
+
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure a bundle's entry on this slot's GPU, which no other command uses meanwhile."""
+    from coda_agent.agent.artifacts import bundle
+    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+
+    entry = bundle.PackedKernel.model_validate(asked["entry"])
+    with gpu_alone(lambda words: report("benchmark", words)):
+        found = bundle.measured(
+            Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report
+        )
+    return found.model_dump(mode="json")

@@ -1,0 +1,194 @@
+"""Lease the slots of an executor: to each piece of work one slot, to each slot one piece.
+
+A piece whose slot is lost is void, and begins again on another slot. Every lease is recorded with the
+driver's own clock, so that the clocks of other machines do not matter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from coda_agent.agent.fleet.executor import CPU, Executor, ExecutorLost, Slot, SlotLost
+from coda_agent.primitives.errors import Absent
+from coda_agent.verifier.gates import Progress, silent
+from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+
+TICK = 0.5  # seconds between two looks at the executor's slots
+ALONE = 600.0  # seconds to wait for a first slot, as while a cluster grows
+LOSSES = 5  # slots that one piece may lose before the driver gives it up
+
+Record = Callable[[str, dict[str, Any]], None]  # kind of event, and its payload
+
+
+class GivenUp(Absent):
+    """A piece has lost slot after slot, or no slot is left for it."""
+
+
+class Suspect(Exception):
+    """A piece failed by no fault of a kernel, for the first time: it begins again on another node."""
+
+
+@dataclass
+class Use:
+    """What is known of a slot. ``now`` is the piece that it works on."""
+
+    slot: Slot
+    joined: float
+    now: str = ""
+    busy: float = 0.0
+    since: float = 0.0
+
+
+@dataclass
+class Pool:
+    """The slots of one driver.
+
+    ``left_out``: slots that an earlier driver left out, with the reason. ``kind``: the name of the GPUs that
+    may measure, by default the first one's: figures of two kinds make no table.
+    """
+
+    executor: Executor
+    record: Record
+    left_out: dict[str, str] = field(default_factory=dict)
+    kind: str = ""
+    uses: dict[str, Use] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        self._closed = ""
+        self._suspects: dict[str, tuple[Slot, str]] = {}  # by piece
+        self._look()
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._follower.start()
+
+    def clock(self) -> float:
+        """Seconds since this driver began."""
+        return time.monotonic() - self._began
+
+    @property
+    def gpus(self) -> list[Use]:
+        return [use for use in list(self.uses.values()) if use.slot.kind != CPU]
+
+    def close(self, reason: str = "the driver ends") -> None:
+        """Let no more leases begin."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+    @contextmanager
+    def lease(self, gpu: bool, piece: str, deadline: float | None = None) -> Iterator[Slot]:
+        """Hold a slot in the block. Raises TimeoutError if none is free at ``deadline``, and GivenUp once the
+        pool is closed."""
+        asked = self.clock()
+        use = self._take(gpu, piece, deadline)
+        outcome = "void"
+        try:
+            yield use.slot
+            outcome = "done"
+            if suspect := self._suspects.pop(piece, None):  # it worked elsewhere
+                self.leave_out(suspect[0], f"a piece failed there, and not elsewhere: {suspect[1]}")
+        except SlotLost as lost:
+            self.leave_out(use.slot, f"lost: {lost}", forget=True)
+            raise
+        except WorkerError as error:
+            raise self._suspect(piece, use.slot, str(error).strip().splitlines()[-1]) from error
+        finally:
+            end = self.clock()
+            with self._changed:
+                use.now, use.busy = "", use.busy + end - use.since
+                self._changed.notify_all()
+            spent = {"waited": round(use.since - asked, 3), "seconds": round(end - use.since, 3)}
+            self.record("lease", {"piece": piece, **_named(use.slot), **spent, "outcome": outcome})
+
+    def run(
+        self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
+    ) -> dict[str, Any]:
+        """Run a piece on a core. It begins again if its slot is lost, and once more if it kills its process
+        or falls silent, which may be the machine's fault. Raises Lost if it does so twice."""
+        for lost in range(LOSSES):
+            try:
+                with self.lease(False, piece) as slot:
+                    return slot.run(task, argument, patience=patience, progress=progress)
+            except (SlotLost, Suspect):
+                continue
+            except Lost:
+                if lost:
+                    raise
+        raise GivenUp(
+            f"{piece}: {LOSSES} slots were lost under it; look at their nodes, and resume the sweep"
+        )
+
+    def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:
+        """The error for a piece that failed by no fault of a kernel: its slot's, or ours if another slot says
+        the same."""
+        if piece in self._suspects:
+            del self._suspects[piece]
+            return GivenUp(f"{piece} failed twice, the second time on {slot.name}: {words}")
+        self._suspects[piece] = slot, words
+        return Suspect(words)
+
+    def leave_out(self, slot: Slot, reason: str, *, forget: bool = False) -> None:
+        """Lease this slot no more. A lost one may come back with its node; any other stays out, until a
+        person has looked at it and resumes the sweep with it."""
+        with self._changed:
+            self.uses.pop(slot.name, None)
+            if not forget:
+                self.left_out[slot.name] = reason
+        self.record("left", {**_named(slot), "reason": reason, "stays_out": not forget})
+
+    def _take(self, gpu: bool, piece: str, deadline: float | None) -> Use:
+        lonely = time.monotonic() + ALONE
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise GivenUp(self._closed)
+                able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
+                if piece in self._suspects:  # elsewhere, if there is an elsewhere
+                    able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
+                if use := next((use for use in able if not use.now), None):
+                    use.now, use.since = piece, self.clock()
+                    return use
+                lonely = time.monotonic() + ALONE if able else lonely
+                if time.monotonic() >= lonely:
+                    raise GivenUp(f"no {'GPU' if gpu else 'core'} has been in the fleet for {ALONE:.0f} s")
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError
+                self._changed.wait(TICK)
+
+    def _follow(self) -> None:
+        while not self._closed:
+            time.sleep(TICK)
+            try:
+                self._look()
+            except ExecutorLost as lost:
+                self.close(str(lost))
+
+    def _look(self) -> None:
+        """Take in new slots, and refuse what does not fit the fleet."""
+        for slot in self.executor.slots():
+            if slot.name in self.uses or slot.name in self.left_out:
+                continue
+            if slot.kind != CPU:
+                self.kind = self.kind or slot.kind
+                if slot.kind != self.kind:
+                    self.leave_out(slot, f"it is of another kind than the sweep's {self.kind}")
+                    continue
+            with self._changed:
+                self.uses[slot.name] = Use(slot, self.clock())
+                self._changed.notify_all()
+            self.record("joined", _named(slot))
+        for node, reason in self.executor.refused().items():
+            if node not in self.refusals:
+                self.refusals[node] = reason
+                self.record("refused", {"node": node, "reason": reason})
+
+
+def _named(slot: Slot) -> dict[str, str]:
+    return {"slot": slot.name, "node": slot.node, "kind": slot.kind}

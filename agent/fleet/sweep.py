@@ -1,0 +1,143 @@
+"""A sweep: many runs under one budget, on the slots of an executor.
+
+A sweep's folder has a journal of its own: the runs that belong to it, what was compiled, and every lease. The
+runs' journals stay the authority on answers, verdicts and costs. All journals are written by the driver
+alone; a slot returns results and writes nothing of a run. So a killed driver, a lost node or a new cluster
+loses no more than the pieces under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.fleet.executor import CPU
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import Event, Journal, JournalError, glance
+from coda_agent.primitives.lang.ir import Program
+
+JOURNAL = "sweep.db"  # in a sweep's folder
+NAME = re.compile(r"sweep-\d{8}-\d{6}(-\d+)?")
+
+
+@dataclass
+class Sweep:
+    """A sweep that is open in this process; no other process can open it meanwhile."""
+
+    name: str
+    journal: Journal
+    session: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _number: int = 0
+    _flights: dict[str, threading.Lock] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def directory(self) -> Path:
+        return runs.runs_dir() / self.name
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        return self.journal.header
+
+    def runs(self) -> list[str]:
+        """Its runs, in the order in which they begin."""
+        return members(self._events())
+
+    def record(self, kind: str, payload: dict[str, Any]) -> None:
+        """Add an event of this session, with the driver's clock."""
+        with self._lock:
+            self._number += 1
+            key = f"{kind}/{self.session}.{self._number}"
+            self.journal.once(
+                key,
+                kind,
+                lambda: payload | {"session": self.session, "at": round(time.monotonic() - self._began, 3)},
+            )
+
+    def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """As ``Journal.once``, for threads: two that want the same key do its work once."""
+        with self._lock:
+            flight = self._flights.setdefault(key, threading.Lock())
+        with flight:
+            with self._lock:
+                known = self.journal.get(key)
+            if known is not None:
+                return known
+            made = produce()
+            with self._lock:
+                return self.journal.once(key, kind, lambda: made)
+
+    def kind(self) -> str:
+        """The name of its GPUs; "" until one has joined."""
+        joined = (event.payload["kind"] for event in self._events() if event.kind == "joined")
+        return next((kind for kind in joined if kind != CPU), "")
+
+    def left_out(self) -> dict[str, str]:
+        """The slots that stay out of the pool, with the reason."""
+        left: dict[str, str] = {}
+        for event in self._events():
+            if event.kind == "left" and event.payload["stays_out"]:
+                left[event.payload["slot"]] = event.payload["reason"]
+            elif event.kind == "readmitted":
+                left.pop(event.payload["slot"], None)
+        return left
+
+    def _events(self) -> list[Event]:
+        with self._lock:
+            return self.journal.events()
+
+    def close(self) -> None:
+        with self._lock:
+            self.journal.close()
+
+
+def members(events: Sequence[Event]) -> list[str]:
+    """The runs of a sweep by its events."""
+    return [event.payload["run"] for event in events if event.kind == "run"]
+
+
+def is_sweep(name: str) -> bool:
+    """Whether this names a sweep, and no run."""
+    return bool(NAME.fullmatch(Path(name).name)) and (runs.runs_dir() / Path(name).name / JOURNAL).is_file()
+
+
+def create(header: Mapping[str, Any]) -> Sweep:
+    """Begin a sweep. Raises JournalError."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        name = f"sweep-{stamp}{suffix}"
+        if not (runs.runs_dir() / name).exists():
+            break
+    journal = Journal.create(runs.runs_dir() / name / JOURNAL, {"run": name, "spec": "sweep", **header})
+    return Sweep(name, journal, session=1)
+
+
+def reopen(name: str) -> Sweep:
+    """Open a sweep. Raises JournalError if another driver has it open."""
+    name = Path(name).name
+    journal = Journal.open(runs.runs_dir() / name / JOURNAL)
+    sessions = [event.payload.get("session", 0) for event in journal.events()]
+    return Sweep(name, journal, session=1 + max(sessions, default=0))
+
+
+def read(name: str) -> tuple[dict[str, Any], list[Event]]:
+    """Header and events of a sweep, which may be going. Raises JournalError."""
+    path = runs.runs_dir() / Path(name).name / JOURNAL
+    if not path.is_file():
+        raise JournalError(f"{path}: there is no such sweep; check its name")
+    return glance(path)
+
+
+def compile_key(spec_hash: str, program: Program) -> str:
+    """The key of a compile: the spec, whose cases set static sizes, and the program with its schedules."""
+    what = json.dumps([spec_hash, program.to_json()])
+    return f"compile/{hashlib.sha256(what.encode()).hexdigest()}"

@@ -1,0 +1,141 @@
+"""Leases: one piece a slot, pieces that begin again, slots that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from slots import FakeExecutor, FakeSlot
+from waiting import eventually
+from worker_tasks import double
+
+from coda_agent.agent.fleet import pool as pools
+from coda_agent.agent.fleet.pool import GivenUp, Pool, Suspect
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def made(*slots: FakeSlot, **more: Any) -> tuple[Pool, FakeExecutor, Events]:
+    events: Events = []
+    executor = FakeExecutor(list(slots))
+    return Pool(executor, lambda kind, told: events.append((kind, told)), **more), executor, events
+
+
+def told(events: Events, kind: str) -> list[dict[str, Any]]:
+    return [payload for name, payload in events if name == kind]
+
+
+def raising(error: Callable[[], Exception]) -> Any:
+    def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
+        raise error()
+
+    return act
+
+
+def test_one_piece_at_a_time_on_a_slot() -> None:
+    under_way, most = 0, 0
+
+    def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        time.sleep(0.01)
+        under_way -= 1
+        return {}
+
+    pool, _, events = made(FakeSlot("a", act=act))
+    threads = [
+        threading.Thread(target=lambda n=n: pool.run(f"r{n} check", double, n, patience=9)) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1 and len(told(events, "lease")) == 8
+    assert pool.uses["a"].busy >= 0.08
+
+
+def test_a_piece_goes_on_elsewhere_when_its_slot_is_lost() -> None:
+    pool, _, events = made(FakeSlot("a", lost=False), FakeSlot("b"))
+    pool.uses["a"].slot.lost = True  # type: ignore[attr-defined]
+    assert pool.run("r check", double, 4, patience=9)["twice"] == 8
+    assert [e["outcome"] for e in told(events, "lease")] == ["void", "done"]
+    (left,) = told(events, "left")
+    assert left["slot"] == "a" and not left["stays_out"] and "a" not in pool.uses
+
+
+def test_a_slot_where_alone_a_piece_fails_stays_out() -> None:
+    pool, _, events = made(
+        FakeSlot(
+            "full", node="n1", act=raising(lambda: WorkerError("trace\nOSError: No space left on device"))
+        ),
+        FakeSlot("also full", node="n1"),
+        FakeSlot("good", node="n2"),
+    )
+    assert pool.run("r check", double, 4, patience=9)["twice"] == 8
+    assert "No space left" in pool.left_out["full"]
+    assert [e["slot"] for e in told(events, "lease")] == ["full", "good"]
+
+
+def test_a_piece_that_fails_everywhere_is_at_fault_and_no_slot_leaves() -> None:
+    bad = raising(lambda: WorkerError("KeyError: ours"))
+    pool, _, _ = made(FakeSlot("a", node="n1", act=bad), FakeSlot("b", node="n2", act=bad))
+    with pytest.raises(GivenUp, match="KeyError: ours"):
+        pool.run("r check", double, 4, patience=9)
+    assert pool.uses.keys() == {"a", "b"} and not pool.left_out
+
+
+def test_a_piece_that_hangs_twice_is_at_fault() -> None:
+    slot = FakeSlot("a", act=raising(lambda: Lost("hung", "silent")))
+    pool, _, _ = made(slot)
+    with pytest.raises(Lost):
+        pool.run("r compile", double, 4, patience=9)
+    assert len(slot.ran) == 2
+
+
+def test_gpus_of_another_kind_and_those_left_out_before_stay_out() -> None:
+    pool, executor, events = made(
+        FakeSlot("GPU-1", "H100"),
+        FakeSlot("GPU-2", "H200"),
+        FakeSlot("GPU-3", "H100"),
+        left_out={"GPU-3": "it failed its controls"},
+    )
+    assert [use.slot.name for use in pool.gpus] == ["GPU-1"] and pool.kind == "H100"
+    assert "another kind" in pool.left_out["GPU-2"]
+    with pool.lease(True, "r measure") as gpu, pytest.raises(TimeoutError):
+        assert gpu.name == "GPU-1"
+        with pool.lease(True, "s measure", time.monotonic()):
+            pass
+    executor.made.append(FakeSlot("GPU-4", "H100"))
+    assert eventually(lambda: "GPU-4" in pool.uses)
+    executor.nodes["n9"] = "torch is 2.0 there and 2.1 here"
+    assert eventually(lambda: bool(told(events, "refused")))
+
+
+def test_the_end_of_a_cluster_ends_waiting_and_says_why() -> None:
+    pool, executor, _ = made(FakeSlot("a"))
+    with pool.lease(False, "r check"):
+        executor.gone = "the head is gone"
+        with pytest.raises(GivenUp, match="the head is gone"), pool.lease(False, "s check"):
+            pass
+
+
+def test_waiting_for_a_slot_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "ALONE", 0.05)
+    pool, _, _ = made(FakeSlot("a"))
+    with pytest.raises(GivenUp, match="no GPU"), pool.lease(True, "r measure"):
+        pass
+
+
+def test_a_measurement_that_fails_without_fault_is_suspect_once() -> None:
+    pool, _, _ = made(FakeSlot("GPU-1", "H100", node="n1"), FakeSlot("GPU-2", "H100", node="n2"))
+    with pytest.raises(Suspect), pool.lease(True, "r measure") as first:
+        raise WorkerError("CUDA driver version is insufficient")
+    with pool.lease(True, "r measure") as second:
+        assert second.node != first.node
+    assert first.name in pool.left_out

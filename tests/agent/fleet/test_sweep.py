@@ -1,0 +1,122 @@
+"""A sweep in real processes on this machine: authored by a fake API, checked and compiled for real, killed
+and resumed, refused to a second driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from authoring import BROKEN, TOY_KERNEL, fenced, write_toy
+from checkout import ROOT
+from commanding import Command
+from fake_messages import MODEL, FakeMessages, answer, status
+from waiting import eventually
+
+from coda_agent.agent.fleet import sweep
+from coda_agent.agent.reporting import sweep_view
+from coda_agent.agent.run import history, runs
+from coda_agent.agent.run.journal import JournalError
+
+pytestmark = pytest.mark.slow
+KEY = "sk-ant-fake-0123456789abcdef"
+
+
+@pytest.fixture
+def toy(runs_home: Path, tmp_path: Path) -> Path:
+    return write_toy(tmp_path)
+
+
+def sweeping(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process that has a key."""
+    line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
+    return subprocess.run(line, env=with_key(), capture_output=True, text=True, timeout=280)
+
+
+def with_key() -> dict[str, str]:
+    ours = {"PYTHONPATH": str(ROOT / "src"), "ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | ours
+
+
+def the_sweep() -> str:
+    (found,) = (path.name for path in runs.runs_dir().iterdir() if path.name.startswith("sweep-"))
+    return found
+
+
+def test_two_candidates_compile_their_common_program_once(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = answer(fenced(TOY_KERNEL)), answer(fenced(BROKEN))
+    with FakeMessages(right, wrong, right, right) as api:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        more = ("--provider", "anthropic", "--model", MODEL, "--no-gpu", "--at-once", "2", "--json")
+        done = sweeping("sweep", toy, "--candidates", "3", *more, "--budget-tokens", "1000000")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["statuses"] == {"checked": 3} and told["compiled"] == 1
+    phases = {phase["phase"]: phase for phase in told["phases"]}
+    assert phases["compiling"]["pieces"] == 1 and phases["checking"]["pieces"] == 4
+    assert phases["authoring"]["seconds"] > 0
+    assert {slot["kind"] for slot in told["slots"]} == {"CPU"}
+    assert sum(slot["pieces"] for slot in told["slots"]) == 5
+    assert all(0 <= slot["idle"] <= 1 for slot in told["slots"])
+    page = (runs.runs_dir() / the_sweep() / f"{the_sweep()}.html").read_text()
+    assert all(run in page for run in runs.names())
+    assert sweeping("report", the_sweep(), "--json").stdout == done.stdout
+    _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
+
+
+def _expect_no_key(directory: Path, said: str) -> None:
+    assert KEY not in said
+    for path in directory.rglob("*"):
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes(), path
+
+
+def test_a_killed_driver_pays_no_answer_twice(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = answer(fenced(TOY_KERNEL))
+    with FakeMessages(*[right] * 9) as api:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        line = [sys.executable, "-m", "coda_agent.agent.cli.main", "sweep", str(toy), "--candidates", "2"]
+        line += ["--provider", "anthropic", "--model", MODEL, "--no-gpu", "--at-once", "2"]
+        with subprocess.Popen(line, env=with_key(), stderr=subprocess.DEVNULL) as driver:
+            assert eventually(lambda: len(api.requests) == 2 and _answered() == 2, 120)
+            with pytest.raises(JournalError, match="in use by another process"):
+                sweep.reopen(the_sweep())
+            driver.send_signal(signal.SIGKILL)
+        done = sweeping("resume", the_sweep(), "--no-gpu")
+        assert done.returncode == 0, done.stderr
+        assert len(api.requests) == 2
+    assert Counter(history.of(name).status for name in runs.names()) == {"checked": 2}
+    assert sweep_view.as_dict(the_sweep())["compiled"] == 1
+    _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
+
+
+def _answered() -> int:
+    return sum(history.of(name).attempts for name in runs.names())
+
+
+def test_a_provider_that_refuses_everyone_is_asked_again_later(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request is answered 429 until the sweep's time is over; nothing is charged."""
+    limited = status(429, "rate_limit_error", "slow down")
+    with FakeMessages(*[limited] * 500) as api:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        more = ("--provider", "anthropic", "--model", MODEL, "--no-gpu", "--at-once", "3")
+        done = sweeping("sweep", toy, "--candidates", "3", *more, "--budget-seconds", "4")
+        assert done.returncode == 3 and f"coda-agent resume {the_sweep()}" in done.stderr
+        assert len(api.requests) >= 3
+    ends = {e.payload["run"]: e.payload["stopped"] for e in sweep.read(the_sweep())[1] if e.kind == "ended"}
+    assert ends.keys() == set(runs.names()) and all("seconds used" in why for why in ends.values())
+    assert all(history.of(name).spent.tokens == 0 for name in runs.names())
+
+
+def test_mistakes_are_reported_before_anything_is_written(toy: Path, command: Command) -> None:
+    done = command("sweep", toy, toy.with_name("missing.yaml"), "--provider", "replay")
+    assert done.status == 2 and "missing.yaml" in done.err
+    assert not runs.runs_dir().exists()
+    assert not sweep.is_sweep("sweep-20260101-000000")
