@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coda_agent.primitives.derive import NEXT, Derived, all_sizes
+from coda_agent.primitives.derive import NEXT, NEXT_SIZE, Derived, all_sizes
 from coda_agent.primitives.derive.arrange import UNUSED
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
@@ -21,7 +21,6 @@ from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
 
-WIDTH = 2048  # of the next product where its size is not known
 NEXT_VALUE = "next"  # of which d_next is the gradient
 
 
@@ -170,6 +169,6 @@ def _cases(
 ) -> Iterable[str]:
     for case in spec.cases:
         if all(case.sizes[dim] == size for dim, size in fixed.items()):
-            sized = all_sizes(derived, {NEXT: WIDTH, **case.sizes})
+            sized = all_sizes(derived, {NEXT: NEXT_SIZE, **case.sizes})
             sizes = {d: sized[d] for d in dims}
             yield f"  - {json.dumps({'name': case.name, **sizes, 'bench': case.bench})}"

@@ -124,8 +124,7 @@ def _names(given: str | None) -> list[str] | None:
 
 def _told(derived: Derived, spec: Spec) -> list[str]:
     """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and what is left."""
-    from coda_agent.agent.backward import WIDTH
-    from coda_agent.primitives.derive import NEXT, all_sizes, ledger
+    from coda_agent.primitives.derive import NEXT, NEXT_SIZE, all_sizes, ledger
     from coda_agent.primitives.lang.partition import cut
 
     lines: list[str] = []
@@ -133,7 +132,7 @@ def _told(derived: Derived, spec: Spec) -> list[str]:
         signature = derived.program.signature
         for step in cut(derived.program).gemms:
             lines.append(f"step {step.index}: {_step(derived.program, step)}")
-        sizes = all_sizes(derived, {NEXT: WIDTH, **spec.cases[0].sizes})
+        sizes = all_sizes(derived, {NEXT: NEXT_SIZE, **spec.cases[0].sizes})
         count, bound = ledger.count(derived.program, derived.head, sizes), derived.bound
         lines.append(
             f"at {spec.cases[0].name}: {count.moved / 1e6:.1f} MB moved, {bound.least / 1e6:.1f} MB at "
@@ -141,7 +140,7 @@ def _told(derived: Derived, spec: Spec) -> list[str]:
             f"{bound.flops / 1e12:.3f} at least"
         )
         if NEXT in signature.dims:
-            lines.append(f"{NEXT}, the next product's inner size, counts as {WIDTH}")
+            lines.append(f"{NEXT}, the next product's inner size, counts as {NEXT_SIZE}")
     lines.append(f"reads of the forward: {', '.join(derived.stored)}")
     for name, node in derived.saves.items():
         lines.append(f"the forward must also store node {node} as {name}")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from coda_agent.primitives.derive.arrange import NEXT, BackwardRequest, Derived
-from coda_agent.primitives.derive.choose import Search, all_sizes, forced
+from coda_agent.primitives.derive.choose import NEXT_SIZE, Search, all_sizes, forced
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, Program
 
-__all__ = ["NEXT", "Derived", "all_sizes", "derive"]
+__all__ = ["NEXT", "NEXT_SIZE", "Derived", "all_sizes", "derive"]
 
 
 def derive(

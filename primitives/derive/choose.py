@@ -1,11 +1,12 @@
 """Which backward of many: what is stored and what is computed again, and which products its sums ride on.
 
-Plans are compared by the ledger: FLOPs of products first, then sums that are done again, then the bytes that
-grow with the rows, then all bytes. The search changes one choice at a time, as long as that helps.
+Plans are compared by the ledger at the sizes that are asked for: FLOPs of products first, then sums that are
+done again, then all bytes. The search changes one choice at a time, as long as that helps.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from coda_agent.primitives.derive import ledger
@@ -19,10 +20,11 @@ from coda_agent.primitives.derive.arrange import (
 )
 from coda_agent.primitives.derive.ledger import Traffic
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.ir import Program, TensorType
 
 Cost = tuple[float, ...]
 REFUSED: Cost = (float("inf"),)
+NEXT_SIZE = 2048  # of the next product, where nothing says it
 
 
 def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -39,9 +41,11 @@ class Search:
         self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
     ):
         self.asked, self.limit, self.fixed = asked, limit, fixed
-        self.sizes = {NEXT: max(sizes.values()), **sizes}
+        self.sizes = {NEXT: NEXT_SIZE, **sizes}
         self.program, self.types = asked.program, asked.program.types()
+        self.rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
         self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
+        self.traffic: list[Traffic] = []
         self.wanted: dict[BackwardPlan, set[int]] = {}  # forward nodes whose values a backward asks for
         self.refusals: list[ProgramError] = []
 
@@ -50,13 +54,16 @@ class Search:
         returned = {i for i in self.program.outputs.values() if self.types[i].kind in LEAVES}
         more = {*self.candidates()} - returned
         free = returned if self.limit is None else returned | more
-        starts = [returned, returned | more] if self.limit is not None else [returned]
-        ends = [self.descend(start, free) for start in starts]
-        if self.limit is None and self.cost(ends[0]) == REFUSED:
+        ends = [self.descend(returned, free)]
+        if self.limit is not None:
+            ends.append(self.descend(returned | more, free, largest=True))
+            if min(map(self.cost, ends))[0]:
+                ends.append(self.descend(set(), free))
+            ends += self.swaps(min(ends, key=self.cost), free)
+            ends += self.arranged(min(ends, key=self.cost))
+        elif self.cost(ends[0]) == REFUSED:
             ends.append(self.descend(returned | more, more))
-        elif self.limit is not None and min(map(self.cost, ends))[0]:
-            ends.append(self.descend(set(), free))
-        cost, derived = min((self.tried[plan] for plan in ends), key=lambda each: each[0])
+        cost, derived = self.tried[min(ends, key=self.cost)]
         if derived is None:
             raise self.refusals[0]
         if self.limit is not None and cost[0]:
@@ -66,8 +73,7 @@ class Search:
                 f"{int(cost[0]) + self.limit}",
             )
         self.cost(BackwardPlan(frozenset(returned | more), True, True))
-        ledgers = [self.ledger(d) for _, d in self.tried.values() if d]
-        return derived._replace(bound=Traffic(*map(min, zip(*ledgers, strict=True))))
+        return derived._replace(bound=Traffic(*map(min, zip(*self.traffic, strict=True))))
 
     def candidates(self) -> Iterator[int]:
         """Values that a backward may want stored: products, operands of products, and finished vectors."""
@@ -82,18 +88,32 @@ class Search:
             if node.op in ("per_row", "per_column") and self.program.nodes[node.args[0]].op != "input":
                 yield node.args[0]
 
-    def descend(self, stored: set[int], free: set[int]) -> BackwardPlan:
-        """From a plan that stores these, by changes of one choice: of the arrangement, or of ``free``."""
+    def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
+        """From a plan that stores these, by changes of one choice: of the arrangement, or of ``free``, the
+        smallest values first, or the largest."""
         kept = {i for i in stored if self.fixed.get(i, True)} | {i for i, keep in self.fixed.items() if keep}
-        plan = min(self.arranged(BackwardPlan(frozenset(kept))), key=self.cost)
-        while True:
-            able = sorted(self.wanted[plan] & free - self.fixed.keys())  # any other changes nothing
-            near = [plan._replace(stored=plan.stored ^ {index}) for index in able]
-            best = min((plan, *near), key=self.cost)
-            best = min(self.arranged(best), key=self.cost)
-            if self.cost(best) >= self.cost(plan):
-                return plan
-            plan = best
+        order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
+        best, plan = BackwardPlan(frozenset(kept)), None
+        while best != plan:
+            plan = best = min(self.arranged(best), key=self.cost)
+            for index in order:
+                if index in self.wanted[best]:  # any other changes nothing
+                    best = min(best, best._replace(stored=best.stored ^ {index}), key=self.cost)
+        return best
+
+    def swaps(self, plan: BackwardPlan, free: set[int]) -> list[BackwardPlan]:
+        """The plans that store one tile in place of another, as far as the limit allows."""
+        able = {i for i in self.wanted[plan] & free - self.fixed.keys() if self.types[i].kind == "tile"}
+        derived = self.tried[plan][1]
+        room = (self.limit or 0) - self.kept(derived) if derived else 0
+        pairs = itertools.product(able & plan.stored, able - plan.stored)
+        fits = (p for p in pairs if self.bytes(p[1]) - self.bytes(p[0]) <= room * self.rows)
+        return [plan._replace(stored=plan.stored ^ set(pair)) for pair in fits]
+
+    def bytes(self, index: int) -> int:
+        """Of a value in memory."""
+        tensor = TensorType(self.types[index].shape, "fp32" if self.types[index].kind == "vector" else "bf16")
+        return ledger.size([tensor], self.sizes)
 
     def arranged(self, plan: BackwardPlan) -> list[BackwardPlan]:
         return [plan._replace(moves=m, turns=t) for m in (True, False) for t in (True, False)]
@@ -116,32 +136,22 @@ class Search:
 
     def weighed(self, derived: Derived) -> Cost:
         """Bytes above the limit, or that the forward stores for this alone; FLOPs; sums over rows or columns
-        that are done again; bytes that grow with the rows; all bytes; nodes."""
-        rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0]
-        now = self.ledger(derived)
-        twice = self.ledger(derived, {n: 2 * self.sizes[n] for n in rows.names})
-        extra = sum(self.kept(derived, derived.saves))
-        if self.limit is None:
-            first = extra
-        else:
-            named = self.program.signature.outputs
-            first = max(0, sum(self.kept(derived, [*named, *derived.saves])) - self.limit)
-        grown = (twice.moved - now.moved) // rows(self.sizes) + extra
+        that are done again; all bytes; nodes."""
+        now = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
+        self.traffic.append(now)
+        extra = self.kept(derived, derived.saves)
+        first = extra if self.limit is None else max(0, self.kept(derived) - self.limit)
         parts = [p for p in (derived.program, derived.head) if p]
         sums = sum(self.types[i].kind == "vector" for i in derived.recomputed.values())
-        return first, now.flops, sums, grown, now.moved, sum(len(p.nodes) for p in parts)
+        return first, now.flops, sums, now.moved + extra * self.rows, sum(len(p.nodes) for p in parts)
 
-    def kept(self, derived: Derived, names: Collection[str]) -> Iterator[int]:
-        """Bytes a row of each of these that the backward reads."""
-        rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
+    def kept(self, derived: Derived, names: Collection[str] | None = None) -> int:
+        """Bytes a row of what the forward stores and the backward reads: of these alone, or of all."""
         parts = [p for p in (derived.program, derived.head) if p]
         read = {n: t for p in parts for n, t in p.signature.inputs.items()}
-        for name in names:
-            if name in read:
-                yield ledger.size([read[name]], all_sizes(derived, self.sizes)) // rows
-
-    def ledger(self, derived: Derived, other: Mapping[str, int] = {}) -> Traffic:
-        return ledger.count(derived.program, derived.head, all_sizes(derived, {**self.sizes, **other}))
+        sizes = all_sizes(derived, self.sizes)
+        chosen = [*self.program.signature.outputs, *derived.saves] if names is None else names
+        return sum(ledger.size([read[n]], sizes) // self.rows for n in chosen if n in read)
 
 
 def forced(program: Program, save: Collection[str], recompute: Collection[str]) -> dict[int, bool]:

@@ -46,6 +46,9 @@ class Simplifier(Trace):
         self.used: set[str] = set()
         self.products: dict[tuple[int | None, ...], int] = {}
 
+    def line(self) -> None:
+        """None: no kernel file has it."""
+
     def add(self, node: Node) -> int:
         found = self.simpler(node)
         return super().add(node) if found is None else found

@@ -8,6 +8,7 @@ would take a third of its time.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -261,24 +262,7 @@ class Program(NamedTuple):
 
     def types(self) -> tuple[Type, ...]:
         """Each node's type. ProgramError if an operation does not apply to its arguments."""
-        known: list[Type] = []
-        for index, node in enumerate(self.nodes):
-            operation = OPERATIONS.get(node.op)
-            if operation is None:
-                raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
-            if any(not 0 <= a < index for a in node.args):
-                raise ProgramError(
-                    "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
-                )
-            if node.attribute is not None and node.op not in LEAVES and not operation.sizes:
-                raise ProgramError(
-                    "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
-                )
-            if node.op == "input":
-                known.append(_input_type(self.signature, node))
-            else:
-                known.append(operation.infer(tuple(known[a] for a in node.args), node.attribute))
-        return tuple(known)
+        return _types(self)
 
     def check(self, lines: Sequence[int | None] | None = None) -> Program:
         """Check types, outputs and bounds; return self. Raises ProgramError, with a node's line if known."""
@@ -397,6 +381,28 @@ class Program(NamedTuple):
             raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
         nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))
         return cls(signature, nodes, _outputs(data["outputs"]), _schedules(data["schedule"])).check()
+
+
+@functools.lru_cache(maxsize=256)
+def _types(program: Program) -> tuple[Type, ...]:
+    known: list[Type] = []
+    for index, node in enumerate(program.nodes):
+        operation = OPERATIONS.get(node.op)
+        if operation is None:
+            raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
+        if any(not 0 <= a < index for a in node.args):
+            raise ProgramError(
+                "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
+            )
+        if node.attribute is not None and node.op not in LEAVES and not operation.sizes:
+            raise ProgramError(
+                "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
+            )
+        if node.op == "input":
+            known.append(_input_type(program.signature, node))
+        else:
+            known.append(operation.infer(tuple(known[a] for a in node.args), node.attribute))
+    return tuple(known)
 
 
 def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:

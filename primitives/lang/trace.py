@@ -65,9 +65,13 @@ class Trace:
             kind = OPERATIONS[node.op].infer(tuple(self.types[a] for a in node.args), node.attribute)
         self.nodes.append(node)
         self.types.append(kind)
-        self.lines.append(_kernel_line())
+        self.lines.append(self.line())
         self._known[node] = len(self.nodes) - 1
         return self._known[node]
+
+    def line(self) -> int | None:
+        """The line of the kernel file that adds a node."""
+        return _kernel_line()
 
 
 _current: Trace | None = None

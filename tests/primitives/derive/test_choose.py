@@ -11,6 +11,7 @@ from derived import backward, error, evaluate
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.derive import Derived, chains, derive, ledger
+from coda_agent.primitives.derive.arrange import BackwardPlan, PlannedBackward
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
@@ -21,9 +22,9 @@ WRT = ["h", "gamma", "w_up", "w_down"]
 ITEM = 2  # bytes of bf16
 
 
-def mlp(**asked: Any) -> tuple[Program, Derived]:
+def mlp(rows: int = SIZES["M"], **asked: Any) -> tuple[Program, Derived]:
     program = chains.mlp().program("mlp")
-    return program, derive(program, SIZES, wrt=WRT, of=["out"], **asked)
+    return program, derive(program, SIZES | {"M": rows}, wrt=WRT, of=["out"], **asked)
 
 
 def agrees(program: Program, derived: Derived) -> bool:
@@ -42,18 +43,43 @@ def agrees(program: Program, derived: Derived) -> bool:
     return all(error(found[f"d_{n}"], t) < 1e-11 for n, t in zip(WRT, truth, strict=True))
 
 
-def test_the_norm_weights_gradient_rides_on_the_weight_gradient() -> None:
-    """dgamma = column_sums(p * w_up), where p = dzs' @ h and d_w_up = p * gamma."""
-    _, derived = mlp()
+@pytest.mark.parametrize(("rows", "beside", "stored"), [(16384, "h", "d_h"), (2**20, "w_up", "d_w_up")])
+def test_the_norm_weights_gradient_rides_where_it_moves_least(rows: int, beside: str, stored: str) -> None:
+    """dgamma = column_sums(d * h), with d = dzs @ w_up, whose step reads h and writes sums for each tile of
+    rows; or column_sums(p * w_up), with p = dzs' @ h, whose step then reads the weight."""
+    _, derived = mlp(rows)
     program = derived.program
     assert program is not None
     nodes, outputs = program.nodes, program.outputs
     (summed,) = nodes[outputs["d_gamma"]].args
     assert nodes[outputs["d_gamma"]].op == "column_sums"
-    product, weight = (nodes[i] for i in nodes[summed].args)
-    assert (nodes[summed].op, product.op, weight.attribute) == ("multiply", "gemm", "w_up")
+    product, other = (nodes[i] for i in nodes[summed].args)
+    assert (nodes[summed].op, product.op, other.attribute) == ("multiply", "gemm", beside)
     step = next(s for s in cut(program).gemms if nodes[s.gemm] == product)
-    assert step.stores == [outputs["d_w_up"]] and step.reductions == [outputs["d_gamma"]]
+    assert step.stores == [outputs[stored]] and step.reductions == [outputs["d_gamma"]]
+
+
+def test_one_value_in_place_of_another_is_tried() -> None:
+    """With room for act alone, act is stored: hg, which is smaller, saves as many FLOPs but fewer bytes."""
+    program, derived = mlp(save_bytes=12_000)
+    assert "act" in derived.stored and not derived.saves and agrees(program, derived)
+
+
+def test_a_whole_layer_takes_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs about ten milliseconds, and a derivation takes under a second."""
+    tried: list[BackwardPlan] = []
+    made = PlannedBackward.derive
+
+    def derive_and_count(attempt: PlannedBackward) -> Derived:
+        tried.append(attempt.plan)
+        return made(attempt)
+
+    monkeypatch.setattr(PlannedBackward, "derive", derive_and_count)
+    program = chains.between_attentions().program("layer")
+    sizes = SIZES | {"A": 2048, "H": 96, "P": 32}
+    wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
+    derive(program, sizes, wrt=wrt, of=["out", "qkv"], save_bytes=26_000)
+    assert len(tried) == len(set(tried)) < 100
 
 
 def test_the_ledger_is_the_rooflines() -> None:
