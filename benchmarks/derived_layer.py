@@ -147,9 +147,9 @@ def measured(width: str) -> dict[str, Any]:
     if row.kernels is None:
         raise LookupError(row.absent(PROGRAM))
     kernels = {call: on_known_schedules(call, k, width) for call, k in row.kernels.items()}
-    seats = LayerArms(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
-    compiled([seats])
-    drawn, runner = draw(row.shape, SEED), seats.runner()
+    request = LayerArms(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
+    compiled([request])
+    drawn, runner = draw(row.shape, SEED), request.runner()
     layers = {name: variant(name, row.shape, drawn, runner) for name in (PROGRAM, COMPILE)}
     layers[ONE_PASS] = OnePass(row.shape, drawn.weights, drawn.next_norm, runner, unrotated)
     derived = ByDerivation(row.shape, drawn.weights, drawn.next_norm, runner, unrotated)

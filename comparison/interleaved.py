@@ -87,21 +87,20 @@ class Stage(ABC):
 
 
 def run_interleaved(
-    made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int
+    made: Callable[[], Stage], names: Sequence[str], reference_arm: str, rounds: int
 ) -> dict[str, Any]:
     """Run an interleaved benchmark.
 
     ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
-    why others have none. ``conditions`` has clocks and power. Raises Failed if the anchor, which comes first,
-    fails.
-    """
+    why others have none. ``conditions`` has clocks and power. Raises Failed if the reference arm, which comes
+    first, fails. """
     report(GATE, PREPARING)  # reported before it may kill the process
     import torch
 
     with _heard(PREPARING):
         stage = made()
     _release()
-    seated: dict[str, dict[str, Any]] = {}
+    prepared: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     arms: list[timing.Arm] = []
     for name in names:
@@ -109,26 +108,26 @@ def run_interleaved(
         try:
             with _heard(name):
                 torch.cuda.empty_cache()  # not every library allocates through PyTorch
-                arms.append(_entered(stage, name, seated))
+                arms.append(_prepared(stage, name, prepared))
         except Exception as error:  # a library may raise anything; the arm's cell reports it
             if cuda_error(str(error)):
                 raise  # the device is lost, and so is this process
-            if name == anchor:
-                raise Failed("no_anchor", f"{anchor} did not run: {_words(error)}") from None
+            if name == reference_arm:
+                raise Failed("no_anchor", f"{reference_arm} did not run: {_words(error)}") from None
             failed[name] = _words(error)
         if name in failed:
             _release()
     stage.forget_truth()
     _release()
     report(GATE, TIMING)
-    samples, conditions = _raced(arms, seated, failed, anchor, rounds)
-    for name, found in seated.items():
+    samples, conditions = _raced(arms, prepared, failed, reference_arm, rounds)
+    for name, found in prepared.items():
         found["milliseconds"] = milliseconds(samples[name])
-    return {"arms": seated, "failed": failed, "conditions": conditions}
+    return {"arms": prepared, "failed": failed, "conditions": conditions}
 
 
-def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timing.Arm:
-    """The arm after one run on every set of inputs; ``seated`` receives its facts before the timing."""
+def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> timing.Arm:
+    """The arm after one run on every set of inputs; ``prepared`` receives its facts before the timing."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -139,7 +138,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
     for each in calls:  # every failure must occur here, before the timing
         each()
     torch.cuda.synchronize()
-    seated[name] = {
+    prepared[name] = {
         "losses": entrant.losses,
         "bytes": max(peak - entrant.arranged, 0),
         "seconds": round(time.monotonic() - begun, 1),
@@ -160,20 +159,21 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _raced(
-    arms: list[timing.Arm], seated: dict[str, Any], failed: dict[str, str], anchor: str, rounds: int
+    arms: list[timing.Arm], prepared: dict[str, Any], failed: dict[str, str], reference_arm: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
     """Samples of the arms that fit in memory together. If they do not fit, the arm with the most memory fails
-    and leaves ``arms``, which alone holds its buffers. Raises PyTorch's error if only the anchor is left."""
+    and leaves ``arms``, which alone holds its buffers. Raises PyTorch's error if only the reference arm is
+    left."""
     while True:
         try:
             return timed(arms, rounds, longest=ROUNDS_SECONDS)
         except Exception as error:
-            rivals = [name for name in seated if name != anchor]
+            rivals = [name for name in prepared if name != reference_arm]
             if type(error).__name__ != OUT_OF_MEMORY or not rivals:
                 raise
-            most = max(rivals, key=lambda name: seated[name]["bytes"])
+            most = max(rivals, key=lambda name: prepared[name]["bytes"])
         failed[most] = "out of memory while all took turns, of which this one holds the most"
-        del seated[most]
+        del prepared[most]
         arms[:] = [arm for arm in arms if arm.name != most]
         _release()
 
@@ -209,26 +209,26 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def compiled(sittings: Sequence[SessionArms]) -> dict[str, Any]:
+def compiled(sessions: Sequence[SessionArms]) -> dict[str, Any]:
     """Compile in parallel the objects that these sessions will load. A refusal is left to its arm, which
     meets it again."""
-    words = f"compiling what {len(sittings)} row(s) run"
+    words = f"compiling what {len(sessions)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
     with _heard(words):
-        for arm in (arm for each in sittings for arm in each.compiles()):
+        for arm in (arm for each in sessions for arm in each.compiles()):
             jobs |= {pickle.dumps(job): job for job in _tried(arm) or ()}
         workers.run_jobs(jobs.values())
     return {}
 
 
-def tuned(sitting: SessionArms) -> dict[str, Any]:
+def tuned(session: SessionArms) -> dict[str, Any]:
     """Tune everything without known schedules, and store the result on disk, since this process has warm
     compilers. A refusal is left to its arm."""
-    words = "tuning ahead of its first sitting"
+    words = "tuning ahead of its first session"
     report(GATE, words)
     with _heard(words):
-        new: list[Callable[[], object]] | None = _tried(partial(list, sitting.tunes()))
+        new: list[Callable[[], object]] | None = _tried(partial(list, session.tunes()))
         for arm in new or ():
             _tried(arm)
             _release()

@@ -2,7 +2,7 @@
 
 It goes row by row, so that an interrupted run has whole rows. Every session has its own worker, and so the
 GPU alone. A session that loses its worker is repeated without the arm that was running. If the inputs or the
-anchor do not fit, the row is given up and the run continues. An empty cell says why it has no figure.
+reference arm do not fit, the row is given up and the run continues. An empty cell says why it has no figure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
 
 BEHIND = 1.03  # an arm this many times slower than its column's fastest is not timed again
-SITTING = 10.0  # seconds of a session with full caches, roughly
+SESSION_SECONDS = 10.0  # seconds of a session with full caches, roughly
 CACHED = 0.5  # the smallest share of the arms' preparation that the next process finds in caches
 MODELS = (PROGRAM, EDITED)
 
@@ -93,12 +93,12 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    seated: set[tuple[str, str, bool]] = field(default_factory=set)  # row, and whether apart, in this run
+    measured: set[tuple[str, str, bool]] = field(default_factory=set)  # row, and whether apart, in this run
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures count from here on
+        self.heeded = len(self.results.sessions) if self.asked.again else 0  # failures count from here on
 
     def run(self) -> None:
         self.machine = self._known_machine()
@@ -115,7 +115,7 @@ class _Measuring:
                 self._expect_time(turn)
                 later = filter(self._lacking, turns[place + 1 :])
                 self.workers.coming = [self._python(other) for other in later]
-                self._seat(turn, arms)
+                self._run_session(turn, arms)
         if self.bug:
             raise self.bug
 
@@ -147,16 +147,16 @@ class _Measuring:
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
         """Compile and tune ahead of the sessions, for as many rows as the time may allow, in half of that
         time. Failures are left to the arms."""
-        seats: dict[str, Any] = {}
+        requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
-            if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
+            if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
                 break
             if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
-                seats[f"{row.operator} {row.case}"] = row.task(tuple(arms), self.asked.rounds)[1]
-        if not any(list(each.compiles()) for each in seats.values()):
+                requests[f"{row.operator} {row.case}"] = row.task(tuple(arms), self.asked.rounds)[1]
+        if not any(list(each.compiles()) for each in requests.values()):
             return
-        tasks: Sequence[Ahead] = [("compare", compiled, [*seats.values()])]
-        tasks = [*tasks, *((place, tuned, each) for place, each in seats.items())]
+        tasks: Sequence[Ahead] = [("compare", compiled, [*requests.values()])]
+        tasks = [*tasks, *((place, tuned, each) for place, each in requests.items())]
         try:
             with self._within(self._left() / 2):
                 while tasks:
@@ -187,12 +187,14 @@ class _Measuring:
         without one, than any session of operators or of layers; without those, than any session. A row that
         takes longer than the whole budget starts only as the first."""
         row, left = turn.row, self._left()
-        every = [s for s in self.results.sittings if s.arms]
-        alike = [s for s in every if s.anchor == row.anchor and (UPSTREAM in s.arms) is turn.apart]
+        every = [s for s in self.results.sessions if s.arms]
+        alike = [
+            s for s in every if s.reference_arm == row.reference_arm and (UPSTREAM in s.arms) is turn.apart
+        ]
         own = [s for s in alike if s.row == (row.operator, row.case)]
-        warm = _place(turn) in self.seated
+        warm = _place(turn) in self.measured
         longest = max((_seconds(s, warm=warm) for s in own or alike or every), default=0.0)
-        if longest > left and (self.seated or longest <= self.asked.seconds):
+        if longest > left and (self.measured or longest <= self.asked.seconds):
             raise OutOfTime(
                 f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
                 "repeat the command to continue"
@@ -206,12 +208,12 @@ class _Measuring:
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: ProcessRow) -> list[str]:
-        """The arms without an answer. A model's kernels come first, to get memory; the anchor alone only if
-        nothing else was requested."""
+        """The arms without an answer. A model's kernels come first, to get memory; the reference arm alone
+        only if nothing else was requested."""
         row, keys = turn.row, self._keys(turn.row)
-        arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
-        if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
-            arms = [row.anchor]
+        arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.reference_arm]
+        if set(keys) == {row.reference_arm} <= set(self.asked.arms) and not turn.apart:
+            arms = [row.reference_arm]
         lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
@@ -219,12 +221,14 @@ class _Measuring:
         """Whether an arm has figures of this process, or a failure in any with its current key, which would
         repeat itself. Figures from before a temporary change do not count, as tables do not show them."""
         row, keys, found = turn.row, self._keys(turn.row), False
-        for place, s in enumerate(self.results.sittings):
+        for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
                 continue
             told = s.arms.get(arm) or s.failed.get(arm)
-            anchor = s.arms.get(row.anchor)
-            as_now = s.question == row.question and (not anchor or anchor.key == keys[row.anchor])
+            reference_arm = s.arms.get(row.reference_arm)
+            as_now = s.question == row.question and (
+                not reference_arm or reference_arm.key == keys[row.reference_arm]
+            )
             if not as_now or (told and told.key != keys[arm]):
                 found = False
             elif arm in s.failed:
@@ -253,10 +257,10 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the anchor; the results get the reasons of the
-        others."""
+        """The key of each arm that can be tried, including the reference arm; the results get the reasons of
+        the others."""
         keys, reasons = {}, {}
-        for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
+        for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
             if isinstance(found, str):
                 reasons[arm] = found
@@ -266,24 +270,24 @@ class _Measuring:
         self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys
 
-    def _seat(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the anchor remains, store only the reasons. If the worker was
-        lost while several arms took turns, run two sessions with half the arms each, since any of them may
-        have caused it."""
+    def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
+        """Run and store one session. If only the reference arm remains, store only the reasons. If the worker
+        was lost while several arms took turns, run two sessions with half the arms each, since any of them
+        may have caused it."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
-        found = self._sat(turn, arms)
-        self.seated.add(_place(turn))
-        sat = found["arms"] if set(found["arms"]) & set(arms) else {}
-        versions = {name: number for a in sat for name, number in self.versions[a].items()}
-        sitting = Session(
+        found = self._answer(turn, arms)
+        self.measured.add(_place(turn))
+        answered = found["arms"] if set(found["arms"]) & set(arms) else {}
+        versions = {name: number for a in answered for name, number in self.versions[a].items()}
+        session = Session(
             operator=row.operator,
             case=row.case,
             sizes=dict(row.sizes),
             question=row.question,
             process=turn.process,
-            anchor=row.anchor,
+            reference_arm=row.reference_arm,
             roofline=round(row.least(self.machine.ceilings) * 1e3, 6),
-            arms={a: ArmResult(key=keys[a], note=row.note(a), **told) for a, told in sat.items()},
+            arms={a: ArmResult(key=keys[a], note=row.note(a), **told) for a, told in answered.items()},
             failed={a: ArmFailure(key=keys[a], reason=why) for a, why in found["failed"].items()},
             conditions={"gpu": self.machine.gpu, "ceilings": self.machine.ceilings}
             | found["conditions"]
@@ -291,30 +295,30 @@ class _Measuring:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(monotonic() - begun, 1),
         )
-        if sitting.arms or sitting.failed:
-            self.results = self.results.plus([sitting])
+        if session.arms or session.failed:
+            self.results = self.results.plus([session])
             self.keep(self.results)
         for half in found.get("halves", ()):
-            self._seat(turn, half)
+            self._run_session(turn, half)
 
-    def _sat(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
+    def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
         """The worker's answer; again without an arm that loses the worker, while others are left. Raises
         OutOfTime if more time might help, WorkerError for a worker that could not begin, Failed if the GPU is
         lost: none of these says anything about an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
-            beside = [arm for arm in left if arm != row.anchor]
-            task, seats = row.task((row.anchor, *beside), self.asked.rounds)
+            beside = [arm for arm in left if arm != row.reference_arm]
+            task, request = row.task((row.reference_arm, *beside), self.asked.rounds)
             place = (
                 f"{row.operator} {row.case}, process {turn.process + 1}, {len(self.workers.coming)} to come"
             )
-            heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
+            heard = _Heard(self.progress, place, (PREPARING, row.reference_arm, *beside, TIMING))
             try:
                 with (
                     self._within(self._left()),
                     closing(self.workers.take(self._python(turn))) as worker,
                 ):
-                    found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
+                    found = worker.ask(task, request, patience=PATIENCE, progress=heard)
             except Late:
                 return {"arms": {}, "failed": failed | self._late(heard.last, left, turn), "conditions": {}}
             except (Failed, WorkerError) as error:
@@ -339,7 +343,7 @@ class _Measuring:
     def _late(self, last: str, left: list[str], turn: ProcessRow) -> dict[str, str]:
         """Reasons for the arms that were running when the time ended, if they had all of the seconds; else
         OutOfTime."""
-        if self.seated:
+        if self.measured:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
         why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
@@ -358,10 +362,10 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.anchor]  # apart, it has the other environment's figures
+        own = [] if turn.apart else [turn.row.reference_arm]  # apart, it has the other environment's figures
         if last in left:
             return {last: why}
-        if last in ("", PREPARING, turn.row.anchor):
+        if last in ("", PREPARING, turn.row.reference_arm):
             place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
             return dict.fromkeys([*left, *own], f"{place}{why}")
         return dict.fromkeys(left, f"on the clock: {why}")
@@ -385,7 +389,7 @@ def _place(turn: ProcessRow) -> tuple[str, str, bool]:
     return turn.row.operator, turn.row.case, turn.apart
 
 
-def _seconds(sitting: Session, *, warm: bool) -> float:
+def _seconds(session: Session, *, warm: bool) -> float:
     """An estimate of a session's seconds. ``warm``: this machine has compiled and tuned for one before."""
-    prepared = sum(arm.seconds for arm in sitting.arms.values())
-    return sitting.seconds - (CACHED * prepared if warm else 0.0)
+    prepared = sum(arm.seconds for arm in session.arms.values())
+    return session.seconds - (CACHED * prepared if warm else 0.0)

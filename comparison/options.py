@@ -72,7 +72,7 @@ class Effort:
     )
 
     @property
-    def sitting(self) -> tuple[int, int, float]:
+    def limits(self) -> tuple[int, int, float]:
         """Processes, rounds in each, and seconds after which none begins."""
         usual = (1, QUICK_ROUNDS, QUICK_SECONDS) if self.quick else (PROCESSES, ROUNDS, math.inf)
         processes, rounds, seconds = usual

@@ -1,7 +1,7 @@
 """The results of a comparison, stored in ``results.json``: sessions, each of one row in one process.
 
 Arms of one session take turns, so they are compared round by round. Arms of different sessions are compared
-through the anchor, which both have. Times are milliseconds, memory is bytes.
+through the reference arm, which both have. Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Error = Annotated[float, Field(ge=0, lt=1e30)]
 
 
 class _ResultsModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_by_name=True)
 
 
 class Loss(_ResultsModel):
@@ -64,7 +64,7 @@ class ArmFailure(_ResultsModel):
 class Session(_ResultsModel):
     """One row in one process: the arms that took turns, and those that failed.
 
-    ``question`` changes with the row's definition. ``anchor``: the arm in every session of the row.
+    ``question`` changes with the row's definition. ``reference_arm``: the arm in every session of the row.
     ``roofline``: the smallest time by the machine's measured ceilings. ``conditions``: device, driver,
     versions, clocks. ``seconds``: the whole session, including imports and compilers.
     """
@@ -74,7 +74,7 @@ class Session(_ResultsModel):
     sizes: Sizes
     question: str
     process: int = Field(ge=0, lt=1 << 20)
-    anchor: str
+    reference_arm: str = Field(validation_alias="anchor", serialization_alias="anchor")
     roofline: Milliseconds
     arms: dict[str, ArmResult]
     failed: dict[str, ArmFailure] = Field(default_factory=dict)
@@ -83,10 +83,12 @@ class Session(_ResultsModel):
     seconds: Seconds = 0.0
 
     @model_validator(mode="after")
-    def _anchored(self) -> Session:
+    def _complete(self) -> Session:
         rounds = {len(arm.milliseconds) for arm in self.arms.values()}
-        if self.arms and self.anchor not in self.arms or len(rounds) > 1:
-            raise ValueError(f"who sits does so with the anchor, {self.anchor!r}, for as many rounds")
+        if self.arms and self.reference_arm not in self.arms or len(rounds) > 1:
+            raise ValueError(
+                f"each arm needs the reference arm, {self.reference_arm!r}, beside it and as many rounds"
+            )
         return self
 
     @property
@@ -114,25 +116,27 @@ class Results(_ResultsModel):
 
     schema_version: int = SCHEMA
     machine: MeasuredMachine | None = None
-    sittings: tuple[Session, ...] = ()
+    sessions: tuple[Session, ...] = Field(
+        default=(), validation_alias="sittings", serialization_alias="sittings"
+    )
     absent: dict[str, dict[str, str]] = Field(default_factory=dict)
     present: dict[str, dict[str, Present]] = Field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
         """(operator, case) in the order of their first measurement."""
-        return list(dict.fromkeys(s.row for s in self.sittings))
+        return list(dict.fromkeys(s.row for s in self.sessions))
 
     def of(self, operator: str, case: str) -> list[Session]:
         """The sessions of a row, oldest first."""
-        return [s for s in self.sittings if s.row == (operator, case)]
+        return [s for s in self.sessions if s.row == (operator, case)]
 
     def gpus(self) -> set[str]:
         """The GPUs of all sessions; ``comparison.measuring`` allows only one."""
-        told = {str(s.conditions["gpu"]) for s in self.sittings if "gpu" in s.conditions}
+        told = {str(s.conditions["gpu"]) for s in self.sessions if "gpu" in s.conditions}
         return told | ({self.machine.gpu} if self.machine else set())
 
     def failed(self) -> bool:
-        return any(s.failed for s in self.sittings)
+        return any(s.failed for s in self.sessions)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
         """The results with a row's current definition, and the arms that cannot be tried; other arms are
@@ -148,21 +152,21 @@ class Results(_ResultsModel):
             }
         )
 
-    def plus(self, sittings: Iterable[Session]) -> Results:
-        return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
+    def plus(self, sessions: Iterable[Session]) -> Results:
+        return self.model_copy(update={"sessions": (*self.sessions, *sessions)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
         """Results of only these operators and cases; of all without names. Raises InvalidInput if none is
         left."""
         kept = tuple(
             s
-            for s in self.sittings
+            for s in self.sessions
             if (not operators or s.operator in operators) and (not cases or s.case in cases)
         )
-        if self.sittings and not kept:
+        if self.sessions and not kept:
             rows = ", ".join(f"{operator} {case}" for operator, case in self.rows())
             raise none_left(operators, cases, f"these results have {rows}")
-        return self.model_copy(update={"sittings": kept})
+        return self.model_copy(update={"sessions": kept})
 
 
 def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> InvalidInput:
@@ -195,4 +199,4 @@ def read(path: Path) -> Results:
 def write(path: Path, results: Results) -> None:
     """Write a file atomically, since an interrupted comparison continues from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, results.model_dump_json() + "\n")
+    write_atomic(path, results.model_dump_json(by_alias=True) + "\n")

@@ -35,7 +35,7 @@ QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swigl
 
 class Row(Protocol):
     """A row. ``question`` changes with its definition: an operator's hash and sizes, or a layer's shape.
-    ``anchor``: the arm in every session. ``arms``: the columns' arms that can take part."""
+    ``reference_arm``: the arm in every session. ``arms``: the columns' arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -46,7 +46,7 @@ class Row(Protocol):
     @property
     def question(self) -> str: ...
     @property
-    def anchor(self) -> str: ...
+    def reference_arm(self) -> str: ...
     @property
     def arms(self) -> tuple[str, ...]: ...
 
@@ -73,7 +73,7 @@ class OperatorRow:
     spec: Spec
     case: str
     sizes: Mapping[str, int]
-    anchor = competitors.ANCHOR
+    reference_arm = competitors.REFERENCE_ARM
     arms = tuple(arm for arm in ARMS if arm != competitors.LIGER_APART)
 
     @property
@@ -122,7 +122,7 @@ class LayerRow:
 
     case: str
     backward: bool
-    anchor = competitors.EAGER
+    reference_arm = competitors.EAGER
     arms = ARMS
 
     @property

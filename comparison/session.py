@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import ANCHOR, entries
+from coda_agent.comparison.competitors import REFERENCE_ARM, entries
 from coda_agent.comparison.competitors.entry import Given, Prepared
 from coda_agent.comparison.interleaved import PreparedArm, Stage, run_interleaved
 from coda_agent.primitives.system.workers import Job
@@ -27,7 +27,7 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class OperatorArms:
-    """A session's request: arms and sizes, including the anchor. ``kernels`` by arm; ``quack``: known
+    """A session's request: arms and sizes, including the reference arm. ``kernels`` by arm; ``quack``: known
     schedules of QuACK's arms."""
 
     spec: Spec
@@ -62,24 +62,24 @@ class OperatorArms:
         return not rival or quack_baseline.is_tuned(arm, self.spec, self.sizes, self.quack)
 
 
-def measure_operator(seats: OperatorArms) -> dict[str, Any]:
+def measure_operator(request: OperatorArms) -> dict[str, Any]:
     """Measure one operator at one case's sizes, every arm on the same inputs; see ``run_interleaved``."""
-    return run_interleaved(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
+    return run_interleaved(partial(_Operator, request), request.arms, REFERENCE_ARM, request.rounds)
 
 
 class _Operator(Stage):
     """Sets of inputs that no arm finds in the L2."""
 
-    def __init__(self, seats: OperatorArms):
+    def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference
 
-        self.seats = seats
+        self.request = request
         self.sets = [self._drawn()]
         self.sets += [self._drawn() for _ in range(sets_wanted(self.sets[0]) - 1)]
         self.turns = len(self.sets)
-        exact = reference.oracle(seats.spec, self.sets[0], seats.sizes)
+        exact = reference.oracle(request.spec, self.sets[0], request.sizes)
         self.truth: Mapping[str, Tensor] = {name: self._kept(name, exact.pop(name)) for name in (*exact,)}
-        self.yardstick: Mapping[str, Tensor] = reference.yardstick(seats.spec, self.sets[0], seats.sizes)
+        self.yardstick: Mapping[str, Tensor] = reference.yardstick(request.spec, self.sets[0], request.sizes)
 
     def enter(self, arm: str) -> PreparedArm:
         first = self._prepared(arm, self.sets[0])
@@ -91,7 +91,7 @@ class _Operator(Stage):
     def _kept(self, name: str, exact: Tensor) -> Tensor:
         """An output's truth; fp32 suffices for outputs with few bits, since a 70B model's logits take 8
         GB."""
-        return exact.float() if self.seats.spec.outputs[name].dtype in FEW_BITS else exact
+        return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
         self.truth, self.yardstick = {}, {}
@@ -99,13 +99,13 @@ class _Operator(Stage):
     def _drawn(self) -> dict[str, Tensor]:
         from coda_agent.verifier.numerics.inputs import draw
 
-        return draw(self.seats.spec, self.seats.sizes, secrets.randbits(48), device="cuda")
+        return draw(self.request.spec, self.request.sizes, secrets.randbits(48), device="cuda")
 
     def _prepared(self, arm: str, inputs: Mapping[str, Tensor]) -> Prepared:
         """An arm on inputs that no other arm writes to."""
-        written = self.seats.spec.signature().updates.values()
+        written = self.request.spec.signature().updates.values()
         own = {name: t.clone() if name in written else t for name, t in inputs.items()}
-        return prepare(arm, self.seats, own)
+        return prepare(arm, self.request, own)
 
     def _losses(self, outputs: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
         from coda_agent.verifier.numerics.error_gate import loss
@@ -114,20 +114,20 @@ class _Operator(Stage):
         return {n: {"relative": relative, "yardsticks": ratio} for n, (relative, ratio) in every.items()}
 
 
-def prepare(arm: str, seats: OperatorArms, inputs: Mapping[str, Tensor]) -> Prepared:
+def prepare(arm: str, request: OperatorArms, inputs: Mapping[str, Tensor]) -> Prepared:
     """Prepare a column's arm on one set of inputs. Raises whatever its library raises."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
-    spec, sizes = seats.spec, seats.sizes
-    if arm in seats.kernels:
-        return _launched(seats.kernels[arm], inputs, sizes)
-    if arm == ANCHOR:
+    spec, sizes = request.spec, request.sizes
+    if arm in request.kernels:
+        return _launched(request.kernels[arm], inputs, sizes)
+    if arm == REFERENCE_ARM:
         return Prepared(pytorch.matmul(spec, inputs, sizes), lambda _: {})
     if arm in pytorch.BASELINES:
         return Prepared(pytorch.calls(arm, spec, [inputs], sizes)[0], _as_given)
     if arm in quack_baseline.ARMS:
-        (call,) = quack_baseline.tuned(arm, spec, [inputs], sizes, seats.quack).calls
+        (call,) = quack_baseline.tuned(arm, spec, [inputs], sizes, request.quack).calls
         return Prepared(call, _as_given)
     return entries(arm)[spec.name].build(Given(inputs, sizes, spec.constants))
 

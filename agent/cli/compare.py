@@ -95,7 +95,7 @@ def _asked(choice: Choice, effort: Effort) -> ComparisonRequest:
 
     if effort.quick and choice.everything and not choice.only:
         arguments.refuse_unused("--quick has three rows; leave one of the two out", "--all")
-    processes, rounds, seconds = effort.sitting
+    processes, rounds, seconds = effort.limits
     wanted = rows.chosen(
         choice.operators, choice.cases or (), everything=choice.everything, quick=effort.quick
     )

@@ -77,9 +77,9 @@ class LayerStages:
         if row.kernels is None:
             raise LookupError(row.absent(PROGRAM))
         kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.kernels.items()}
-        seats = LayerArms(row.shape, self.names, kernels, ROUNDS, True)
-        compiled([seats])
-        drawn, runner = draw(row.shape, SEED), seats.runner()
+        request = LayerArms(row.shape, self.names, kernels, ROUNDS, True)
+        compiled([request])
+        drawn, runner = draw(row.shape, SEED), request.runner()
         for name in self.names:
             layer = variant(name, row.shape, drawn, runner)
             layer.forward(layer.start(drawn.x))  # compiles the inference graph

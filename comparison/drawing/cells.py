@@ -25,15 +25,14 @@ class Cell:
     """A column's fastest arm in a row.
 
     ``against``: its time over the LLM's kernel's, above 1 if that kernel is faster; None in a row without
-    one, and in the kernel's own cell. ``anchored``: the two never shared a session, so the ratio goes through
-    the anchor. ``processes``: the number behind ``against`` (the fewer of its two steps if anchored), else
-    behind the time.
-    """
+    one, and in the kernel's own cell. ``indirect``: the two never shared a session, so the ratio goes through
+    the reference arm. ``processes``: the number behind ``against`` (the fewer of its two steps if indirect),
+    else behind the time. """
 
     arm: str
     milliseconds: float
     against: Interval | None
-    anchored: bool
+    indirect: bool
     losses: Mapping[str, Loss]
     bytes: int
     note: str
@@ -50,13 +49,13 @@ class Empty:
 @dataclass(frozen=True)
 class TableRow:
     """A row of the table. ``roofline`` is the smallest time that the hardware allows, in milliseconds;
-    ``anchor`` is the arm that ratios go through."""
+    ``reference_arm`` is the arm that ratios go through."""
 
     operator: str
     case: str
     sizes: Mapping[str, int]
     roofline: float
-    anchor: str
+    reference_arm: str
     cells: Mapping[str, Cell | Empty]  # by column, for the columns to show
 
     def cell(self, column: str) -> Cell | None:
@@ -71,7 +70,7 @@ def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
 
 def standing(results: Results) -> list[Session]:
     """The sessions that cells come from: sessions whose arms have all changed since are left out."""
-    return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
+    return [session for name in results.rows() for session in _row(results, *name).standing()]
 
 
 def timed(results: Results) -> set[str]:
@@ -95,7 +94,7 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
             failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
             known = [absent[a] for a in column.arms if a in absent]
             cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
-    return TableRow(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
+    return TableRow(operator, case, row.last.sizes, row.last.roofline, row.reference_arm, cells)
 
 
 def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
@@ -111,35 +110,39 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """``processes``: the number behind the ratio; if ``anchored``, of the step with fewer."""
+    """``processes``: the number behind the ratio; if ``indirect``, of the step with fewer."""
 
     interval: Interval
     processes: frozenset[int]
-    anchored: bool = False
+    indirect: bool = False
 
 
 class _Row:
-    """The sessions of one row, without figures of an outdated question, arm or anchor: outdated by a later
-    session, or by the last request (``present``)."""
+    """The sessions of one row, without figures of an outdated question, arm or reference arm: outdated by a
+    later session, or by the last request (``present``)."""
 
-    def __init__(self, sittings: list[Session], present: Present | None):
-        self.last = sittings[-1]
-        sittings = [s for s in sittings if s.question == self.last.question]
-        self.anchor = self.last.anchor
-        timed = [s for s in sittings if s.arms]
+    def __init__(self, sessions: list[Session], present: Present | None):
+        self.last = sessions[-1]
+        sessions = [s for s in sessions if s.question == self.last.question]
+        self.reference_arm = self.last.reference_arm
+        timed = [s for s in sessions if s.arms]
         if timed:
-            now = timed[-1].arms[self.anchor].key
-            timed = [s for s in timed if s.anchor == self.anchor and s.arms[s.anchor].key == now]
+            now = timed[-1].arms[self.reference_arm].key
+            timed = [
+                s
+                for s in timed
+                if s.reference_arm == self.reference_arm and s.arms[s.reference_arm].key == now
+            ]
         self.timed = timed
-        self.sittings = sittings
+        self.sessions = sessions
         self.keys: dict[str, str] = {}
         self.failed: dict[str, str] = {}
-        for sitting in sittings:
-            for arm, failure in sitting.failed.items():
+        for session in sessions:
+            for arm, failure in session.failed.items():
                 if self.keys.get(arm) != failure.key:  # otherwise it has figures from another process
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
-            for arm, found in sitting.arms.items() if sitting in timed else ():
+            for arm, found in session.arms.items() if session in timed else ():
                 self.keys[arm] = found.key
                 self.failed.pop(arm, None)
         for arm in self._outdated(present) if present else ():
@@ -147,34 +150,38 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """All arms if the question or the anchor has changed. Never the anchor itself, which ratios go
-        through."""
+        """All arms if the question or the reference arm has changed. Never the reference arm itself, which
+        ratios go through."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
-        if present.question != self.last.question or self.anchor in found:
+        if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)
-        return found - {self.anchor}
+        return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """Sessions with a current arm besides the anchor, or with the anchor alone; all sessions if no other
-        figures are left."""
+        """Sessions with a current arm besides the reference arm, or with the reference arm alone; all
+        sessions if no other figures are left."""
         found = [
             s
             for s in self.timed
             if len(s.arms) == 1
-            or any(self.keys.get(name) == arm.key for name, arm in s.arms.items() if name != self.anchor)
+            or any(
+                self.keys.get(name) == arm.key for name, arm in s.arms.items() if name != self.reference_arm
+            )
         ]
         return found or self.timed
 
     def slowness(self, arm: str) -> float:
-        """The logarithm of its time over the anchor's."""
+        """The logarithm of its time over the reference arm's."""
         return fmean(
-            median(map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.anchor].milliseconds)))
+            median(
+                map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.reference_arm].milliseconds))
+            )
             for s in self._with(arm)
         )
 
     def cell(self, arm: str, rival: str | None) -> Cell:
-        sat = self._with(arm)
-        own = [s.arms[arm] for s in sat]
+        shared = self._with(arm)
+        own = [s.arms[arm] for s in shared]
         ratio = self.ratio(arm, rival) if rival else None
         worst = {
             name: max((a.losses[name] for a in own if name in a.losses), key=lambda lost: lost.yardsticks)
@@ -184,11 +191,11 @@ class _Row:
             arm=arm,
             milliseconds=central([found.milliseconds for found in own]),
             against=ratio.interval if ratio else None,
-            anchored=ratio is not None and ratio.anchored,
+            indirect=ratio is not None and ratio.indirect,
             losses=worst,
             bytes=max(found.bytes for found in own),
             note="; ".join(filter(None, (own[-1].note, self._failing(arm)))),
-            processes=len(ratio.processes if ratio else _processes(sat)),
+            processes=len(ratio.processes if ratio else _processes(shared)),
         )
 
     def _failing(self, arm: str) -> str:
@@ -196,7 +203,7 @@ class _Row:
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason
-            for s in self.sittings
+            for s in self.sessions
             if arm in s.failed and s.failed[arm].key == self.keys[arm] and s.process not in timed
         ]
         return f"failed in another process: {reasons[-1]}" if reasons else ""
@@ -206,20 +213,20 @@ class _Row:
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
     def ratio(self, arm: str, rival: str) -> _Ratio:
-        """The ratio of their times; through the anchor if they never shared a session."""
+        """The ratio of their times; through the reference arm if they never shared a session."""
         together = self._with(arm, rival)
         if together:
             pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
             return _Ratio(_ratio(pairs), _processes(together))
-        to, back = self.ratio(arm, self.anchor), self.ratio(self.anchor, rival)
+        to, back = self.ratio(arm, self.reference_arm), self.ratio(self.reference_arm, rival)
         fewer = min(to.processes, back.processes, key=len)
-        return _Ratio(statistics.through(to.interval, back.interval), fewer, anchored=True)
+        return _Ratio(statistics.through(to.interval, back.interval), fewer, indirect=True)
 
 
-def _processes(sittings: list[Session]) -> frozenset[int]:
+def _processes(sessions: list[Session]) -> frozenset[int]:
     """The number of processes. One process has several sessions if some arms ran separately or again, with
-    the anchor in each."""
-    return frozenset(s.process for s in sittings)
+    the reference arm in each."""
+    return frozenset(s.process for s in sessions)
 
 
 @cache

@@ -195,8 +195,8 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
-    apart = [name for name in columns if any(_through_anchor(line.cell(name)) for line in lines)]
-    words = f"{', '.join(apart)}: where they never sat with {LLM}, at {LLM}'s time by the ratio of the two."
+    apart = [name for name in columns if any(_indirect(line.cell(name)) for line in lines)]
+    words = f"{', '.join(apart)}: never in one session with {LLM}, so placed at {LLM}'s time by their ratio."
     figure, axes, places = _canvas(lines, "roofline", 0.27, measured, [words] if apart else [])
     dots = {
         name: [
@@ -221,13 +221,13 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
 def _time(line: TableRow, cell: Cell) -> float:
     """Milliseconds. A time from another session than the LLM's is scaled to the GPU's clock in that
     session."""
-    own, ratio = line.cell(LLM), _through_anchor(cell)
+    own, ratio = line.cell(LLM), _indirect(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
 
-def _through_anchor(cell: Cell | None) -> Interval | None:
-    """A cell's ratio, if it goes through the anchor."""
-    return cell.against if cell and cell.anchored else None
+def _indirect(cell: Cell | None) -> Interval | None:
+    """A cell's ratio, if it goes through the reference arm."""
+    return cell.against if cell and cell.indirect else None
 
 
 def _dot(name: str) -> dict[str, Any]:

@@ -49,8 +49,8 @@ COLUMN_HEADINGS = (
     "processes",
     "notes",
 )
-SITTING_HEADINGS = (
-    "sitting",
+SESSION_HEADINGS = (
+    "session",
     "process",
     "date",
     "arm",
@@ -85,7 +85,7 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
         sheets=tables,
         notes=dict(notes),
         column_headings=COLUMN_HEADINGS,
-        sitting_headings=SITTING_HEADINGS,
+        session_headings=SESSION_HEADINGS,
         rows=[_row(line, results) for line in found],
     )
 
@@ -97,7 +97,7 @@ def _summary(found: Summary) -> tuple[str, str, list[tuple[str, ...]]]:
 def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
     sizes = ", ".join(f"{dim} {size}" for dim, size in line.sizes.items())
     title = f"{line.operator} {line.case}: {sizes}; roofline {number(line.roofline)} ms"
-    return title, [_column(line, name) for name in line.cells], _sittings(line, results)
+    return title, [_column(line, name) for name in line.cells], _sessions(line, results)
 
 
 def _column(line: TableRow, name: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _column(line: TableRow, name: str) -> tuple[str, ...]:
     ratio = ""
     if row := RowRatio.of(line, cell):
         parts = {
-            "through the anchor": row.anchored,
+            "through the reference arm": row.indirect,
             "of one process": row.alone,
             "of a time that cannot be": row.doubted,
         }
@@ -122,24 +122,24 @@ def _loss(loss: Loss) -> str:
     return f"{loss.relative:.2e}, {loss.yardsticks:.2f}"
 
 
-def _sittings(line: TableRow, results: Results) -> list[tuple[str, ...]]:
+def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
     """Every arm of the line's columns in every session; arms that have changed since are marked."""
-    sittings = results.of(line.operator, line.case)
+    sessions = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
-    last = {name: arm.key for sitting in sittings for name, arm in sitting.arms.items()}
+    last = {name: arm.key for session in sessions for name, arm in session.arms.items()}
     rows: list[tuple[str, ...]] = []
-    for place, sitting in enumerate(sittings, 1):
-        seat = (f"{place}", f"{sitting.process}", macro("span", sitting.date[:19].replace("T", " "), ""))
-        for name, arm in ((n, a) for n, a in sitting.arms.items() if n in arms):
+    for place, session in enumerate(sessions, 1):
+        start = (f"{place}", f"{session.process}", macro("span", session.date[:19].replace("T", " "), ""))
+        for name, arm in ((n, a) for n, a in session.arms.items() if n in arms):
             times = arm.milliseconds
             figures = [number(figure) for figure in (median(times), min(times), max(times))]
             state = "" if arm.key == last[name] else "has become another since"
-            rows.append((*seat, name, *figures, str(len(times)), f"{arm.seconds:g}", arm.key, state))
+            rows.append((*start, name, *figures, str(len(times)), f"{arm.seconds:g}", arm.key, state))
         rows += [
-            (*seat, name, ABSENT, "", "", "", "", failure.key, failure.reason)
-            for name, failure in sitting.failed.items()
+            (*start, name, ABSENT, "", "", "", "", failure.key, failure.reason)
+            for name, failure in session.failed.items()
             if name in arms
         ]
-        if sitting.seconds:
-            rows.append((*seat, "all of them", "", "", "", "", f"{sitting.seconds:g}", "", ""))
+        if session.seconds:
+            rows.append((*start, "all of them", "", "", "", "", f"{session.seconds:g}", "", ""))
     return rows

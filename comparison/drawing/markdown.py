@@ -15,13 +15,13 @@ from pathlib import Path
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     COLUMNS,
     COMPILE,
     EAGER,
     HUMAN,
     LLM,
     MATMUL,
+    REFERENCE_ARM,
     ROOFLINE,
     UPSTREAM,
     Column,
@@ -53,9 +53,9 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
-ABSENT, ANCHORED = "–", "†"
+ABSENT, INDIRECT = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
-BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
+BESIDE = {REFERENCE_ARM: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # reference arms
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 MEAN = f"geometric mean of time over {LLM}'s [95%]"
 HEADLINE = ("operator", "sizes", "`torch.compile`", "QuACK")
@@ -69,7 +69,7 @@ BOLD = (
     "which do less."
 )
 CLOCKS = (
-    f"Where a ratio has {ANCHORED}, the two times are of different sittings, in which the GPU's clock "
+    f"Where a ratio has {INDIRECT}, the two times are of different sessions, in which the GPU's clock "
     "need not have been the same."
 )
 
@@ -230,15 +230,17 @@ def _ratios(found: Sequence[TableRow], notes: Notes) -> Sheet:
 
 def mark(row: RowRatio) -> str:
     """The mark after a row's ratio."""
-    return (ANCHORED if row.anchored else "") + doubts([row])
+    return (INDIRECT if row.indirect else "") + doubts([row])
 
 
 def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
     """A sentence for each mark on these columns' ratios."""
     rows = _raced(found, columns)
-    beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
+    beside = dict.fromkeys(
+        BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
+    )
     told = {
-        f"{ANCHORED}: the two were never measured in one sitting, so the ratio goes through "
+        f"{INDIRECT}: the two were never measured in one session, so the ratio goes through "
         f"{' or '.join(beside)}, which both had beside them, and its interval holds the uncertainty of both "
         "steps.": bool(beside),
         f"{ALONE}: it rests on one process, which tells nothing of how processes differ: neither a win nor "
@@ -251,8 +253,8 @@ def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
 
 
 def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A warning about these columns' times, if any of their ratios is anchored."""
-    return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
+    """A warning about these columns' times, if any of their ratios is indirect."""
+    return [CLOCKS] if any(row.indirect for _, row in _raced(found, columns)) else []
 
 
 def _raced(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:

@@ -80,7 +80,7 @@ class RowRatio:
 
     case: str
     ratio: Interval
-    anchored: bool
+    indirect: bool
     processes: int
     doubted: bool
 
@@ -91,7 +91,7 @@ class RowRatio:
             return None
         own = cell.milliseconds / cell.against.estimate  # the LLM's time, whose column may not be shown
         doubted = below(line, cell) or own < line.roofline * (1 - BELOW)
-        return cls(line.case, cell.against, cell.anchored, cell.processes, doubted)
+        return cls(line.case, cell.against, cell.indirect, cell.processes, doubted)
 
     @property
     def alone(self) -> bool:
@@ -359,26 +359,27 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
 
 def measured(results: Results) -> str:
     """Devices, versions and dates of the results; if sessions differ, it lists every value."""
-    sittings = standing(results)
-    if not sittings:
+    sessions = standing(results)
+    if not sessions:
         return NOTHING
-    conditions = [sitting.conditions for sitting in sittings]
+    conditions = [session.conditions for session in sessions]
     known = {
         "driver": _each(conditions, "driver"),
         "PyTorch": _each(conditions, "torch"),
         "CUDA": _each(conditions, "cuda"),
     }
     parts = [f"{name} {value}" for name, value in known.items() if value] + _versions(conditions)
-    days = sorted(sitting.date[:10] for sitting in sittings)
-    rounds = sorted(len(arm.milliseconds) for sitting in sittings for arm in sitting.arms.values())
-    seats = [len({s.process for s in sittings if s.row == row}) for row in {s.row for s in sittings}]
+    days = sorted(session.date[:10] for session in sessions)
+    rounds = sorted(len(arm.milliseconds) for session in sessions for arm in session.arms.values())
+    processes = [len({s.process for s in sessions if s.row == row}) for row in {s.row for s in sessions}]
+    most = max(processes)
+    each = "one process" if most == 1 else f"each of {_span(min(processes), most)} processes"
     device = " ".join(
         [_each(conditions, "gpu") or "an unknown device", *([f"({', '.join(parts)})"] if parts else [])]
     )
     return (
-        f"{_count(len(seats), 'row')} on {device}, {_span(days[0], days[-1])}, "
-        f"{_span(rounds[0], rounds[-1])} rounds in "
-        f"{'one process' if max(seats) == 1 else f'each of {_span(min(seats), max(seats))} processes'} a row."
+        f"{_count(len(processes), 'row')} on {device}, {_span(days[0], days[-1])}, "
+        f"{_span(rounds[0], rounds[-1])} rounds in {each} a row."
     )
 
 

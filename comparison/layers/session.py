@@ -63,29 +63,29 @@ class LayerArms:
         return Launched({call: copy(kernel) for call, kernel in self.kernels.items()})
 
 
-def measure_layer(seats: LayerArms) -> dict[str, Any]:
+def measure_layer(request: LayerArms) -> dict[str, Any]:
     """Like ``comparison.interleaved``, for whole layers. A loss is relative to the truth's RMS, and to the
     loss of the plain layer in bf16 in eager PyTorch."""
-    return run_interleaved(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
+    return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 
 class _Stage(Stage):
-    def __init__(self, seats: LayerArms):
+    def __init__(self, request: LayerArms):
         from coda_agent.comparison.layers.errors import truth
         from coda_agent.comparison.layers.shape import draw
 
-        self.seats = seats
-        self.drawn = draw(seats.shape, secrets.randbits(48))
-        self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn, backward=seats.backward)
+        self.request = request
+        self.drawn = draw(request.shape, secrets.randbits(48))
+        self.truth: Mapping[str, Tensor] = truth(request.shape, self.drawn, backward=request.backward)
         self.usual: dict[str, float] = {}  # the losses of eager PyTorch
-        self.runner = seats.runner()
+        self.runner = request.runner()
 
     def enter(self, arm: str) -> PreparedArm:
-        layer = variant(arm, self.seats.shape, self.drawn, self.runner)
+        layer = variant(arm, self.request.shape, self.drawn, self.runner)
         losses = self._losses(arm, layer)
         stream = layer.start(self.drawn.x)
         call: Callable[[], object] = partial(layer.forward, stream)
-        if self.seats.backward:
+        if self.request.backward:
             call = partial(layer.step, stream, self.drawn.dout)
         return PreparedArm(call, losses, sum(t.numel() * t.element_size() for t in layer.arranged()))
 
@@ -98,7 +98,7 @@ class _Stage(Stage):
     def _losses(self, arm: str, layer: Layer[Any, Any]) -> dict[str, dict[str, float]]:
         from coda_agent.comparison.layers.errors import relative, results
 
-        found = relative(results(layer, self.drawn, backward=self.seats.backward), self.truth)
+        found = relative(results(layer, self.drawn, backward=self.request.backward), self.truth)
         if arm == EAGER:
             self.usual = found
         return {n: {"relative": loss, "yardsticks": loss / self.usual[n]} for n, loss in found.items()}

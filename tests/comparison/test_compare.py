@@ -16,7 +16,6 @@ from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_n
 from coda_agent.agent.artifacts import quack_tunings
 from coda_agent.comparison import environment, kernels, keys, rows, workers
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     COMPILE,
     EAGER,
     EDITED,
@@ -26,6 +25,7 @@ from coda_agent.comparison.competitors import (
     LLM,
     MATMUL,
     PROGRAM,
+    REFERENCE_ARM,
     UPSTREAM,
 )
 from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines, standing
@@ -41,7 +41,7 @@ from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
-from comparison import arm, sitting
+from comparison import arm, session
 
 
 @pytest.fixture
@@ -53,26 +53,33 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 def test_what_is_there_is_not_measured_again(gpu: Machine, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     first = measure(asked(processes=2), Results(), lambda made: write(path, made))
-    assert first == read(path) and len(first.sittings) == 4
-    ours = (ANCHOR, PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)  # a 70B model's row may have no room for all
-    assert gpu.sat == [(None, ours), ("/other/python", (ANCHOR, UPSTREAM))] * 2
+    assert first == read(path) and len(first.sessions) == 4
+    ours = (
+        REFERENCE_ARM,
+        PROGRAM,
+        EAGER,
+        COMPILE,
+        LIGER,
+        OWN_TUNER,
+    )  # a 70B model's row may have no room for all
+    assert gpu.sat == [(None, ours), ("/other/python", (REFERENCE_ARM, UPSTREAM))] * 2
     gpu.sat.clear()
     assert measure(asked(processes=2), read(path), never) == first and not gpu.sat
     more = measure(asked(processes=3), read(path), lambda made: None)
-    assert len(gpu.sat) == 2 and {s.process for s in more.sittings} == {0, 1, 2}
+    assert len(gpu.sat) == 2 and {s.process for s in more.sessions} == {0, 1, 2}
 
 
 def test_columns_of_two_environments_are_compared_through_the_anchor(gpu: Machine) -> None:
     found = cells(measure(asked(processes=2), Results(), lambda made: None))
     human, upstream, own = (found[name] for name in (HUMAN, "upstream CODA", LLM))
     assert isinstance(human, Cell) and isinstance(upstream, Cell) and isinstance(own, Cell)
-    assert human.against and human.against.estimate == pytest.approx(1.1) and not human.anchored
-    assert upstream.against and upstream.against.estimate == pytest.approx(1.2) and upstream.anchored
+    assert human.against and human.against.estimate == pytest.approx(1.1) and not human.indirect
+    assert upstream.against and upstream.against.estimate == pytest.approx(1.2) and upstream.indirect
     assert own.against is None and own.processes == 2
 
 
-def test_a_sitting_tells_the_versions_that_sat_in_it(gpu: Machine) -> None:
-    here, there = measure(asked(), Results(), lambda made: None).sittings
+def test_a_session_tells_the_versions_that_sat_in_it(gpu: Machine) -> None:
+    here, there = measure(asked(), Results(), lambda made: None).sessions
     assert here.conditions["versions"]["liger-kernel"] == "0.8.5"
     assert "liger-kernel" not in there.conditions["versions"]
     assert there.conditions["versions"]["coda-kernels"] == "0.2"
@@ -91,9 +98,9 @@ def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: p
 
     monkeypatch.setattr(kernels, "by_arm", other)
     again = measure(asked(), first, lambda made: None)
-    assert gpu.sat == [(None, (ANCHOR, PROGRAM))]
+    assert gpu.sat == [(None, (REFERENCE_ARM, PROGRAM))]
     found = cells(again)[HUMAN]
-    assert isinstance(found, Cell) and found.anchored  # it never sat with the new kernel
+    assert isinstance(found, Cell) and found.indirect  # it never sat with the new kernel
 
 
 def test_another_version_of_a_library_is_another_column(
@@ -103,7 +110,7 @@ def test_another_version_of_a_library_is_another_column(
     gpu.sat.clear()
     monkeypatch.setattr(keys, "version", lambda name: "0.9" if name == "liger-kernel" else "1.0")
     measure(asked(), first, lambda made: None)
-    assert gpu.sat == [(None, (ANCHOR, LIGER))]
+    assert gpu.sat == [(None, (REFERENCE_ARM, LIGER))]
 
 
 def test_what_was_another_for_a_while_is_measured_again(
@@ -120,11 +127,11 @@ def test_what_was_another_for_a_while_is_measured_again(
             gpu.sat.clear()
             found = measure(asked(), found, kept_nowhere)
             assert LIGER in gpu.sat[0][1]
-            cell, newest = cells(found)[LIGER], [s for s in found.sittings if LIGER in s.arms][-1]
+            cell, newest = cells(found)[LIGER], [s for s in found.sessions if LIGER in s.arms][-1]
             assert isinstance(cell, Cell) and f"{name} {number}" in newest.arms[LIGER].key
     assert measure(asked(), found, never) == found
     for revision in (2, 1):
-        monkeypatch.setitem(keys.REVISIONS, ANCHOR, revision)
+        monkeypatch.setitem(keys.REVISIONS, REFERENCE_ARM, revision)
         gpu.sat.clear()
         found = measure(asked(), found, kept_nowhere)
         assert LIGER in gpu.sat[0][1] and isinstance(cells(found)[LIGER], Cell)
@@ -161,8 +168,8 @@ def test_another_build_of_torch_makes_all_stale(gpu: Machine) -> None:
     gpu.sat.clear()
     gpu.torch = "2.0+cu126"
     found = measure(asked(), first, kept_nowhere)
-    assert len(gpu.sat) == 2 and gpu.sat[0][1][:2] == (ANCHOR, PROGRAM)
-    assert "2.0+cu126" in found.sittings[-1].arms[ANCHOR].key
+    assert len(gpu.sat) == 2 and gpu.sat[0][1][:2] == (REFERENCE_ARM, PROGRAM)
+    assert "2.0+cu126" in found.sessions[-1].arms[REFERENCE_ARM].key
 
 
 def test_another_way_to_call_a_library_is_another_column(
@@ -172,7 +179,7 @@ def test_another_way_to_call_a_library_is_another_column(
     gpu.sat.clear()
     monkeypatch.setitem(keys.REVISIONS, LIGER, 2)
     measure(asked(), first, kept_nowhere)
-    assert gpu.sat == [(None, (ANCHOR, LIGER))]
+    assert gpu.sat == [(None, (REFERENCE_ARM, LIGER))]
 
 
 def test_a_spec_s_other_cases_and_thresholds_make_no_row_stale(
@@ -201,7 +208,7 @@ def test_a_broken_column_says_so_and_stops_nothing(gpu: Machine) -> None:
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found
     assert not gpu.sat  # it would fail again
     mended = measure(asked("gemm_swiglu", "gemm_rope", processes=2, again=True), found, kept_nowhere)
-    assert gpu.sat == [(None, (ANCHOR, LIGER))] * 4
+    assert gpu.sat == [(None, (REFERENCE_ARM, LIGER))] * 4
     assert all(isinstance(line.cells[LIGER], Cell) for line in lines(mended))
 
 
@@ -216,12 +223,12 @@ def test_an_arm_that_failed_in_one_process_keeps_its_figures_and_says_so(gpu: Ma
     assert isinstance(cell, Cell) and cell.processes == 3 and "failed" not in cell.note
 
 
-def test_an_anchor_that_is_left_alone_is_not_kept(gpu: Machine) -> None:
+def test_an_reference_arm_that_is_left_alone_is_not_kept(gpu: Machine) -> None:
     gpu.broken = {EAGER: "ValueError: no"}
-    (sitting,) = measure(asked(arms=(EAGER,)), Results(), kept_nowhere).sittings
-    assert not sitting.arms and set(sitting.failed) == {EAGER}
-    (sitting,) = measure(asked(arms=(ANCHOR,)), Results(), kept_nowhere).sittings
-    assert set(sitting.arms) == {ANCHOR}  # which was asked for
+    (session,) = measure(asked(arms=(EAGER,)), Results(), kept_nowhere).sessions
+    assert not session.arms and set(session.failed) == {EAGER}
+    (session,) = measure(asked(arms=(REFERENCE_ARM,)), Results(), kept_nowhere).sessions
+    assert set(session.arms) == {REFERENCE_ARM}  # which was asked for
 
 
 def test_why_a_column_cannot_be_tried_is_kept_though_nobody_sat(
@@ -243,17 +250,17 @@ def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
     found = measure(asked("gemm_swiglu", "gemm_rope", processes=2, arms=(EAGER,)), Results(), kept_nowhere)
-    assert [(s.operator, s.process) for s in found.sittings] == [
+    assert [(s.operator, s.process) for s in found.sessions] == [
         ("gemm_swiglu", 0),
         ("gemm_swiglu", 1),
         ("gemm_rope", 0),
         ("gemm_rope", 1),
     ]
-    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a sitting
+    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a session
     assert gpu.ready == [5, 5, 5, 5]  # the next three are at their imports then
 
 
-def test_whoever_waits_hears_how_many_sittings_are_left(gpu: Machine) -> None:
+def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
     said: list[str] = []
     measure(asked(processes=2), Results(), kept_nowhere, lambda place, words: said.append(place))
     sat = [place for place in dict.fromkeys(said) if "process" in place]
@@ -273,14 +280,17 @@ def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     monkeypatch.setitem(SPEEDS, OUR_SEARCH, 1.02 * SPEEDS[OWN_TUNER])
     monkeypatch.setitem(SPEEDS, MAX_AUTOTUNE, 1.04 * SPEEDS[COMPILE])
     found = measure(wanted, Results(), kept_nowhere)
-    both = (ANCHOR, COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH)
+    both = (REFERENCE_ARM, COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH)
     assert [arms for _, arms in gpu.sat] == [both, tuple(arm for arm in both if arm != MAX_AUTOTUNE)]
     cell = cells(found)["torch.compile"]
     assert isinstance(cell, Cell) and (cell.arm, cell.processes) == (COMPILE, 2)
     assert measure(wanted, found, never) == found
     monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # not triton's any more
     measure(wanted, found, kept_nowhere)
-    assert [arms for _, arms in gpu.sat[2:]] == [(ANCHOR, COMPILE), (ANCHOR, COMPILE, MAX_AUTOTUNE)]
+    assert [arms for _, arms in gpu.sat[2:]] == [
+        (REFERENCE_ARM, COMPILE),
+        (REFERENCE_ARM, COMPILE, MAX_AUTOTUNE),
+    ]
 
 
 def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) -> None:
@@ -293,10 +303,10 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     assert "coda_agent.comparison.competitors.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
     gpu.compiler_dies = True  # each arm tells of what it cannot compile
-    assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)
+    assert len(measure(wanted, Results(), kept_nowhere).sessions) == len(found.sessions)
 
 
-def test_who_is_lost_ahead_of_its_sitting_keeps_no_other_row_from_being_tuned(gpu: Machine) -> None:
+def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gpu: Machine) -> None:
     said: list[tuple[str, str]] = []
     gpu.tuning_kills = {OWN_TUNER}
     wanted = asked("gemm_swiglu", "gemm_rope", arms=(PROGRAM, OWN_TUNER))
@@ -337,12 +347,12 @@ def test_an_interrupted_comparison_goes_on(gpu: Machine, tmp_path: Path) -> None
     gpu.interrupted_at = 3
     with pytest.raises(KeyboardInterrupt):
         measure(asked(processes=2), Results(), lambda made: write(path, made))
-    assert len(read(path).sittings) == 3
+    assert len(read(path).sessions) == 3
     gpu.interrupted_at = -1
     gpu.opened.clear()
     whole = measure(asked(processes=2), read(path), lambda made: write(path, made))
     assert not gpu.opened[0].ahead  # to say the name of a GPU takes no imports
-    assert len(gpu.sat) == 4 and [s.process for s in whole.sittings] == [0, 0, 1, 1]
+    assert len(gpu.sat) == 4 and [s.process for s in whole.sessions] == [0, 0, 1, 1]
 
 
 def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,17 +372,17 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
     assert isinstance(human, Cell) and human.against is None
 
 
-def test_where_only_the_anchor_is_as_it_was_its_sittings_are_told() -> None:
-    sat, now = sitting({PROGRAM: arm(1.25)}), Present(question="another", keys={})
-    found = Results(sittings=(sat,), present={sat.operator: {sat.case: now}})
+def test_where_only_the_reference_arm_is_as_it_was_its_sessions_are_told() -> None:
+    sat, now = session({PROGRAM: arm(1.25)}), Present(question="another", keys={})
+    found = Results(sessions=(sat,), present={sat.operator: {sat.case: now}})
     (line,) = lines(found)
     assert line.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(line.cells[MATMUL], Cell)
     assert standing(found) == [sat]
 
 
 def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> None:
-    sat = sitting({PROGRAM: arm(1.25), EDITED: arm(1.2), COMPILE: arm(2.0), MAX_AUTOTUNE: arm(1.9)})
-    (line,) = lines(Results(sittings=(sat,)))
+    sat = session({PROGRAM: arm(1.25), EDITED: arm(1.2), COMPILE: arm(2.0), MAX_AUTOTUNE: arm(1.9)})
+    (line,) = lines(Results(sessions=(sat,)))
     cell, rival = line.cells[LLM], line.cells["torch.compile"]
     assert isinstance(cell, Cell) and (cell.arm, cell.note) == (EDITED, f"beside it {PROGRAM}: 1.25 ms")
     assert isinstance(rival, Cell) and rival.note == ""
@@ -386,7 +396,7 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("no layer of it")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
-    assert found.sittings[0].arms[PROGRAM].key.count("text ") == 5  # any of its kernels makes it another
+    assert found.sessions[0].arms[PROGRAM].key.count("text ") == 5  # any of its kernels makes it another
     (both,) = rows.chosen((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 

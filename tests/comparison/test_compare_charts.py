@@ -145,13 +145,13 @@ def test_a_dot_stands_at_the_time_over_the_roofline() -> None:
     assert list(found[LLM].get_ydata()) == [0, 1]
 
 
-def test_a_dot_of_another_sitting_stands_where_its_ratio_over_the_kernel_puts_it() -> None:
-    made = line("1B", ratios={UPSTREAM: (1.2, 1.1, 1.3)}, roofline=0.5, anchored=True)
+def test_a_dot_of_another_session_stands_where_its_ratio_over_the_kernel_puts_it() -> None:
+    made = line("1B", ratios={UPSTREAM: (1.2, 1.1, 1.3)}, roofline=0.5, indirect=True)
     cell = made.cell(UPSTREAM)
     assert cell
     made = replace(made, cells={**made.cells, UPSTREAM: replace(cell, milliseconds=0.9)})
     assert list(dots([made])[UPSTREAM].get_xdata()) == pytest.approx([1.2 / 0.5])
-    words = "upstream CODA: where they never sat with LLM, at LLM's time by the ratio of the two."
+    words = "upstream CODA: never in one session with LLM, so placed at LLM's time by their ratio."
     assert words in drawn_words([made], "roofline.svg")
     assert words not in drawn_words([line("1B", ratios={UPSTREAM: (1.2, 1.1, 1.3)})], "roofline.svg")
 

@@ -19,7 +19,6 @@ from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from coda_agent.comparison import rows
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     AUTOTUNED,
     COMPILE,
     EAGER,
@@ -28,6 +27,7 @@ from coda_agent.comparison.competitors import (
     LIGER,
     MATMUL,
     PROGRAM,
+    REFERENCE_ARM,
     UPSTREAM,
 )
 from coda_agent.comparison.drawing.cells import lines
@@ -128,9 +128,9 @@ def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., A
             f"{PROGRAM}.milliseconds.3: Input should be a valid number",
         ),
         (("arms", PROGRAM, "milliseconds"), [1.0] * 7, "at least 8 items after validation, not 7"),
-        (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "for as many rounds"),
+        (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "as many rounds"),
         (("arms", PROGRAM, "losses", "y", "relative"), -0.1, "should be greater than or equal to 0"),
-        (("anchor",), "nobody", "who sits does so with the anchor"),
+        (("anchor",), "nobody", "each arm needs the reference arm"),
     ],
 )
 def test_figures_that_are_none_are_refused(
@@ -258,9 +258,9 @@ def test_the_command_measures_keeps_and_draws(
     words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--quick", "--columns", "tor")
     status, said, told = command(*words)
     assert status == 0 and "gemm_swiglu 1B, process 1, 0 to come: torch.compile" in told, told
-    assert gpu.sat[0][1][:4] == (ANCHOR, EAGER, EAGER_APART, COMPILE) and LIGER not in gpu.sat[0][1]
+    assert gpu.sat[0][1][:4] == (REFERENCE_ARM, EAGER, EAGER_APART, COMPILE) and LIGER not in gpu.sat[0][1]
     assert "Against torch.compile: no row has both" in said
-    assert read(tmp_path / "results.json").sittings
+    assert read(tmp_path / "results.json").sessions
 
 
 def test_a_columns_whole_name_is_that_column_alone(
@@ -270,7 +270,7 @@ def test_a_columns_whole_name_is_that_column_alone(
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--processes", 1, "--columns")
     for name in ("torch", "Torch"):
         assert command("--out", tmp_path / name, *words, name)[0] == 0
-    assert gpu.sat == [(None, (ANCHOR, EAGER, EAGER_APART))] * 2
+    assert gpu.sat == [(None, (REFERENCE_ARM, EAGER, EAGER_APART))] * 2
     assert command("--out", tmp_path / "begun", *words, "torch.")[0] == 0
     assert COMPILE in gpu.sat[-1][1] and EAGER not in gpu.sat[-1][1]
 
@@ -319,7 +319,7 @@ def test_a_quick_look_leaves_out_what_takes_long(
     assert not {arm for _, arms in gpu.sat for arm in arms} & {UPSTREAM, *AUTOTUNED}
     assert command("--out", tmp_path, "--quick")[0] == 0 and len(gpu.sat) == 3
     command("--out", tmp_path, "--quick", "--columns", "upstream")
-    assert gpu.sat[-1] == ("/other/python", (ANCHOR, UPSTREAM))
+    assert gpu.sat[-1] == ("/other/python", (REFERENCE_ARM, UPSTREAM))
 
 
 def test_a_quick_look_is_as_long_as_it_is_told(

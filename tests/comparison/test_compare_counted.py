@@ -1,4 +1,4 @@
-"""What a comparison's figures rest on: which sittings a cell is made of, what counts as a win, whose kernels
+"""What a comparison's figures rest on: which sessions a cell is made of, what counts as a win, whose kernels
 the human ones are, and which rows a claim is about."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pytest
 import comparison
 from coda_agent.comparison import rows
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     COMPILE,
     EAGER,
     HUMAN,
@@ -20,6 +19,7 @@ from coda_agent.comparison.competitors import (
     LLM,
     MATMUL,
     PROGRAM,
+    REFERENCE_ARM,
     UPSTREAM,
     composed,
     entries,
@@ -45,33 +45,33 @@ from coda_agent.comparison.results import (
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OWN_TUNER
 from coda_agent.verifier.loading import load
-from comparison import arm, interval, line, printed, sitting
+from comparison import arm, interval, line, printed, session
 
 TWO = (0, 1)
 
 
-def cell(name: str, *sittings: Session) -> Cell:
-    """A column's in the row that sittings are of."""
-    (found,) = lines(Results(sittings=sittings))
+def cell(name: str, *sessions: Session) -> Cell:
+    """A column's in the row that sessions are of."""
+    (found,) = lines(Results(sessions=sessions))
     made = found.cell(name)
     assert made is not None, found.cells[name]
     return made
 
 
-def empty(name: str, *sittings: Session) -> bool:
-    (found,) = lines(Results(sittings=sittings))
+def empty(name: str, *sessions: Session) -> bool:
+    (found,) = lines(Results(sessions=sessions))
     return isinstance(found.cells[name], Empty)
 
 
 def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
-    """Of a whole layer, whose anchor is eager PyTorch."""
+    """Of a whole layer, whose reference arm is eager PyTorch."""
     return Session(
         operator=LAYER_BOTH,
         case="7B",
         sizes={"heads": 32},
         question="0",
         process=process,
-        anchor=EAGER,
+        reference_arm=EAGER,
         roofline=1.0,
         arms={EAGER: arm(9.0)} | arms,
         date="2001-02-03T04:05:06+00:00",
@@ -86,22 +86,22 @@ def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str =
 # ── What a cell is made of ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sitting_beside_another_anchor_is_not_counted() -> None:
-    """An anchor of another version was another yardstick."""
-    old = sitting({ANCHOR: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
-    new = sitting({PROGRAM: arm(2.0)}, process=1)
+def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
+    """An reference arm of another version was another yardstick."""
+    old = session({REFERENCE_ARM: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
+    new = session({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
     assert empty(COMPILE, old, new)
 
 
-def test_a_sitting_of_another_question_is_not_counted() -> None:
+def test_a_session_of_another_question_is_not_counted() -> None:
     """A spec that has changed asks for something else, of an arm that is the same too."""
     failed = {LIGER: ArmFailure(key="1", reason="no such width")}
-    old = sitting({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
-    new = sitting({PROGRAM: arm(2.0)}, process=1)
+    old = session({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
+    new = session({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
     assert empty(COMPILE, old, new)
-    (found,) = lines(Results(sittings=(old, new)))
+    (found,) = lines(Results(sessions=(old, new)))
     assert found.cells[LIGER] == Empty("not measured")
 
 
@@ -110,7 +110,7 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
         return {"y": Loss(relative=1e-3 / yardsticks, yardsticks=yardsticks)}
 
     sat = [
-        sitting({PROGRAM: arm(time, losses=lost(error), bytes=held)}, process=process)
+        session({PROGRAM: arm(time, losses=lost(error), bytes=held)}, process=process)
         for process, (time, error, held) in enumerate([(2.0, 1.0, 5), (4.0, 4.0, 9), (8.0, 2.0, 7)])
     ]
     made = cell(LLM, *sat)
@@ -118,25 +118,25 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
     assert made.milliseconds == pytest.approx(4.0)  # the geometric mean
 
 
-def test_the_fastest_arm_is_so_beside_the_anchor_and_not_by_the_clock() -> None:
+def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -> None:
     """Arms that sat in different processes, of which the first was twice as slow."""
-    slow = sitting({ANCHOR: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
-    fast = sitting({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
+    slow = session({REFERENCE_ARM: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
+    fast = session({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
     assert cell(COMPILE, slow, fast).arm == COMPILE
-    assert cell(COMPILE, sitting({COMPILE: arm(2.1)}), fast).arm == MAX_AUTOTUNE
+    assert cell(COMPILE, session({COMPILE: arm(2.1)}), fast).arm == MAX_AUTOTUNE
 
 
 def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
-    """And not how many sittings, of which the anchor has one more where some sat apart, or again."""
-    together = [sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
-    apart = [sitting({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
-    again = [sitting({OWN_TUNER: arm(2.1)}, process=0)]
+    """And not how many sessions, of which the reference arm has one more where some sat apart, or again."""
+    together = [session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
+    apart = [session({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
+    again = [session({OWN_TUNER: arm(2.1)}, process=0)]
     found = {name: cell(name, *together, *apart, *again) for name in (LLM, COMPILE, MATMUL, UPSTREAM, HUMAN)}
     assert {name: made.processes for name, made in found.items()} == {
         LLM: 3, COMPILE: 3, MATMUL: 3, UPSTREAM: 2, HUMAN: 1,
     }  # fmt: skip
-    assert found[UPSTREAM].anchored and found[HUMAN].anchored and not found[MATMUL].anchored
-    without = [sitting({COMPILE: arm(2.6)}, process=process) for process in TWO]
+    assert found[UPSTREAM].indirect and found[HUMAN].indirect and not found[MATMUL].indirect
+    without = [session({COMPILE: arm(2.6)}, process=process) for process in TWO]
     assert cell(MATMUL, *without, *apart).processes == 2  # of its own time, where no kernel is an LLM's
 
 
@@ -166,8 +166,8 @@ def test_what_rests_on_one_process_is_undecided() -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_ratio_of_one_process_is_marked_wherever_it_is_shown(processes: int) -> None:
     alone = processes == 1
-    sat = [sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(processes)]
-    results = Results(sittings=tuple(sat))
+    sat = [session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(processes)]
+    results = Results(sessions=tuple(sat))
     found = lines(results)
     text, words = markdown(results), drawn_words(found)
     assert ("1.300 [1.300, 1.300] ‡ |" in text) is alone
@@ -182,11 +182,11 @@ def test_a_ratio_of_one_process_is_marked_wherever_it_is_shown(processes: int) -
 def test_a_mean_with_a_row_of_one_process_is_marked_and_has_no_interval(processes: int) -> None:
     alone = processes == 1
     sat = [
-        sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, case=case, process=process)
+        session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, case=case, process=process)
         for case, several in (("1B", 2), ("7B", processes))
         for process in range(several)
     ]
-    results = Results(sittings=tuple(sat))
+    results = Results(sessions=tuple(sat))
     mean = "1.300 ‡" if alone else "1.300 [1.300, 1.300]"
     for text in (brief(results), markdown(results)):
         under = text.split("**LLM against torch.compile**")[1].split("**The paper")[0]
@@ -219,9 +219,9 @@ def test_whole_layers_are_summed_apart_from_operators() -> None:
 @pytest.mark.parametrize("percent", [4, 6])
 def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) -> None:
     doubted = percent > 5
-    arms = {PROGRAM: arm(2.0), COMPILE: arm(1 - percent / 100), LIGER: arm(1.5), ANCHOR: arm(0.5)}
-    sat = [sitting(arms, roofline=1.0, process=process) for process in TWO]
-    results = Results(sittings=tuple(sat))
+    arms = {PROGRAM: arm(2.0), COMPILE: arm(1 - percent / 100), LIGER: arm(1.5), REFERENCE_ARM: arm(0.5)}
+    sat = [session(arms, roofline=1.0, process=process) for process in TWO]
+    results = Results(sessions=tuple(sat))
     found, note = lines(results), "its time lies over 5% below the roofline, more than measured ceilings"
     (times, ratios, errors, _), notes = sheets(found)
     bold = [name for name, entry in zip(times.columns, times.rows[0][2], strict=True) if entry.best]
@@ -356,11 +356,11 @@ def test_an_interval_shows_on_which_side_of_1_it_ends(low: float, high: float, t
 
 
 def test_a_terminal_says_that_an_anchored_times_clock_may_be_another() -> None:
-    apart = [sitting({PROGRAM: arm(2.0)}), sitting({UPSTREAM: arm(3.0)}, process=1)]
+    apart = [session({PROGRAM: arm(2.0)}), session({UPSTREAM: arm(3.0)}, process=1)]
     words = "the GPU's clock need not have been the same"
-    assert words in " ".join(printed(Results(sittings=tuple(apart))).split())
+    assert words in " ".join(printed(Results(sessions=tuple(apart))).split())
     assert words not in " ".join(
-        printed(Results(sittings=(sitting({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),))).split()
+        printed(Results(sessions=(session({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),))).split()
     )
 
 
@@ -370,11 +370,11 @@ def test_charts_say_what_was_measured_and_what_their_marks_mean() -> None:
     for name in ("speedup.svg", "roofline.svg"):
         words = " ".join(drawn_words(lines(results), name, told))
         assert told in words and "made-up GPU" in words and "2001-02-03" in words
-    anchored = [line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True), line("7B", "gemm_swiglu")]
-    anchored += [line("1B", "gemm_swiglu", ratios={HUMAN: (1.5, 1.4, 1.6)})]
-    texts = drawn_words(anchored)
+    indirect = [line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, indirect=True), line("7B", "gemm_swiglu")]
+    indirect += [line("1B", "gemm_swiglu", ratios={HUMAN: (1.5, 1.4, 1.6)})]
+    texts = drawn_words(indirect)
     notes = " ".join(texts)
-    assert "1.50†" in texts and "†: the two were never measured in one sitting" in notes
+    assert "1.50†" in texts and "†: the two were never measured in one session" in notes
     assert "–: no figure, for which the table has the reason." in texts
     assert "‡" not in notes and "composed" not in notes
 
@@ -383,7 +383,7 @@ def test_a_bars_ratio_and_its_marks_are_within_the_chart() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     wide = {COMPILE: (9.41, 9.3, 9.5), HUMAN: (0.2, 0.19, 0.21), LIGER: (12.34, 12.2, 12.5)}
-    figure = charts._figures([line("7B", ratios=wide, processes=1, anchored=True)], "")["speedup"]
+    figure = charts._figures([line("7B", ratios=wide, processes=1, indirect=True)], "")["speedup"]
     FigureCanvasAgg(figure).draw()
     edges = {text.get_text(): text.get_window_extent().x1 for text in figure.axes[0].texts}
     assert "12.34†‡" in edges and max(edges.values()) < figure.bbox.x1
@@ -396,19 +396,19 @@ def test_what_was_measured_may_be_long_or_hostile() -> None:
     assert max(map(len, words)) < 200
 
 
-def test_a_mark_names_the_anchor_that_a_ratio_went_through() -> None:
-    bare = line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True)
-    whole = line("7B", LAYER_BOTH, ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True, anchor=EAGER)
+def test_a_mark_names_the_reference_arm_that_a_ratio_went_through() -> None:
+    bare = line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, indirect=True)
+    whole = line("7B", LAYER_BOTH, ratios={COMPILE: (1.5, 1.4, 1.6)}, indirect=True, reference_arm=EAGER)
     by_eager, by_bare = "eager PyTorch of the whole layer", "cuBLAS's bare matmul"
     for made, named in (([bare], {by_bare}), ([whole], {by_eager}), ([bare, whole], {by_bare, by_eager})):
         (_, ratios, *_), _ = sheets(made)
         assert {name for name in (by_eager, by_bare) if name in ratios.says} == named
     sat = (layer({PROGRAM: arm(6.0)}), layer({COMPILE: arm(7.0)}, process=1))
-    assert "goes through eager PyTorch" in markdown(Results(sittings=sat))
+    assert "goes through eager PyTorch" in markdown(Results(sessions=sat))
 
 
 def test_long_names_of_operators_are_whole() -> None:
-    results = Results(sittings=(layer({PROGRAM: arm(6.0), COMPILE: arm(7.0)}),))
+    results = Results(sessions=(layer({PROGRAM: arm(6.0), COMPILE: arm(7.0)}),))
     words = drawn_words(lines(results))
     assert "layer, forward and\nbackward" in words or {"layer, forward and", "backward"} <= set(words)
     told = printed(results)

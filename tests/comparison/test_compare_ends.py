@@ -14,7 +14,6 @@ import pytest
 from comparison_machine import ARMS, Machine, asked, cells, kept_nowhere, never, stood_in
 
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     COMPILE,
     EAGER,
     HUMAN,
@@ -22,6 +21,7 @@ from coda_agent.comparison.competitors import (
     LLM,
     MATMUL,
     PROGRAM,
+    REFERENCE_ARM,
     TORCH,
     UPSTREAM,
 )
@@ -50,13 +50,13 @@ def test_a_column_that_takes_the_worker_along_is_left_out(gpu: Machine) -> None:
     assert isinstance(found[LLM], Cell) and isinstance(found[TORCH], Cell)
 
 
-def test_an_anchor_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -> None:
-    gpu.deadly = {ANCHOR}
+def test_an_reference_arm_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -> None:
+    gpu.deadly = {REFERENCE_ARM}
     found = measure(asked("gemm_swiglu", "gemm_rope", LAYER_FORWARD, processes=2), Results(), kept_nowhere)
     operators, layer = lines(found)[:-1], lines(found)[-1]
-    why = f"{PROGRAM}: {ANCHOR}: crashed: {ANCHOR} wrote astray"
+    why = f"{PROGRAM}: {REFERENCE_ARM}: crashed: {REFERENCE_ARM} wrote astray"
     assert [line.cells[LLM] for line in operators] == [Empty(why)] * 2
-    assert isinstance(layer.cells[LLM], Cell)  # its anchor is another
+    assert isinstance(layer.cells[LLM], Cell)  # its reference arm is another
     gpu.sat.clear()
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found and not gpu.sat
 
@@ -68,7 +68,9 @@ def test_a_worker_lost_before_its_first_arm_ends_the_row_alone(
     path = tmp_path / "results.json"
     gpu.crowded = {python}
     found = measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), Results(), lambda made: write(path, made))
-    assert len(gpu.sat) == 4 and found == read(path)  # the anchor never sat again with nobody beside it
+    assert len(gpu.sat) == 4 and found == read(
+        path
+    )  # the reference arm never sat again with nobody beside it
     column = LLM if python is None else UPSTREAM
     for line in lines(found):
         empty = line.cells[column]
@@ -103,14 +105,14 @@ def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
 
     def keep(made: Results) -> None:
         kept.append(made)
-        gpu.gone = len(made.sittings) == 1
+        gpu.gone = len(made.sessions) == 1
 
     wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
     with pytest.raises(Lost, match="uncorrectable ECC"):
         measure(wanted, Results(), keep)
-    assert len(kept[-1].sittings) == 1 and not kept[-1].failed()
+    assert len(kept[-1].sessions) == 1 and not kept[-1].failed()
     gpu.gone = False
-    assert len(measure(wanted, kept[-1], kept_nowhere).sittings) == 6  # CODA's package has no such rotation
+    assert len(measure(wanted, kept[-1], kept_nowhere).sessions) == 6  # CODA's package has no such rotation
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -137,7 +139,7 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
         return
     with pytest.raises(WorkerError, match="no space left"):
         measure(asked(), Results(), kept.append)
-    assert not kept[-1].sittings
+    assert not kept[-1].sessions
 
 
 @pytest.mark.parametrize(("arm", "column"), [(LIGER, LIGER), (PROGRAM, LLM), (OWN_TUNER, HUMAN)])
@@ -159,7 +161,7 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
     found = cells(made)
     assert found[column] == Empty(f"{arm}: on the clock: illegal_address: somebody wrote astray")
     assert all(isinstance(found[name], Cell) for name in (LLM, HUMAN, LIGER, TORCH) if name != column)
-    assert sum(set(arms) == {ANCHOR, arm} for _, arms in gpu.sat) == 1
+    assert sum(set(arms) == {REFERENCE_ARM, arm} for _, arms in gpu.sat) == 1
     gpu.sat.clear()
     assert measure(asked(processes=2), made, never) == made and not gpu.sat
 
@@ -167,7 +169,7 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An arm that had a whole budget; where another sitting was before it, it has another try."""
+    """An arm that had a whole budget; where another session was before it, it has another try."""
     usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -184,7 +186,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     wanted = asked("gemm_rope", "gemm_swiglu", arms=(PROGRAM, LIGER), seconds=500.0)
     with pytest.raises(OutOfTime, match="the time ran out during gemm_swiglu 1B: repeat the command"):
         measure(wanted, Results(), kept.append)
-    assert not kept[-1].failed() and len(kept[-1].sittings) == 1
+    assert not kept[-1].failed() and len(kept[-1].sessions) == 1
     for _ in range(2):
         with contextlib.suppress(OutOfTime):
             measure(wanted, kept[-1], kept.append)
@@ -219,7 +221,7 @@ def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> N
     wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
     with pytest.raises(OutOfTime):
         measure(wanted, kept[-1], kept.append)
-    assert [s.process for s in kept[-1].sittings if s.operator == "gemm_rope"] == [0, 1]
+    assert [s.process for s in kept[-1].sessions if s.operator == "gemm_rope"] == [0, 1]
 
 
 def test_rows_that_a_budget_has_no_time_for_are_not_compiled(gpu: Machine) -> None:
@@ -238,10 +240,10 @@ def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
     wanted = asked("gemm_swiglu", "gemm_rope", processes=3, arms=(EAGER,), seconds=350.0)
     with pytest.raises(OutOfTime, match="50 s are left, and gemm_rope 1B may take 100 s"):
         measure(wanted, Results(), kept.append)
-    assert len(gpu.sat) == 3 == len(kept[-1].sittings) and gpu.now == 300.0
-    assert [s.seconds for s in kept[-1].sittings] == [100.0] * 3
+    assert len(gpu.sat) == 3 == len(kept[-1].sessions) and gpu.now == 300.0
+    assert [s.seconds for s in kept[-1].sessions] == [100.0] * 3
     more = measure(replace(wanted, seconds=300.0), kept[-1], kept_nowhere)
-    assert len(more.sittings) == 6
+    assert len(more.sessions) == 6
 
 
 def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: Machine) -> None:
@@ -255,7 +257,7 @@ def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: M
                 measure(wanted, found, kept.append)
         else:
             measure(wanted, found, kept.append)
-    assert len(gpu.sat) == 3 == len(kept[-1].sittings)
+    assert len(gpu.sat) == 3 == len(kept[-1].sessions)
 
 
 def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
@@ -263,8 +265,8 @@ def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
     gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
     rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
     found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)
-    assert [s.seconds for s in found.sittings] == [50.0, 400.0, 300.0]
+    assert [s.seconds for s in found.sessions] == [50.0, 400.0, 300.0]
     kept: list[Results] = []
     with pytest.raises(OutOfTime, match="150 s are left, and gemm_rmsnorm_swiglu 1B may take 400 s"):
         measure(asked("gemm_rmsnorm_swiglu", arms=arms, seconds=200.0), found, kept.append)
-    assert [s.seconds for s in kept[-1].sittings[3:]] == [50.0]
+    assert [s.seconds for s in kept[-1].sessions[3:]] == [50.0]

@@ -15,7 +15,6 @@ import pytest
 
 import comparison
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     APART,
     COLUMNS,
     COMPILE,
@@ -25,6 +24,7 @@ from coda_agent.comparison.competitors import (
     LLM,
     MATMUL,
     PROGRAM,
+    REFERENCE_ARM,
     UPSTREAM,
 )
 from coda_agent.comparison.drawing import summary
@@ -44,7 +44,7 @@ from coda_agent.comparison.drawing.summary import (
 from coda_agent.comparison.results import ArmFailure, Loss, Present, Results
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
-from comparison import WIDE, arm, interval, line, printed, sitting
+from comparison import WIDE, arm, interval, line, printed, session
 
 HOSTILE = (
     '| </td><script src="https://evil.example/x">alert(1)</script>\n'
@@ -65,7 +65,7 @@ def hand() -> Results:
     }
     failed = {LIGER: ArmFailure(key="1", reason="no kernel")}
     return Results(
-        sittings=tuple(sitting(arms, failed=failed, process=process) for process in range(2)),
+        sessions=tuple(session(arms, failed=failed, process=process) for process in range(2)),
         absent={"gemm_rope": {FLASHINFER: "does not build"}},
     )
 
@@ -187,14 +187,14 @@ def test_rows_stand_in_the_order_of_all_tables() -> None:
 
 
 def test_what_was_measured_leaves_out_what_has_become_another() -> None:
-    old = sitting({PROGRAM: arm(2.0, key="0")}, conditions={"gpu": "old GPU"}, process=0)
-    new = sitting({PROGRAM: arm(2.0)}, process=1, date="2001-02-05T00:00:00+00:00")
-    bare = sitting({COMPILE: arm(2.0)}, conditions={}, process=2)
-    assert measured(Results(sittings=(old, new, bare))) == (
+    old = session({PROGRAM: arm(2.0, key="0")}, conditions={"gpu": "old GPU"}, process=0)
+    new = session({PROGRAM: arm(2.0)}, process=1, date="2001-02-05T00:00:00+00:00")
+    bare = session({COMPILE: arm(2.0)}, conditions={}, process=2)
+    assert measured(Results(sessions=(old, new, bare))) == (
         "1 row on made-up GPU (driver 1.2.3, PyTorch 9.9.9, CUDA 99.0, liger-kernel 0.0.2, "
         "quack-kernels 0.0.1), 2001-02-03 to 2001-02-05, 8 rounds in each of 2 processes a row."
     )
-    assert measured(Results(sittings=(bare,))).startswith(
+    assert measured(Results(sessions=(bare,))).startswith(
         "1 row on an unknown device, 2001-02-03, 8 rounds in one process"
     )
 
@@ -237,10 +237,10 @@ def test_an_empty_cell_gives_its_reason_in_a_note_named_once() -> None:
         assert column(rows(text, title), FLASHINFER) == ["– <sup>3</sup>"]
 
 
-def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[TableRow]) -> None:
+def test_a_ratio_through_the_reference_arm_is_marked_and_explained(found: list[TableRow]) -> None:
     (times, ratios, *_), _ = sheets(found)
     place = ratios.columns.index(UPSTREAM)
-    assert "has †, the two times are of different sittings" in times.says
+    assert "has †, the two times are of different sessions" in times.says
     cells = {operator: entries[place].text for operator, _, entries in ratios.rows}
     assert cells["gemm_swiglu_bwd"].endswith(" †‡") and cells["gemm_rmsnorm_partial_cross_entropy"] == "–"
     assert "†: the two were never" in ratios.says and "cuBLAS's bare matmul, which" in ratios.says
@@ -266,7 +266,7 @@ def test_the_legend_names_the_arms_that_have_figures(tuned: bool) -> None:
     arms = {PROGRAM: arm(2.0), COMPILE: arm(2.6), APART: arm(2.5)} | (
         {MAX_AUTOTUNE: arm(2.4)} if tuned else {}
     )
-    results = Results(sittings=(sitting(arms),))
+    results = Results(sessions=(session(arms),))
     for text in (markdown(results), page(results, {})):
         told = text.split("Milliseconds")[0]
         assert (MAX_AUTOTUNE in told) is ("max-autotune" in told) is tuned and APART in told
@@ -279,14 +279,14 @@ def test_the_legend_names_the_arms_that_have_figures(tuned: bool) -> None:
 
 
 def test_without_the_llms_kernel_the_fastest_is_by_time() -> None:
-    text = markdown(Results(sittings=(sitting({COMPILE: arm(2.0), "eager": arm(3.0)}),)))
+    text = markdown(Results(sessions=(session({COMPILE: arm(2.0), "eager": arm(3.0)}),)))
     assert column(rows(text, "Milliseconds"), COMPILE) == ["**2.000**"]
     assert column(rows(text, "Time over LLM's"), COMPILE) == ["–"]
     assert "Against human: no row has both." in text and f"Against {UPSTREAM}" not in text
 
 
 def test_codas_own_package_is_summed_up_where_it_has_figures() -> None:
-    text = markdown(Results(sittings=(sitting({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),)))
+    text = markdown(Results(sessions=(session({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),)))
     assert "**LLM against upstream CODA**" in text and "geometric mean 1.500" in text
 
 
@@ -301,7 +301,7 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
 
 def test_bold_is_said_to_be_the_fastest_of_the_columns_shown() -> None:
     """Which the LLM's kernel may be faster than, where it is not shown."""
-    results = Results(sittings=(sitting({PROGRAM: arm(1.5), OWN_TUNER: arm(2.0)}),))
+    results = Results(sessions=(session({PROGRAM: arm(1.5), OWN_TUNER: arm(2.0)}),))
     text = markdown(results, (HUMAN, MATMUL))
     assert column(rows(text, "Milliseconds"), HUMAN) == ["**2.000**"]
     for told in (text, page(results, {}, (HUMAN, MATMUL))):
@@ -318,7 +318,7 @@ def hostile() -> Results:
     failed = {LIGER: ArmFailure(key=HOSTILE, reason=HOSTILE)}
     conditions = {"gpu": HOSTILE, "versions": {HOSTILE: HOSTILE}, "driver": 5}
     return Results(
-        sittings=(sitting(arms, case="a|b<i>", failed=failed, conditions=conditions),),
+        sessions=(session(arms, case="a|b<i>", failed=failed, conditions=conditions),),
         absent={"gemm_rope": {FLASHINFER: HOSTILE}},
     )
 
@@ -399,7 +399,7 @@ def test_the_page_has_all_that_was_measured(shown: str) -> None:
     for words in (
         "made-up GPU", "By operator and case", "LLM against human", "LLM against torch.compile", "claims",
         comparison.FLASHINFER_REASON, comparison.UPSTREAM_REASON, comparison.NOTE, comparison.AUTOTUNE_REASON,
-        "has become another since", "through the anchor", "rstd: 4.00e-07, 1.20",
+        "has become another since", "through the reference arm", "rstd: 4.00e-07, 1.20",
         *(column.what for column in COLUMNS if "'" not in column.what), "s to prepare", "41.5", "321.5",
     ):  # fmt: skip
         assert words in shown, words
@@ -498,8 +498,8 @@ def test_the_terminal_takes_hostile_text() -> None:
     assert max(map(len, told.splitlines())) <= WIDE
 
 
-def test_nothing_is_said_of_an_anchor_that_no_one_sat_beside() -> None:
-    alone = Results(sittings=(sitting({}),))
+def test_nothing_is_said_of_an_reference_arm_that_no_one_sat_beside() -> None:
+    alone = Results(sessions=(session({}),))
     assert summary.against(lines(alone), COMPILE).operators == ()
     assert column(rows(markdown(alone), "Milliseconds"), MATMUL) == ["1.000"]
-    assert ANCHOR in page(alone, {})
+    assert REFERENCE_ARM in page(alone, {})

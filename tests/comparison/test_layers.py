@@ -194,7 +194,7 @@ def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
+def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
     backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a forward row would have each compiler make, and tune, a backward that nobody times."""
@@ -241,10 +241,10 @@ def test_a_layers_kernels_are_tuned_in_their_places_ahead(
     runner, tuned = Watched(SMALL), SimpleNamespace(is_tuned=lambda sizes: True, made=lambda: None)
     monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: runner)
     wanted: Any = dict.fromkeys(calls(SMALL, backward=backward).values(), tuned)
-    seats = LayerArms(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
-    assert not [*seats.tunes()]
+    request = LayerArms(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
+    assert not [*request.tunes()]
     wanted[next(iter(wanted))] = SimpleNamespace(is_tuned=lambda sizes: False, made=lambda: None)
-    (run,) = seats.tunes()
+    (run,) = request.tunes()
     run()
     assert {call for call, place in runner.places.items() if place in runner.held} == set(wanted)
     assert not [*LayerArms(SMALL, (EAGER,), wanted, 12, backward).tunes()]
@@ -273,10 +273,10 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
         ffn_norm[:9] = value * ffn_norm.norm()
         return gradients | {"ffn_norm": ffn_norm}
 
-    seats = LayerArms(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
-    assert set(measure_layer(seats)["arms"]) == {EAGER, PROGRAM, COMPILE}
+    request = LayerArms(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
+    assert set(measure_layer(request)["arms"]) == {EAGER, PROGRAM, COMPILE}
     monkeypatch.setattr(Fused, "gradients", wrong)
-    found = measure_layer(seats)
+    found = measure_layer(request)
     assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {PROGRAM}
     assert re.fullmatch(reason, found["failed"][PROGRAM])
 

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from coda_agent.agent.reporting.table import GROUPS
 from coda_agent.comparison.competitors import (
-    ANCHOR,
     COLUMNS,
     COMPILE,
     EDITED,
@@ -17,6 +16,7 @@ from coda_agent.comparison.competitors import (
     LIGER,
     LLM,
     PROGRAM,
+    REFERENCE_ARM,
     UPSTREAM,
 )
 from coda_agent.comparison.drawing.cells import Cell, Empty, TableRow
@@ -58,7 +58,7 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
     return ArmResult(milliseconds=rounds, **given | changes)
 
 
-def sitting(
+def session(
     arms: Mapping[str, ArmResult], operator: str = "gemm_rope", case: str = "7B", **changes: Any
 ) -> Session:
     """A row in one process, beside cuBLAS's bare matmul of 1 ms unless ``arms`` have their own."""
@@ -66,14 +66,14 @@ def sitting(
         "sizes": {"M": 16384, "N": 4096, "K": 4096},
         "question": "0",
         "process": 0,
-        "anchor": ANCHOR,
+        "anchor": REFERENCE_ARM,
         "roofline": 0.8,
         "conditions": CONDITIONS,
         "date": "2001-02-03T04:05:06+00:00",
         "seconds": 321.5,
     }
     return Session(
-        operator=operator, case=case, arms={ANCHOR: arm(1.0, losses={}), **arms}, **given | changes
+        operator=operator, case=case, arms={REFERENCE_ARM: arm(1.0, losses={}), **arms}, **given | changes
     )
 
 
@@ -87,39 +87,39 @@ def line(
     ratios: Mapping[str, tuple[float, float, float]] | None = None,
     *,
     processes: int = 3,
-    anchored: bool = False,
-    anchor: str = ANCHOR,
+    indirect: bool = False,
+    reference_arm: str = REFERENCE_ARM,
     roofline: float = 0.1,
 ) -> TableRow:
     """A row whose LLM kernel takes 1 ms, beside columns of these ratios."""
 
     def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
-        return Cell(name, milliseconds, ratio, anchored, {}, 1 << 20, "", processes)
+        return Cell(name, milliseconds, ratio, indirect, {}, 1 << 20, "", processes)
 
     cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
     cells[LLM] = cell(PROGRAM, 1.0, None)
     cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
-    return TableRow(operator, case, {"M": 1}, roofline, anchor, cells)
+    return TableRow(operator, case, {"M": 1}, roofline, reference_arm, cells)
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
     """Rows of an operator and a case each, with arms that failed or cannot be, two processes, a column that
     sat apart, and a kernel that has become another since."""
     operators = {operator for operator, _ in rows}
-    found = [s for place, row in enumerate(rows) for s in _sittings(place, *row, SIZES[row[1]])]
+    found = [s for place, row in enumerate(rows) for s in _sessions(place, *row, SIZES[row[1]])]
     absent = {name: {FLASHINFER: FLASHINFER_REASON} for name in operators}
     for name in {UPSTREAM_LACKS} & operators:
         absent[name][UPSTREAM] = UPSTREAM_REASON
-    return Results(sittings=tuple(found), absent=absent)
+    return Results(sessions=tuple(found), absent=absent)
 
 
-def _sittings(place: int, operator: str, case: str, size: int) -> list[Session]:
+def _sessions(place: int, operator: str, case: str, size: int) -> list[Session]:
     bare = size**2 / 2e7  # milliseconds
     swing = 1 + 0.05 * (place % 7 - 3) / 3
     gain = 1.1 + 0.5 * (2048 / size) * ("bwd" in operator) + 0.2 * (place % 3) / 3
     ours = bare * 1.08
     arms = {
-        ANCHOR: arm(bare, 0.004, losses={}, bytes=size << 14),
+        REFERENCE_ARM: arm(bare, 0.004, losses={}, bytes=size << 14),
         "eager": arm(ours * gain * 1.3, 0.01, bytes=size << 17),
         COMPILE: arm(ours * gain, 0.02, bytes=size << 16),
         OWN_TUNER: arm(ours * swing, 0.012, bytes=size << 15),
@@ -136,15 +136,15 @@ def _sittings(place: int, operator: str, case: str, size: int) -> list[Session]:
     if operator == "gemm_swiglu_bwd":
         arms[EDITED] = arm(ours * 0.95, 0.008, bytes=size << 15, losses=_losses(place))
     shared: dict[str, Any] = {"sizes": {"M": 16384, "N": size, "K": size}, "roofline": bare * 0.93}
-    stale = {ANCHOR: arms[ANCHOR], PROGRAM: arm(ours * 2, 0.008, key="0")}
-    apart = {ANCHOR: arms[ANCHOR], UPSTREAM: arm(ours * 1.06, 0.01, bytes=size << 15)}
+    stale = {REFERENCE_ARM: arms[REFERENCE_ARM], PROGRAM: arm(ours * 2, 0.008, key="0")}
+    apart = {REFERENCE_ARM: arms[REFERENCE_ARM], UPSTREAM: arm(ours * 1.06, 0.01, bytes=size << 15)}
     whole = [
-        sitting(stale, operator, case, process=0, **shared),
-        sitting(arms, operator, case, process=1, failed=failed, **shared),
-        sitting(arms, operator, case, process=2, failed=failed, **shared),
+        session(stale, operator, case, process=0, **shared),
+        session(arms, operator, case, process=1, failed=failed, **shared),
+        session(arms, operator, case, process=2, failed=failed, **shared),
     ]
     return whole + (
-        [sitting(apart, operator, case, process=3, **shared)] if operator != UPSTREAM_LACKS else []
+        [session(apart, operator, case, process=3, **shared)] if operator != UPSTREAM_LACKS else []
     )
 
 

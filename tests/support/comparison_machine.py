@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coda_agent.comparison import environment, keys, measuring, rows, workers
-from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, LIGER, PROGRAM, UPSTREAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, PROGRAM, REFERENCE_ARM, UPSTREAM
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.interleaved import compiled, machine, tuned
 from coda_agent.comparison.interleaved import gpu as gpu_task
@@ -20,8 +20,16 @@ from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost
 
 H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
-ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, ANCHOR)
-SPEEDS = {EAGER: 2.0, COMPILE: 1.5, LIGER: 1.8, OWN_TUNER: 1.1, PROGRAM: 1.0, ANCHOR: 0.9, UPSTREAM: 1.2}
+ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, REFERENCE_ARM)
+SPEEDS = {
+    EAGER: 2.0,
+    COMPILE: 1.5,
+    LIGER: 1.8,
+    OWN_TUNER: 1.1,
+    PROGRAM: 1.0,
+    REFERENCE_ARM: 0.9,
+    UPSTREAM: 1.2,
+}
 
 
 def asked(*names: str, processes: int = 1, arms: tuple[str, ...] = ARMS, **more: Any) -> ComparisonRequest:
@@ -47,7 +55,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.sat: list[tuple[str | None, tuple[str, ...]]] = []
-        self.compiled: list[list[tuple[str, ...]]] = []  # the arms of rows, ahead of all sittings
+        self.compiled: list[list[tuple[str, ...]]] = []  # the arms of rows, ahead of all sessions
         self.tuned: list[tuple[str, ...]] = []  # and a row at a time
         self.compiler_dies = False
         self.tuning_kills: set[str] = set()
@@ -58,11 +66,11 @@ class Machine:
         self.interrupted_at = -1
         self.name, self.torch = "a GPU", "2.0+cu130"
         self.ceilings = 0  # how often they were measured
-        self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
+        self.seconds, self.now = 0.0, 0.0  # what a session takes, and the time
         self.prepared = 0.0  # what an arm took of it
         self.slow: dict[str, float] = {}  # what one with this arm takes, or of this layer
         self.opened: list[Seat] = []
-        self.ready: list[int] = []  # how many had been opened when a sitting began
+        self.ready: list[int] = []  # how many had been opened when a session began
 
     def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
         self.opened.append(Seat(self, python, ahead))
@@ -123,7 +131,7 @@ class Machine:
 
 
 def _names(asked: Any) -> tuple[str, ...]:
-    """Of a sitting's arms, and of the layer that it is of."""
+    """Of a session's arms, and of the layer that it is of."""
     layer = () if hasattr(asked, "spec") else (LAYER_BOTH if asked.backward else LAYER_FORWARD,)
     return (*asked.arms, *layer)
 

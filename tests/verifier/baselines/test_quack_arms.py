@@ -483,7 +483,7 @@ def test_what_another_gpu_or_quack_won_with_is_not_raced(
     assert len(raced) == 2
 
 
-def test_scores_and_sittings_hand_on_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_sessions_hand_on_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known, spec, given = known_of(OWN_TUNER, []), spec_of("gemm_relu2"), []
 
     def found(*asked: Any) -> Tuned:

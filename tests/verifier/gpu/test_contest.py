@@ -161,7 +161,7 @@ def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("device")
-def test_without_its_anchor_there_is_no_contest() -> None:
+def test_without_its_reference_arm_there_is_no_contest() -> None:
     stage = Toy()
     with pytest.raises(Failed, match="refuses did not run: ValueError: no such width"):
         contests.run_interleaved(lambda: stage, ("refuses", "one"), "refuses", 12)
@@ -368,7 +368,7 @@ class Untuned:
         yield from ()
 
 
-def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What two rows want once; an arm that cannot say what it wants stops nothing: it will tell."""
     said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
@@ -393,7 +393,7 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
     assert said == ["compiling what 2 row(s) run", "not ahead: ValueError: refused"]
 
 
-def test_what_a_sitting_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, each in all the room; what cannot be tuned stops nothing, but a device that is
     gone."""
     said, done = list[str](), list[str]()

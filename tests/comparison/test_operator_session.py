@@ -1,4 +1,4 @@
-"""A sitting of an operator's arms: inputs, truth, losses, a cold L2, and what a kernel is known by.
+"""A session of an operator's arms: inputs, truth, losses, a cold L2, and what a kernel is known by.
 
 PyTorch on a CPU stands in for the GPU and its kernels; specs, inputs, truth and losses are the real ones.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import coda_agent.verifier.numerics.inputs
 from coda_agent.comparison import kernels, rows, session
-from coda_agent.comparison.competitors import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
+from coda_agent.comparison.competitors import EAGER, EDITED, LIGER, PROGRAM, REFERENCE_ARM
 from coda_agent.comparison.keys import text
 from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
@@ -135,7 +135,7 @@ def test_arms_take_turns_with_two_sets_of_inputs_or_with_what_no_l2_holds(
 
 @pytest.mark.usefixtures("clock")
 def test_every_arm_is_timed_on_all_sets_in_turn() -> None:
-    asked, kernel = seats("gemm_swiglu", ANCHOR, PROGRAM)
+    asked, kernel = seats("gemm_swiglu", REFERENCE_ARM, PROGRAM)
     measure_operator(asked)
     sums = [float(inputs["x"].float().sum()) for inputs in kernel.seen]
     assert len(set(sums)) == 2
@@ -175,9 +175,9 @@ def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
     def off(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return outputs | {"act": outputs["act"] * 1.09}
 
-    asked, kernel = seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=off)
+    asked, kernel = seats("gemm_swiglu", REFERENCE_ARM, EAGER, PROGRAM, change=off)
     found = measure_operator(asked)["arms"]
-    assert set(found) == {ANCHOR, EAGER, PROGRAM} and found[ANCHOR]["losses"] == {}
+    assert set(found) == {REFERENCE_ARM, EAGER, PROGRAM} and found[REFERENCE_ARM]["losses"] == {}
     assert found[EAGER]["losses"].keys() == found[PROGRAM]["losses"].keys() == {"preact", "act"}
     inputs = kernel.seen[0]
     exact = reference.oracle(asked.spec, inputs, asked.sizes)
@@ -204,9 +204,9 @@ def beyond(outputs: dict[str, Tensor], value: float) -> dict[str, Tensor]:
 def test_an_output_that_is_not_finite_is_no_perfect_one(value: float) -> None:
     """Whoever it is: here a model's kernel, of whose output a part of one row is never written."""
     found = measure_operator(
-        seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0]
+        seats("gemm_swiglu", REFERENCE_ARM, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0]
     )
-    assert set(found["arms"]) == {ANCHOR, EAGER}
+    assert set(found["arms"]) == {REFERENCE_ARM, EAGER}
     why = "output 'act' is NaN or infinite where the truth is not, or the other way round"
     assert found["failed"] == {PROGRAM: why}
 
@@ -216,8 +216,8 @@ def test_an_output_of_another_computation_fails_and_says_how_far_off_it_is() -> 
     def swapped(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return outputs | {"preact": outputs["preact"].flip(1)}
 
-    found = measure_operator(seats("gemm_swiglu", ANCHOR, PROGRAM, change=swapped)[0])
-    assert set(found["arms"]) == {ANCHOR}
+    found = measure_operator(seats("gemm_swiglu", REFERENCE_ARM, PROGRAM, change=swapped)[0])
+    assert set(found["arms"]) == {REFERENCE_ARM}
     said = r"output 'preact' is off by 1\.\d+ of the truth's RMS \(limit 0\.1\)"
     assert re.fullmatch(said, found["failed"][PROGRAM])
 
@@ -243,8 +243,8 @@ def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClo
     assert [clock.log[i - 1] == "flush" for i in starts] == [cold] * len(starts)
 
 
-def test_a_sitting_is_timed_cold(clock: SimulatedClock) -> None:
-    measure_operator(seats("gemm_swiglu", ANCHOR, PROGRAM)[0])
+def test_a_session_is_timed_cold(clock: SimulatedClock) -> None:
+    measure_operator(seats("gemm_swiglu", REFERENCE_ARM, PROGRAM)[0])
     assert clock.log.count("flush") == clock.log.count("start") > 24
 
 
@@ -274,7 +274,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
         write_atomic(place, json.dumps({"schedules": {"0": schedule.to_json()}}))
 
     both = {PROGRAM: base, EDITED: edited(base, known={0: [ONE]})}
-    new = OperatorArms(spec, sizes, (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
+    new = OperatorArms(spec, sizes, (REFERENCE_ARM, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
     kept(both[EDITED], OTHER)  # on which nobody saw that it is right
@@ -340,4 +340,4 @@ def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.Mo
         monkeypatch.setattr(kernels, "by_arm", changed)
         other = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
         measure(replace(asked, rows=tuple(other)), first, lambda made: None)
-        assert [arms for _, arms in gpu.sat] == [(ANCHOR, PROGRAM, EAGER), (ANCHOR, PROGRAM)]
+        assert [arms for _, arms in gpu.sat] == [(REFERENCE_ARM, PROGRAM, EAGER), (REFERENCE_ARM, PROGRAM)]

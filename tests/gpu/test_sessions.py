@@ -1,4 +1,4 @@
-"""A sitting of real arms, and one of whole layers, in a worker of their own."""
+"""A session of real arms, and one of whole layers, in a worker of their own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 from coda_agent.comparison import rows
-from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM, REFERENCE_ARM
 from coda_agent.comparison.interleaved import machine
 from coda_agent.comparison.results import LAYER_BOTH
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.gpu.worker import Task, Worker
 
 
-def sat(task: Task, seats: Any) -> dict[str, Any]:
+def sat(task: Task, request: Any) -> dict[str, Any]:
     with Worker() as worker:
-        return worker.ask(task, seats, patience=300)
+        return worker.ask(task, request, patience=300)
 
 
 def test_the_machine_reaches_no_more_than_it_can() -> None:
@@ -26,22 +26,22 @@ def test_the_machine_reaches_no_more_than_it_can() -> None:
 
 def test_an_operators_arms_sit_together() -> None:
     (row,) = rows.chosen(("gemm_swiglu",), ("decode",), everything=False, quick=False)
-    task, seats = row.task((ANCHOR, EAGER, COMPILE, OWN_TUNER, PROGRAM), 12)
-    found = sat(task, seats)
-    assert not found["failed"] and set(found["arms"]) == set(seats.arms)
+    task, request = row.task((REFERENCE_ARM, EAGER, COMPILE, OWN_TUNER, PROGRAM), 12)
+    found = sat(task, request)
+    assert not found["failed"] and set(found["arms"]) == set(request.arms)
     for name, arm in found["arms"].items():
         assert len(arm["milliseconds"]) == 12 and all(map(math.isfinite, arm["milliseconds"]))
         most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused, the sum is rounded before silu, too
         assert all(0.5 < loss["yardsticks"] < most for loss in arm["losses"].values()), (name, arm["losses"])
     outputs = 128 * 3 * 11008 * 2
     assert outputs <= found["arms"][PROGRAM]["bytes"] < found["arms"][EAGER]["bytes"]
-    assert not found["arms"][ANCHOR]["losses"]
+    assert not found["arms"][REFERENCE_ARM]["losses"]
 
 
 def test_a_layers_variants_sit_together() -> None:
     (row,) = rows.chosen((LAYER_BOTH,), ("1B",), everything=False, quick=False)
-    task, seats = row.task((EAGER, COMPILE, PROGRAM), 12)
-    found = sat(task, seats)
+    task, request = row.task((EAGER, COMPILE, PROGRAM), 12)
+    found = sat(task, request)
     assert not found["failed"] and set(found["arms"]) == {EAGER, COMPILE, PROGRAM}
     for arm in found["arms"].values():
         assert {"y", "d x", "d gate_up"} <= arm["losses"].keys()
