@@ -24,6 +24,17 @@ from coda_agent.primitives.target import TARGET
 REFUSED = ".refused"  # suffix of a note beside an object
 
 
+def import_quack() -> None:
+    """Import QuACK's GEMM without its own operators, whose tuner would import TorchDynamo: that is a third of
+    the start of a process that only compiles. For such processes alone."""
+    if "quack" not in sys.modules:
+        for name in ("rmsnorm", "softmax", "cross_entropy"):
+            operator = sys.modules[f"quack.{name}"] = ModuleType(f"quack.{name}")
+            setattr(operator, name, None)
+    import quack.compile_utils
+    import quack.gemm_runtime.host  # noqa: F401
+
+
 def load_module(lowered: Lowered) -> ModuleType:
     """Import a lowered text from its content-addressed file. An edited text is never imported here; a
     confined child has imported it already."""

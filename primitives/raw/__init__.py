@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.compiler.compile_error import CompileError
-from coda_agent.primitives.compiler.jit import compile_kernel, import_file, noting_stages
+from coda_agent.primitives.compiler.jit import compile_kernel, import_file, import_quack, noting_stages
 from coda_agent.primitives.compiler.lowered import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.split import ORDER
 from coda_agent.primitives.frozen_names import device
@@ -255,8 +255,6 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 def _import_compilers() -> None:
     """Import everything that a compile needs before a fork: the child can open no files, and imports take
     seconds."""
-    import quack.compile_utils
-    import quack.gemm_runtime.host  # noqa: F401
-
+    import_quack()
     for module in ("finish", "heads", "lanes", "mainloop", "tables"):
         device(module)

@@ -23,7 +23,13 @@ from typing import Any
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
 from coda_agent.primitives.compiler.cubin import Resources, inspect_cubin
-from coda_agent.primitives.compiler.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
+from coda_agent.primitives.compiler.jit import (
+    cached_gemm,
+    cached_vector,
+    compile_kernel,
+    import_quack,
+    noting_stages,
+)
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import (
@@ -184,6 +190,7 @@ def _serve(scratch: Path) -> None:
     """Read a request per line and write an answer per line: resources, or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's prints must not mix with the answers
+    import_quack()
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
 from coda_agent.primitives.compiler.cubin import tool
-from coda_agent.primitives.compiler.jit import compile_kernel, load_module
+from coda_agent.primitives.compiler.jit import compile_kernel, import_quack, load_module
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import probes
@@ -263,5 +263,6 @@ def _short(path: str) -> str:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's prints must not mix with the answer
+    import_quack()
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.cubin import deepest_stack
-from coda_agent.primitives.compiler.jit import compiled, refuse
+from coda_agent.primitives.compiler.jit import compiled, import_quack, refuse
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, probes
@@ -351,6 +351,7 @@ def refusals() -> tuple[type[Exception], ...]:
 def _compile_one(task: _Task) -> bool:
     """In a worker process: a configuration that the compiler refuses, or spills too much, is not to be timed.
     """
+    import_quack()
     text, static, step, schedule, edited = task
     lowered = KernelSource(Program.from_json(text), edited=edited).lowered
     gemm, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])

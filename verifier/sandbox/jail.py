@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from typing import IO, Any
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.sandbox import CPU_SECONDS
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
@@ -103,7 +104,7 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
         letter.seek(0)
         with _child(letter) as (process, descriptor):
             output, late = _read(descriptor, deadline)
-            status = _end(process)
+            status = subprocesses.end(process)
     return _Ending(output, status, late, flooded=len(output) > MAX_OUTPUT_BYTES)
 
 
@@ -125,7 +126,7 @@ def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         try:
             yield process, descriptor
         finally:
-            _end(process)
+            subprocesses.end(process)
     finally:
         os.close(descriptor)
 
@@ -144,14 +145,6 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
             break
         output += chunk
     return bytes(output), False
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill the child's whole group and reap it. A child that has ended keeps its status."""
-    if process.returncode is None:  # not reaped, so the group's number is still its own
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
 
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:

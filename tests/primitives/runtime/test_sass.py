@@ -63,7 +63,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def listings(own_cache: Path) -> tuple[Listing, ...]:
+def listings() -> tuple[Listing, ...]:
     return disassemble(KernelSource(BACKWARD), SIZES)
 
 
