@@ -29,12 +29,12 @@ SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
 
 
-def begun(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A norm's begin, for a stream [M, D]: x * gamma in x's dtype, and the reciprocal RMS [M] in fp32.
+def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A norm's begin, for a stream [M, D]: x * gamma in ``dtype``, and the reciprocal RMS [M] in fp32.
     Autograd does not see it."""
     with torch.no_grad():
         wide = x.float()
-        return (wide * gamma.float()).to(x.dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+        return (wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps)
 
 
 class Link:

@@ -1,7 +1,8 @@
 """Parts of a Transformer layer, over weights as a checkpoint has them.
 
 Streams are [..., D]; weights [out, in] as torch.nn.Linear keeps them. All of a call's matrices are of one
-dtype, and a norm's weight of that or fp32. Rows that a kernel wants adjacent are brought together at use, by
+dtype, and a norm's weight of that or fp32. A norm also takes a stream in fp32 before 16-bit weights, as
+autocast leaves it. Rows that a kernel wants adjacent are brought together at use, by
 PyTorch, so that parameters, their gradients and checkpoints keep their own order.
 """
 
@@ -74,11 +75,10 @@ def feed_forward(
     """``x + mlp(norm(x))``, or without ``x +``. ``up``: [F, D], or rows of gate and up by turns [2*F, D];
     ``down``: [D, F]; ``activation``: swiglu, geglu (tanh form), gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
-    hg, rstd = begun(flat, norm.weight, norm.eps)
+    hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
     link = (MLP if residual else BARE_MLP)[activation]
-    (out,) = link(
-        h=flat, gamma=norm.weight, w_up=up, w_down=down, eps=norm.eps, **{NORMED: hg, "rstd": rstd}
-    )
+    given = {"h": flat.to(up.dtype), "gamma": norm.weight, "w_up": up, "w_down": down, "eps": norm.eps}
+    (out,) = link(**given, **{NORMED: hg, "rstd": rstd})
     return out.view_as(x)
 
 
@@ -109,8 +109,9 @@ def before_attention(
     """``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (``angles``) turns the first
     ``turned`` columns, whose sides are adjacent (``rotary_pairs``); not with a bias."""
     flat = x.flatten(0, -2)
-    hg, rstd = begun(flat, norm.weight, norm.eps)
-    given = {"out": flat, "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps, "b_qkv": bias}
+    hg, rstd = begun(flat, norm.weight, norm.eps, weight.dtype)
+    stream = flat.to(weight.dtype)
+    given = {"out": stream, "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps, "b_qkv": bias}
     if table is not None:
         given |= {"cos_sin": table, "turned": float(turned)}
     link = ATTENTION_IN[bias is not None, table is not None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,8 +82,22 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
         yield path, module
 
 
-def refusal(layer: Any, how: Settings, part: str) -> str:
-    """Why a part of a layer is left to PyTorch; empty if it is not."""
+def _plain(module: nn.Module, sharded: bool) -> str:
+    """Why a projection is computed as the model would; empty if it is a plain one. ``sharded``: its weight is
+    whole when the module runs."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
+    kind = type(module.weight)
+    if kind not in (nn.Parameter, Tensor) and not (sharded and kind.__name__ == "DTensor"):
+        return f"has a {kind.__name__} as weight"
+    if any(size % GRAIN for size in module.weight.shape):
+        return f"of {tuple(module.weight.shape)} is no multiple of {GRAIN}"
+    return ""
+
+
+def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
+    """Why a part of a layer is left to PyTorch; empty if it is not. ``sharded``: its weights are parts while
+    it does not run, as those of FSDP are."""
     if part == "mlp" and not how.activation:
         return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
     for path, module in _modules(layer, part):
@@ -91,26 +105,21 @@ def refusal(layer: Any, how: Settings, part: str) -> str:
             return f"{path} has hooks"
         if not path.endswith("_proj"):
             continue
-        if type(module) is not nn.Linear:
-            return f"{path} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
-        if type(module.weight) not in (nn.Parameter, Tensor):
-            return f"{path}.weight is a {type(module.weight).__name__}"
+        if why := _plain(module, sharded):
+            return f"{path} {why}"
         if module.bias is not None and part != "in":
             return f"{path} has a bias"
-        if any(size % GRAIN for size in module.weight.shape):
-            return f"{path} of {tuple(module.weight.shape)} is no multiple of {GRAIN}"
     attention = layer.self_attn
     if part == "in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
         return "some of queries, keys and values have a bias, and some have none"
     return ""
 
 
-def _unfit(x: Tensor, layer: Any) -> str:
+def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     """Why these tensors take PyTorch's path; empty if they do not."""
-    weights = {layer.mlp.down_proj.weight.dtype, layer.self_attn.o_proj.weight.dtype}
-    dtype = _dtype(x)
-    if torch.is_autocast_enabled(x.device.type) is False and weights != {x.dtype}:
-        return f"a stream of {x.dtype} and weights of {', '.join(map(str, sorted(weights, key=str)))}"
+    dtype, others = _dtype(x), {_dtype(w) for w in weights}
+    if others != {dtype}:
+        return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
     if x.device.type == "cuda":
         if torch.cuda.get_device_capability(x.device) != (9, 0):
             return f"{torch.cuda.get_device_name(x.device)} is no Hopper GPU"
@@ -122,9 +131,11 @@ def _unfit(x: Tensor, layer: Any) -> str:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What matrices are computed in."""
+    """What a product with this tensor is computed in. Autocast leaves fp64 alone."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 _warned: set[str] = set()
@@ -166,7 +177,7 @@ def _layer(
         "use_cache": use_cache,
         "position_embeddings": position_embeddings,
     }
-    why = _unfit(hidden_states, layer)
+    why = _unfit(hidden_states, (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight))
     if why:
         _warn(why)
         return usual(hidden_states, **own, **kwargs)
@@ -270,16 +281,15 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
     return h + functional.feed_forward(h, norm, up, down, how.activation, residual=False)
 
 
-def loss_refusal(model: Any) -> str:
+def loss_refusal(model: Any, sharded: bool = False) -> str:
     """Why a causal model's loss is left to PyTorch; empty if it is not."""
     head = model.lm_head
-    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, Tensor)
-    if not plain or head.bias is not None:
-        return "lm_head is no plain torch.nn.Linear without a bias"
+    if why := _plain(head, sharded):
+        return f"lm_head {why}"
+    if head.bias is not None:
+        return "lm_head has a bias"
     if head._forward_hooks or head._forward_pre_hooks:
         return "lm_head has hooks"
-    if any(size % GRAIN for size in head.weight.shape):
-        return f"lm_head of {tuple(head.weight.shape)} is no multiple of {GRAIN}"
     if getattr(model.config, "final_logit_softcapping", None):
         return "logits are soft-capped"
     if model.loss_function.__name__ != "ForCausalLMLoss":
@@ -298,7 +308,7 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
         or keeps != 0
         or kwargs.get("ignore_index", functional.IGNORED) != functional.IGNORED
         or loss_refusal(model)
-        or _unfit(model.lm_head.weight, model.model.layers[0])
+        or _unfit(model.lm_head.weight, [model.lm_head.weight])
     )
     if usually:
         return usual(*args, **kwargs)
@@ -320,7 +330,7 @@ def _loss(
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]
-    target, dtype = target.to(h.device), _dtype(h)
-    each = functional.cross_entropy(h.to(dtype), weight.to(dtype), target)
+    target = target.to(h.device)
+    each = functional.cross_entropy(h.to(_dtype(h)), weight.to(_dtype(weight)), target)
     number = (target != functional.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     return each.sum() / (number.to(each.device) if isinstance(number, Tensor) else number)

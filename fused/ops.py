@@ -99,7 +99,8 @@ class _Op:
         program, wide = how
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
-        made = interpret(program, whole, wide=wide)
+        with torch.autocast(device.type, enabled=False):  # which would round accumulators
+            made = interpret(program, whole, wide=wide)
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):

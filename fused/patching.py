@@ -75,11 +75,12 @@ def patch(model: nn.Module) -> Table:
     """
     unpatch(model)
     found: dict[PatchedPart, list[str]] = {}
+    sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for name, module in list(model.named_modules()):
         if huggingface.family(module, "DecoderLayer"):
-            rows = _layer(module)
+            rows = _layer(module, sharded)
         elif huggingface.family(module, "ForCausalLM"):
-            rows = _causal(module)
+            rows = _causal(module, sharded)
         else:
             continue
         for row in rows:
@@ -97,10 +98,10 @@ def unpatch(model: nn.Module) -> None:
                 module.forward = own.previous
 
 
-def _layer(layer: Any) -> list[PatchedPart]:
+def _layer(layer: Any, sharded: bool) -> list[PatchedPart]:
     _expect_version()
     how = huggingface.settings(layer)
-    why = {part: huggingface.refusal(layer, how, part) for part in huggingface.PARTS}
+    why = {part: huggingface.refusal(layer, how, part, sharded) for part in huggingface.PARTS}
     layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
@@ -115,9 +116,9 @@ def _layer(layer: Any) -> list[PatchedPart]:
     ]
 
 
-def _causal(model: Any) -> list[PatchedPart]:
+def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
     _expect_version()
-    why = huggingface.loss_refusal(model)
+    why = huggingface.loss_refusal(model, sharded)
     model.forward = PatchedForward(model, huggingface.causal_forward, None)
     return [_row(model, "loss in training, without logits", "loss", why)]
 

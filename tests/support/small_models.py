@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from coda_agent.fused.programs import NAMES
+from coda_agent.verifier.numerics import error_gate, limits
 
 VOCABULARY = 64
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -18,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+# A gradient's few values share the roundings of all layers above, which its slope on the truth shows.
+LIMITS = replace(limits.USUAL, slope=limits.FEW.slope, shared=limits.UNROUNDED.shared)
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
@@ -50,3 +58,28 @@ def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **gradients}
+
+
+def faults(found: dict[str, Tensor], exact: dict[str, Tensor], usual: dict[str, Tensor]) -> list[str]:
+    """What the error gate says of a loss and gradients. ``exact``: in fp64; ``usual``: the yardstick's, the
+    unpatched model's in the same dtype."""
+    assert found.keys() == exact.keys() == usual.keys()
+    outputs = {n: SimpleNamespace(dtype=NAMES[t.dtype]) for n, t in usual.items()}
+    spec: Any = SimpleNamespace(outputs=outputs, tolerance=None)
+    judged = error_gate.compare(spec, found, exact, usual, LIMITS)
+    return [each.reason for each in judged if not each.passed]
+
+
+def own_operators(call: Callable[[], Any]) -> list[str]:
+    """The operators of this project that a call runs."""
+    seen: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "coda_agent":
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        call()
+    return seen

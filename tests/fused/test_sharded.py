@@ -1,0 +1,123 @@
+"""FSDP2 over two gloo processes: a patched model trains, saves and loads as the unpatched one on one process.
+
+Run as a script it is both processes, so that their imports are done once.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models
+import torch
+import torch.distributed
+import torch.distributed.checkpoint
+from layer_parts import loss_of
+from small_models import own_operators, tokens, trained
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from coda_agent import fused
+
+WORLD, STEPS = 2, 3
+dist: Any = torch.distributed  # which mypy finds to export next to nothing
+dcp: Any = torch.distributed.checkpoint
+fully_shard: Any = torch.distributed.fsdp.fully_shard
+LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["loss"]
+
+
+def sharded(patched_first: bool, seed: int = 0, **more: Any) -> Any:
+    model = small_models.model("Llama", seed=seed)
+    if patched_first:
+        fused.patch(model)
+    for layer in model.model.layers:
+        fully_shard(layer, **more)
+    fully_shard(model, **more)
+    if not patched_first:
+        assert {row.part for row in fused.patch(model) if row.runs != "fused"} == {"attention"}
+    return model
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int, ranks: range) -> float:
+    """One step over the batches of some ranks; the mean loss."""
+    optimizer.zero_grad(set_to_none=True)
+    losses = []
+    for rank in ranks:
+        ids = tokens(2, 12, 10 + number * WORLD + rank)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss / len(ranks)).backward()
+        losses.append(float(loss.detach()))
+    optimizer.step()
+    return sum(losses) / len(losses)
+
+
+def work(rank: int, folder: Path, patched_first: bool) -> None:
+    """A process's part: train, save, load into a new model, compare."""
+    model = sharded(patched_first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(STEPS):
+        step(model, optimizer, number, range(rank, rank + 1))
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    other = sharded(patched_first, seed=5)
+    state = {"model": get_model_state_dict(other)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state["model"])
+    ids = tokens()
+    losses = [m(input_ids=ids, labels=ids, use_cache=False).loss.detach() for m in (model, other)]
+    assert torch.equal(*losses)
+
+
+def in_bf16() -> None:
+    """Parameters are kept in fp32 and gathered in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(True, mp_policy=policy)
+    seen: dict[str, Any] = {}
+    ran = own_operators(lambda: seen.update(trained(model, tokens(), use_cache=False)))
+    assert [each for each in ran if "backward" not in each] == LAYERS
+    plain = small_models.model("Llama")
+    usual, exact = trained(copy.deepcopy(plain).bfloat16(), tokens()), trained(plain.double(), tokens())
+    for name in exact.keys() - {"loss"}:
+        found = seen[name].full_tensor()
+        assert found.dtype == torch.float32
+        assert loss_of(found, exact[name]) < 1.5 * loss_of(usual[name], exact[name]), name
+
+
+def both(folder: Path) -> None:
+    """Two processes, in one of which this returns."""
+    child = os.fork()
+    rank = 0 if child else 1
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
+    for patched_first in (True, False):
+        work(rank, folder / str(patched_first), patched_first)
+    in_bf16()
+    dist.destroy_process_group()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.slow
+def test_two_processes_train_save_and_load_as_one(tmp_path: Path) -> None:
+    told = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, __file__, str(tmp_path)], env=told, check=True, timeout=240)
+    plain = small_models.model("Llama")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses = [step(plain, optimizer, number, range(WORLD)) for number in range(STEPS)]
+    assert losses[-1] < losses[0]
+    for patched_first in (True, False):  # one process reads what two wrote
+        whole = small_models.model("Llama", seed=7)
+        state = {"model": whole.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / str(patched_first), no_dist=True)
+        for name, parameter in plain.named_parameters():
+            assert torch.allclose(state["model"][name], parameter.detach(), atol=2e-4), name
+        expected = float(trained(plain, tokens())["loss"])
+        assert float(trained(whole, tokens())["loss"]) == pytest.approx(expected, abs=1e-3)
+
+
+if __name__ == "__main__":
+    both(Path(sys.argv[1]))
