@@ -125,7 +125,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
             return f"{torch.cuda.get_device_name(x.device)} is no Hopper GPU"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"matrices of {dtype} on a GPU"
-    elif x.device.type != "cpu" or dtype == torch.float64:
+    elif x.device.type not in ("cpu", "meta") or dtype == torch.float64:
         return f"{dtype} on {x.device.type}"
     return ""
 
@@ -133,7 +133,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
 def _dtype(x: Tensor) -> torch.dtype:
     """What a product with this tensor is computed in. Autocast leaves fp64 alone."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return x.dtype
 

@@ -25,6 +25,7 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Program] = {}
+watchers: list[Callable[[Program, dict[str, int]], None]] = []  # told of each program and its sizes, on meta
 
 
 class NoBackward(RuntimeError):
@@ -116,6 +117,8 @@ class _Op:
         sizes = solve_sizes(
             signature, {n: v.shape if isinstance(v, Tensor) else () for n, v in inputs.items()}
         )
+        for watch in watchers:
+            watch(how.program, sizes | ({"M": min(sizes["M"], self.rows)} if self.rows else {}))
         shapes = {n: [d.value(sizes) for d in t.shape] for n, t in signature.outputs.items()}
         return self.results(
             [first.new_empty(shapes[n], dtype=programs.output_dtype(how, n)) for n in self.outputs]

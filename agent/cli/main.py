@@ -22,7 +22,7 @@ from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, e
 from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.sweep import sweep
 from coda_agent.agent.cli.tips import tips
-from coda_agent.agent.cli.tune import tune
+from coda_agent.agent.cli.tune import build, tune
 from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
@@ -45,7 +45,7 @@ app.add_typer(tips, name="tips")
 Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read the text, which edited "
                                                        "CuTeDSL requires.")]
 
-for _command in (generate, sweep, optimize, primitive, resume, derive, tune):
+for _command in (generate, sweep, optimize, primitive, resume, derive, tune, build):
     app.command()(_command)
 
 

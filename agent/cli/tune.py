@@ -1,19 +1,23 @@
-"""``coda-agent tune``: measure a kernel's schedules at sizes of your own, into the table that fused reads."""
+"""What ``fused`` finds ready: ``coda-agent tune`` measures schedules at your sizes, into the table it reads;
+``coda-agent build`` compiles ahead of time, into the cache that it loads from."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coda_agent.agent import arguments, setup
+from coda_agent.agent.cli.exit_codes import REJECTED
 from coda_agent.agent.reporting.safe_text import echo
-from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.errors import Absent, InvalidInput
 
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.fused.ahead import Bound
     from coda_agent.primitives.lang.ir import Program
 
 
@@ -39,6 +43,76 @@ def tune(
         for step, schedule in tuned(KernelSource(program), _drawn(program, each), each).items():
             rows.append(schedules.TunedStep(gpu, program.signature.name, step, shapes[step], schedule))
     echo(f"{len(rows)} schedules in {schedules.keep(program.signature.name, rows)}")
+
+
+def build(
+    what: Annotated[
+        Path,
+        typer.Argument(
+            metavar="KERNEL|MODEL",
+            help="An accepted kernel's name or program.json, or a folder with a Hugging Face config.json.",
+        ),
+    ],
+    sizes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SIZES...",
+            help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
+        ),
+    ],
+) -> None:
+    """Compile what fused calls at these sizes, so that its first call loads it. Needs no GPU."""
+    model = (what / "config.json").is_file()
+    wanted = _of_model(what, sizes) if model else _of_kernel(what, sizes)
+    from coda_agent.fused import ahead
+    from coda_agent.primitives.runtime.launchable import LaunchError
+
+    try:
+        built = ahead.build(wanted)
+    except LaunchError as error:
+        raise InvalidInput(str(error)) from None
+    for each in built:
+        said = ", ".join(f"{dim}={size}" for dim, size in each.sizes.items())
+        echo(f"{each.name}  {said}  {'refused by the compiler' if each.refused else 'ready'}")
+    if any(each.refused for each in built):
+        raise typer.Exit(REJECTED)
+
+
+def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
+    program = _read(arguments.accepted(kernel, "program.json"))
+    wanted = [_sizes(program, text) for text in sizes]
+    from coda_agent.fused.ahead import Bound
+
+    return [Bound(program, each) for each in wanted]
+
+
+def _of_model(folder: Path, sizes: list[str]) -> list[Bound]:
+    """What a model that is patched runs in training and in inference, whose matrices are 16 bits wide."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
+    if not all(found):
+        raise InvalidInput(f"sizes {' '.join(sizes)} of a model are sequences x length, such as 8x2048")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise Absent("reading a model's config needs transformers: pip install transformers") from None
+    import torch
+
+    from coda_agent import fused
+    from coda_agent.fused import ahead
+
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    dtype = torch.float16 if config.dtype == torch.float16 else torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if not fused.patch(model).fused:
+        raise InvalidInput(f"{folder}: nothing of a {type(model).__name__} runs fused")
+    shapes = [(int(each[1]), int(each[2])) for each in found if each]
+    return [
+        bound
+        for how in (ahead.training, ahead.inference)
+        for shape in shapes
+        for bound in ahead.called(how(model, *shape))
+    ]
 
 
 def _read(path: Path) -> Program:

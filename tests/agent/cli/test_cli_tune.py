@@ -1,8 +1,11 @@
-"""The command tune: it needs a GPU, and sizes of the kernel's own dims."""
+"""The commands tune and build: sizes of the kernel's own dims; tune needs a GPU, build compiles without."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import small_models
 from checkout import ROOT
 from commanding import Command
 
@@ -18,3 +21,23 @@ def test_wrong_sizes_are_one_line_with_an_example(command: Command, sizes: str) 
 
 def test_it_needs_a_gpu(command: Command) -> None:
     assert command("tune", KERNEL, "M=128,D=64,F=64").status == 3
+
+
+@pytest.mark.parametrize("sizes", ["8", "8x", "0x8", "8x2048x1", "M=8"])
+def test_a_models_sizes_are_sequences_and_their_length(command: Command, tmp_path: Path, sizes: str) -> None:
+    small_models.model("Llama").config.save_pretrained(tmp_path)
+    done = command("build", tmp_path, sizes)
+    assert done.status == 2 and "such as 8x2048" in done.err
+
+
+def test_what_cannot_be_launched_is_not_built(command: Command) -> None:
+    done = command("build", KERNEL, "M=128,D=60,F=64")
+    assert done.status == 2 and "rows of 60 bf16 are not a multiple of 16 bytes" in done.err
+
+
+@pytest.mark.slow
+def test_a_built_kernel_is_ready(command: Command) -> None:
+    done = command("build", KERNEL, "M=128,D=64,F=64", "M=8192,D=4096,F=11008")
+    assert done.status == 0
+    said = ["gemm_swiglu  M=128, D=64, F=64  ready", "gemm_swiglu  M=8192, D=4096, F=11008  ready"]
+    assert done.out.splitlines() == said
