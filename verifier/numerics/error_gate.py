@@ -26,6 +26,7 @@ FLOOR = 2.0**-24
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
 LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding, but for one to fp8
+ONE = 2.0**-24  # half an fp32 ulp of 1, a step of what is left where values near 1 cancel
 # share of the truth's RMS: such a loss comes from 16-bit roundings, not from fp32 arithmetic
 COARSE = 2.0**-14
 
@@ -208,7 +209,8 @@ def _judge(
                 f"{wrong_bits} of {stats.count} values are not the truth rounded once, {example}; the inputs "
                 "are such that every sum of products is exact in fp32"
             )
-    reason = f"output {name!r}: {'; '.join(faults)}{_hint(stats, rms, tile)}" if faults else ""
+    hint = _hint(stats, rms, tile, _cancelled(got, truth)) if faults else ""
+    reason = f"output {name!r}: {'; '.join(faults)}{hint}" if faults else ""
     return OutputError(
         name=name,
         rms_ratio=rms,
@@ -363,12 +365,23 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
     return f"{rows}, columns {c} to {d - 1}" if truth.dim() > 1 else rows
 
 
-def _hint(stats: _Stats, rms: float, tile: float) -> str:
+def _cancelled(got: Tensor, truth: Tensor) -> bool:
+    """Whether most values that could be finer are whole steps of ``ONE``, a few from the truth: what a
+    difference of two values near 1 leaves."""
+    fine = (truth.abs() * torch.finfo(got.dtype).eps < ONE / 4) & (truth != 0) & got.isfinite()
+    kept, error = got[fine].double(), (got.double() - truth)[fine].abs()
+    stepped = (kept % ONE == 0) & (error < ONE * (2 + 14 * (kept != 0)))
+    return int(stepped.sum()) > max(FEW, len(kept) / 2)
+
+
+def _hint(stats: _Stats, rms: float, tile: float, cancelled: bool) -> str:
     """A guess at the mistake, if the numbers suggest one."""
     unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squared error that the slope does not explain
     residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
     hint = ""
-    if stats.zeros > stats.count // 1000:
+    if cancelled:
+        hint = "looks like cancellation: small values are whole fp32 steps of the values near 1 behind them"
+    elif stats.zeros > stats.count // 1000:
         share = f"{stats.zeros} of {stats.count} values"
         hint = f"{share} are zero where the truth is not: is a tile never stored?"
     elif abs(stats.slope - 1) > 1e-4 and residual < 1.5:

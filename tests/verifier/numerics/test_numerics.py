@@ -17,6 +17,7 @@ from coda_agent.verifier.numerics import error_gate, exactness, limits, referenc
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import FAMILIES, draw
 from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Tolerance
 
@@ -234,6 +235,32 @@ def test_a_small_factor_fails_and_is_named(benches, name):
         faults = bench.faults({**got, key: (bench.truth[key] * 1.002).to(value.dtype)})
         assert list(faults) == [key]
         assert f"output {key!r}" in faults[key] and "looks like a factor of 1.002" in faults[key]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_cancels_near_1_is_named(dtype):
+    spec = Spec.model_validate(
+        {
+            "name": "small",
+            "summary": "Hyperbolic tangent.",
+            "dims": {"M": "rows", "N": "columns"},
+            "inputs": {"x": {"shape": ("M", "N"), "dtype": "fp32"}},
+            "outputs": {"y": {"shape": ("M", "N"), "dtype": dtype}},
+            "reference": "y = tanh(x)",
+            "cases": ({"name": "one", "M": 64, "N": 64},),
+        }
+    )
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) * 2.0**-18
+    truth, stored = {"y": x.double().tanh()}, DTYPES[dtype]
+
+    def hint(made):
+        (error,) = compare(spec, {"y": made.to(stored)}, truth, {"y": x.tanh().to(stored)})
+        return "" if error.passed else error.reason.rpartition("; ")[2]
+
+    assert hint(x.tanh()) == ""
+    assert hint(2 * (2 * x).sigmoid() - 1).startswith("looks like cancellation")
+    for other in (torch.zeros(64, 64), -x, x.mT, x * 1.1, x.abs()):
+        assert "cancellation" not in hint(other)
 
 
 def test_a_factor_that_only_the_slope_sees(benches):
