@@ -47,7 +47,7 @@ test-gpu: $(READY)
 lint: $(READY)
 	@$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m mypy benchmarks tests
+	$(BIN)/python -m mypy benchmarks examples tests
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
 
 docs: export NO_MKDOCS_2_WARNING := 1

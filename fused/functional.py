@@ -8,6 +8,7 @@ PyTorch, so that parameters, their gradients and checkpoints keep their own orde
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,12 @@ def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
 
 
+def _known(links: Mapping[str, Link], activation: str) -> Link:
+    if activation not in links:
+        raise ValueError(f"activation {activation!r} is unknown; use one of {', '.join(links)}")
+    return links[activation]
+
+
 def feed_forward(
     x: Tensor, norm: Norm, up: Tensor, down: Tensor, activation: str, residual: bool = True
 ) -> Tensor:
@@ -76,7 +83,7 @@ def feed_forward(
     ``down``: [D, F]; ``activation``: swiglu, geglu (tanh form), gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
     hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
-    link = (MLP if residual else BARE_MLP)[activation]
+    link = _known(MLP if residual else BARE_MLP, activation)
     given = {"h": flat.to(up.dtype), "gamma": norm.weight, "w_up": up, "w_down": down, "eps": norm.eps}
     (out,) = link(**given, **{NORMED: hg, "rstd": rstd})
     return out.view_as(x)
@@ -86,7 +93,7 @@ def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     """``h + mlp(norm(h))`` of ``h = x + a @ out'``, in one program: what follows attention in a layer."""
-    (made,) = BLOCK[activation](
+    (made,) = _known(BLOCK, activation)(
         a=a.flatten(0, -2),
         x=x.flatten(0, -2),
         w_o=out,
@@ -108,6 +115,8 @@ def before_attention(
 ) -> Tensor:
     """``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (``angles``) turns the first
     ``turned`` columns, whose sides are adjacent (``rotary_pairs``); not with a bias."""
+    if bias is not None and table is not None:
+        raise ValueError("a bias stands between the product and its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
     hg, rstd = begun(flat, norm.weight, norm.eps, weight.dtype)
     stream = flat.to(weight.dtype)
@@ -121,7 +130,9 @@ def before_attention(
 
 def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The loss of each token in fp32, [...], of logits ``h @ weight'`` that are never stored: 0 where its
-    target [...] is -100."""
+    target [...] is -100. Other targets that are no row of ``weight`` are a failed assertion, as PyTorch's."""
     flat = target.flatten()
+    inside = (flat >= 0) & (flat < len(weight)) | (flat == IGNORED)
+    torch._assert_async(inside.all(), "cross_entropy: a target is no row of the weight")
     lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
     return torch.where(flat == IGNORED, 0.0, lse - chosen).view_as(target)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional
+from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
     "SiLU": "swiglu",
@@ -121,7 +122,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     if others != {dtype}:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
     if x.device.type == "cuda":
-        if torch.cuda.get_device_capability(x.device) != (9, 0):
+        if torch.cuda.get_device_capability(x.device) != TARGET.capability:
             return f"{torch.cuda.get_device_name(x.device)} is no Hopper GPU"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"matrices of {dtype} on a GPU"

@@ -18,6 +18,7 @@ from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes, dense
+from coda_agent.primitives.target import TARGET
 
 MOST_PLANS = 256
 
@@ -69,6 +70,8 @@ class Plans:
     def plan(self, program: Program, sizes: Mapping[str, int], device: torch.device) -> Plan:
         """A new plan at these sizes, on the schedules that are known to be good nearby."""
         gpu = torch.cuda.get_device_name(device)
+        if torch.cuda.get_device_capability(device) != TARGET.capability:
+            raise LaunchError(f"{program.signature.name}: {gpu} is no Hopper GPU, which they are for")
         chosen = schedules.chosen(program, sizes, gpu, schedules.known())
         return Plan(KernelSource(program, chosen), sizes, device)
 

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from coda_agent.fused import huggingface
+from coda_agent.fused import huggingface, versions
 from coda_agent.fused.huggingface import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
-
-OLDEST, NEXT = (5, 24), (6,)  # of transformers, whose classes these stand in for
 
 
 class PatchedPart(NamedTuple):
@@ -70,7 +68,7 @@ def patch(model: nn.Module) -> Table:
     Qwen2, Qwen3 and Gemma, wherever they stand in ``model``; all else is left alone. A model that is patched
     already is patched anew.
 
-    What cannot run fused runs as before: the table says why. RuntimeError for a version of transformers that
+    What cannot run fused runs as before: the table says why. UnprovedVersion for a transformers that
     this was not proved with.
     """
     unpatch(model)
@@ -99,7 +97,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _layer(layer: Any, sharded: bool) -> list[PatchedPart]:
-    _expect_version()
+    versions.expect("transformers")
     how = huggingface.settings(layer)
     why = {part: huggingface.refusal(layer, how, part, sharded) for part in huggingface.PARTS}
     layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
@@ -117,7 +115,7 @@ def _layer(layer: Any, sharded: bool) -> list[PatchedPart]:
 
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
-    _expect_version()
+    versions.expect("transformers")
     why = huggingface.loss_refusal(model, sharded)
     model.forward = PatchedForward(model, huggingface.causal_forward, None)
     return [_row(model, "loss in training, without logits", "loss", why)]
@@ -130,14 +128,3 @@ def _row(module: nn.Module, part: str, program: str, why: str) -> PatchedPart:
 
 def _together(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-
-
-def _expect_version() -> None:
-    import transformers
-
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not OLDEST <= found < NEXT:
-        raise RuntimeError(
-            f"fused.patch knows transformers {OLDEST[0]}.{OLDEST[1]} to {NEXT[0] - 1}; this is "
-            f"{transformers.__version__}"
-        )

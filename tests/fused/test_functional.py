@@ -103,6 +103,34 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(PARTS["mlp swiglu"].ours(**given).sum(), list(given.values()), create_graph=True)
 
 
+def test_a_target_that_is_no_row_is_refused() -> None:
+    h, w = torch.randn(4, 16), torch.randn(40, 16)
+    for wrong in (40, -1, -101):
+        with pytest.raises(RuntimeError, match="a target is no row of the weight"):
+            functional.cross_entropy(h, w, torch.tensor([0, -100, wrong, 39]))
+
+
+def test_an_unknown_activation_is_named_with_the_known_ones() -> None:
+    norm, x, w = functional.Norm(torch.ones(16), 1e-5), torch.randn(4, 16), torch.randn(16, 16)
+    with pytest.raises(ValueError, match="'silu' is unknown; use one of .*swiglu"):
+        functional.feed_forward(x, norm, w, w, "silu")
+    with pytest.raises(ValueError, match="'silu' is unknown; use one of .*swiglu"):
+        functional.after_attention(x, x, norm, w, w, w, "silu")
+
+
+def test_a_bias_before_a_rotation_is_refused() -> None:
+    norm, x, w = functional.Norm(torch.ones(16), 1e-5), torch.randn(4, 16), torch.randn(16, 16)
+    with pytest.raises(ValueError, match="rotate the result instead"):
+        functional.before_attention(x, norm, w, torch.randn(16), torch.randn(4, 8), 16)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    norm, x, w = functional.Norm(torch.ones(16), 1e-5), torch.randn(4, 16), torch.randn(16, 16)
+    for up, down in ((w, torch.randn(16, 24)), (torch.randn(16, 24), w), (w, w.bfloat16()), (w.half(), w)):
+        with pytest.raises((TypeError, ValueError), match="mlp_gelu|w_up|w_down"):
+            functional.feed_forward(x, norm, up, down, "gelu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_opcheck_passes_with_gradients(name: str) -> None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -236,6 +237,34 @@ def test_fp64_takes_the_models_path_with_one_warning() -> None:
     assert torch.equal(trained(model, tokens())["loss"], plain_losses(model))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "why"),
+    [
+        (torch.bfloat16, (9, 0), ""),
+        (torch.bfloat16, (8, 0), "NVIDIA A100 is no Hopper GPU"),
+        (torch.float32, (9, 0), "matrices of torch.float32 on a GPU"),
+    ],
+)
+def test_what_a_gpu_does_not_take_goes_the_models_way(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], why: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    assert huggingface._unfit(x, [x]) == why
+
+
+def test_a_stream_in_another_dtype_than_the_weights_goes_the_models_way() -> None:
+    model = small_models.model("Llama")
+    layer, x = model.model.layers[0], torch.randn(1, 4, 32, dtype=torch.bfloat16)
+    given = {"position_embeddings": model.model.rotary_emb(x, torch.arange(4)[None])}
+    usual = layer(x, **given)
+    fused.patch(model)
+    (said,) = says(lambda: layer(x, **given))
+    assert "a stream of torch.bfloat16 and weights of torch.float32" in said
+    assert torch.equal(layer(x, **given), usual)
+
+
 def test_another_activation_is_left_to_the_model() -> None:
     model = small_models.model("Llama", hidden_act="relu")
     exact = trained(copy.deepcopy(model).double(), tokens())
@@ -332,9 +361,3 @@ def test_a_forward_keeps_its_parameters_for_those_who_ask() -> None:
     before = inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)
     fused.patch(model)
     assert (inspect.signature(model.forward), inspect.signature(model.model.layers[0].forward)) == before
-
-
-def test_another_transformers_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
-    with pytest.raises(RuntimeError, match=r"knows transformers 5.24 to 5; this is 4.57.1"):
-        fused.patch(small_models.model("Llama"))

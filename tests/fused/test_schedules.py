@@ -102,6 +102,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     monkeypatch.setattr(Counted, "made", [])
     monkeypatch.setattr(launching, "Plan", Counted)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return Counted.made
 
 
@@ -136,6 +137,21 @@ def test_what_cannot_be_launched_says_so(counted: list[dict[str, int]]) -> None:
         plans.get(program, drawn(8) | {"w": torch.zeros(128, 56).bfloat16()}, ("x", "w", "rstd"))
     with pytest.raises(LaunchError, match="matrices are fp32"):
         launching.launch(Typed(program, True), drawn(8), ("x", "w", "rstd"), ("act",))
+
+
+def test_a_gpu_that_is_no_hopper_is_refused(
+    counted: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(LaunchError, match="is no Hopper GPU"):
+        launching.Plans().get(ops.defined["gemm_rmsnorm_swiglu"], drawn(8), ("x", "w", "rstd"))
+    assert counted == []
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    how = Typed(ops.defined["gemm_rmsnorm_swiglu"], False)
+    with pytest.raises(LaunchError, match="w is on meta, not cpu"):
+        launching.launch(how, drawn(8) | {"w": torch.zeros(128, 64, device="meta")}, ("x", "w", "rstd"), ())
 
 
 def test_misaligned_tensors_are_copied() -> None:
