@@ -134,7 +134,7 @@ def _instead(name: str) -> str:
     if name in runs.names():
         return f"it is a run: coda-agent review {name}, or report {name}"
     if not KERNELS.is_dir():
-        return f"accepted kernels' names are those of {KERNELS} in a checkout; go there, or give a path"
+        return f"accepted kernels are those in {KERNELS} of a checkout; go there, or give a path"
     name = name.partition(".")[0]
     near = get_close_matches(name, [p.name.partition(".")[0] for p in KERNELS.glob("*.program.json")], n=1)
     return f"did you mean {near[0]}?" if near else "give one, or an accepted kernel's name"

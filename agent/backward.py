@@ -1,7 +1,7 @@
 """A derived backward as a spec: its text, its forward's text, and sizes as the forward has them.
 
-The ordinary gates then judge forward and backward as a pair: inputs are drawn for the forward, what it stores
-follows from them, and the text of the backward is held against autograd of the forward's own reference.
+The ordinary gates then judge forward and backward as a pair: inputs are drawn for the forward, its stored
+tensors follow from them, and the backward's text is compared with autograd of the forward's reference.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None)
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
-    """The gradients that come in, read or not: a rule that drops one is seen. Those of outputs behind a
+    """The gradients that come in, read or not: a rule that drops one is seen. Gradients of outputs behind a
     statistic stop there."""
     types, stops = program.types(), list[bool]()
     for node in program.nodes:
@@ -130,7 +130,7 @@ def _coming(program: Program, of: Collection[str] | None, behind: str | None) ->
 
 
 def _head(derived: Derived) -> list[str]:
-    """The head, and gradients that are another value as it is, or zero."""
+    """The head, and gradients that equal another value or are zero."""
     lines = reference(derived.head).splitlines() if derived.head else []
     later = derived.program.outputs if derived.program else {}
     lines += [f"{name} = {other}" for name, other in derived.same.items() if other not in later]

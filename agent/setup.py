@@ -46,8 +46,8 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 def new_author(
     name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
-    """The header of a new run's journal, and its provider: who writes ``name`` or plays back which run, where
-    a handoff's files go, and what it may cost. What cannot work says so here, before there is a run."""
+    """The header of a new run's journal, and its provider. Raises for options that cannot work, before the
+    run exists."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}

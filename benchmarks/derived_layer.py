@@ -66,7 +66,7 @@ class OnePass(Fused):
 
 
 class Kept(NamedTuple):
-    """What the derived backward reads: the hand-arranged one's, and act."""
+    """The tensors that the derived backward reads: the hand-arranged one's, and act."""
 
     saved: Saved
     act: Tensor
@@ -107,8 +107,8 @@ class ByDerivation(OnePass):
 
 
 def backwards(shape: Shape) -> dict[str, Derived]:
-    """The derived backwards of the layer's two chains that begin with a norm. The stream goes on beside the
-    projection, so that its gradient is added there."""
+    """The derived backwards of the layer's two chains that begin with a norm. The stream continues past the
+    projection, so its gradient is added there."""
     sizes = {"M": shape.tokens, "D": shape.width, "F": shape.ffn, "H": 3 * shape.heads, "P": shape.pairs}
     inner = chains.attention_in()
     beside = inner._replace(

@@ -93,7 +93,8 @@ def run_interleaved(
 
     ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
     why others have none. ``conditions`` has clocks and power. Raises Failed if the reference arm, which comes
-    first, fails. """
+    first, fails.
+    """
     report(GATE, PREPARING)  # reported before it may kill the process
     import torch
 
@@ -172,7 +173,7 @@ def _raced(
             if type(error).__name__ != OUT_OF_MEMORY or not rivals:
                 raise
             most = max(rivals, key=lambda name: prepared[name]["bytes"])
-        failed[most] = "out of memory while all took turns, of which this one holds the most"
+        failed[most] = "out of memory with all arms loaded; this one uses the most"
         del prepared[most]
         arms[:] = [arm for arm in arms if arm.name != most]
         _release()

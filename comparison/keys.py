@@ -53,7 +53,7 @@ def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
     packages = PACKAGES[arm]
     if arm == UPSTREAM:
         if upstream is None:
-            return "it has no environment of its own: coda-agent compare --install"
+            return "its environment is not installed: coda-agent compare --install"
         return environment.versions(upstream, packages)
     try:
         return {name: version(name) for name in packages}

@@ -192,7 +192,9 @@ def read(path: Path) -> Results:
             ) from None
         raise InvalidInput(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
     if found.schema_version != SCHEMA:
-        raise InvalidInput(f"{path}: is of version {found.schema_version}, and this reads {SCHEMA}")
+        raise InvalidInput(
+            f"{path}: its format is version {found.schema_version}; this version reads {SCHEMA}"
+        )
     return found
 
 

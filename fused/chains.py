@@ -39,8 +39,8 @@ def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Ten
 
 class Link:
     """A chain's operators. ``results``: the outputs that a caller wants, and whose gradients come in.
-    ``rows``: the backward does at most so many at a time, so that what it hands from product to product stays
-    small."""
+    ``rows``: the most rows that the backward processes at a time, which keeps the tensors between its
+    products small."""
 
     def __init__(self, name: str, chain: Chain, results: tuple[str, ...], rows: int = 0):
         self.name, self.results, self.rows = name, results, rows

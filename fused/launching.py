@@ -1,4 +1,5 @@
-"""Launching without tuning: a program's plans by device, shapes and dtypes, of which the latest are kept."""
+"""Launching without tuning: a program's plans by device, shapes and dtypes. Only the latest stay in
+memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One functional operator of torch.library a kernel: CUDA by the launcher, a CPU by the interpreter.
 
 ``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for its scalars, and
-returns its outputs in the spec's order. No operator has autograd of its own: ``fused.chains`` has.
+returns its outputs in the spec's order. No operator has its own autograd; ``fused.chains`` provides it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NoBackward(RuntimeError):
 
 
 class _Op:
-    """``rows``: at most so many at a time, so that no tile between products has more."""
+    """``rows``: the most rows at a time, which bounds the tiles between products."""
 
     def __init__(self, program: Program, order: Order, declared: Mapping[str, TensorType], rows: int):
         self.program, (self.order, self.outputs) = program, order
@@ -133,7 +133,7 @@ def define(
     rows: int = 0,
 ) -> Callable[..., Any]:
     """The operator of a program, which is made once: ``torch.ops.coda_agent.NAME``. ``declared``: types of
-    its arguments, if autograd wants more than the program reads. ``rows``: at most so many of M at a time.
+    its arguments, if autograd wants more than the program reads. ``rows``: the most rows of M at a time.
     ValueError where another program has that name."""
     declared = declared or program.signature.inputs
     with _defining:

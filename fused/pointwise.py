@@ -1,4 +1,4 @@
-"""Programs without a product, as PyTorch: what has no product to ride on, for torch.compile to fuse."""
+"""Programs without a matmul, as PyTorch code for torch.compile to fuse."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class Typed(NamedTuple):
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes: its 16-bit matrices may all be of another float dtype, and a
-    vector declared in theirs of any. TypeError for others."""
+    """The program for inputs of these dtypes: its 16-bit matrices may all have another float dtype; vectors
+    declared in that dtype may have any. TypeError for others."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))

@@ -1,8 +1,8 @@
 """The gradient of packed queries, keys and values behind attention: the rotation's transpose in one pass.
 
-Attention's gradients come apart and in its own layout. One Triton kernel reads them where they lie, rotates
+Attention returns three separate gradients in its own layout. One Triton kernel reads them in place, rotates
 back, scales rows, and sums dz * z of each row, which the norm before the projection needs. Inductor makes two
-kernels of it, of which the one that rotates reaches a fifth of the memory's bandwidth on an H100.
+kernels of this; its rotation reaches a fifth of an H100's memory bandwidth.
 """
 
 from __future__ import annotations

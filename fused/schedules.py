@@ -1,7 +1,7 @@
 """Schedules at any sizes without tuning: a tuned table's and the shipped reports' nearest.
 
 A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same program come
-first, then those of any; of these the nearest, by the ratios of N and K, and of M to a power of two.
+first, then rows of any other; of these the nearest, by the ratios of N and K, and of M to a power of two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TunedStep(NamedTuple):
 def chosen(
     program: Program, sizes: Mapping[str, int], gpu: str, rows: list[TunedStep]
 ) -> dict[int, Schedule]:
-    """A schedule for each step, of which its tile holds the heads. LaunchError where none does."""
+    """A schedule for each step whose tile holds whole heads. Raises LaunchError if there is none."""
     shapes = products(program, sizes)
     return {
         kernel.step: program.schedule.get(kernel.step)

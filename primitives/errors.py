@@ -16,9 +16,9 @@
     |   `-- ProviderError       an answer
     `-- OutOfTime         4  a comparison's seconds are used up
 
-Each message names the place, the value and the remedy. An error has a class of its own where it is caught.
-Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's `Late`) are no
-CodaErrors: they never end a command.
+Each message names the place, the value and the remedy. Only errors that are caught separately have their own
+class. Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's `Late`)
+are no CodaErrors: they never end a command.
 """
 
 from __future__ import annotations

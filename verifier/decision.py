@@ -118,7 +118,7 @@ def _improvement(rows: Sequence[Timing]) -> None:
         told = ", ".join(f"{c}: {r.estimate:.3f}x [{r.low:.3f}, {r.high:.3f}]" for c, r in ratios.items())
         may = f"it is slower, or may be by more than {MAY_LOSE:.0%}, on {', '.join(slower)}"
         why = may if slower else "no case is faster beyond doubt"
-        words = f"not kept, for {why}; its speed over that of {KEPT}: {told}"
+        words = f"not kept, for {why}; its speed relative to {KEPT}: {told}"
         raise Failed(NO_FASTER, words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
 
 

@@ -255,7 +255,7 @@ class _Session:
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(
-                f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}"
+                f"{place}{rival} was lost, which is not the kernel's fault: {lost.message}"
             )
         if self.heard.endswith(RACES) and lost.code == "out_of_memory":
             raise InvalidMeasurement(
@@ -285,7 +285,7 @@ class _Session:
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker that checks, or that of a timing process; the next one imports meanwhile."""
+        """The worker for the checks, or for one timing process; the next one imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -303,7 +303,7 @@ class _Session:
                 fresh.ask(clean, None, patience=PATIENCE)
             except Failed as failed:  # Lost is a subclass
                 raise InvalidMeasurement(
-                    f"the GPU is of no more use after a worker was lost: {failed.message}"
+                    f"the GPU fails after the loss of a worker: {failed.message}"
                 ) from None
 
     def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell"
+UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:

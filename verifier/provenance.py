@@ -23,7 +23,7 @@ from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
-UNTOLD = f"it is not told what {KEPT} was, and what it was tuned to"
+UNTOLD = f"it does not say which kernel was {KEPT}, and on which schedules"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:
@@ -109,7 +109,7 @@ def _edited(name: str, report: Accepted, program: Program, own: Program, text: s
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
         found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
     if not report.identity.raw:
-        found.append(f"{name}: the report is of no raw CuTeDSL: optimize it again")
+        found.append(f"{name}: the report does not cover edited CuTeDSL: optimize it again")
     return found + _same_text(name, report, KernelSource(program, edited=text).lowered)
 
 

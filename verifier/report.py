@@ -227,7 +227,7 @@ def accepted(checked: Checked, measured: Measured, authorship: Authorship | None
     ValueError if their identities differ.
     """
     if not checked.identity.same(measured.identity):
-        raise ValueError("the measurement is of another spec, program or lowered text than what was checked")
+        raise ValueError("the measured spec, program or lowered text differs from the checked one")
     fields = measured.model_dump(exclude={"status", "gates"})
     return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)
 

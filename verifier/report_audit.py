@@ -163,7 +163,7 @@ def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
 
 
 def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
-    """Arms that are missing in a case, or that differ from those of other cases."""
+    """Arms that are missing in a case, or differ between cases."""
     found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
     if t.graph_milliseconds is None:
         found.append(" was not measured in a CUDA graph")
@@ -272,7 +272,7 @@ def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[st
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
-    found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
+    found = [] if control in cases else [f"the controls of process {process} belong to no measured case"]
     for case in cases:
         score = f"score/{process}/{case}"
         controlled = f"{score}/controlled."

@@ -66,7 +66,7 @@ def across(
     then rounds within them. Raises ValueError as ``ratio`` does, and for fewer than two processes.
     """
     if len(pairs) < 2:
-        raise ValueError(f"{len(pairs)} process(es) tell nothing of their spread; measure in at least 2")
+        raise ValueError(f"{len(pairs)} process(es) do not show how processes spread; measure in at least 2")
     rows = [_logs(a, b, confidence) for a, b in pairs]
     logs = [median(row) for row in rows]
     centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))

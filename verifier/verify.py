@@ -105,7 +105,7 @@ def check_edited(
     progress: Progress = silent,
 ) -> Verdict:
     """``check`` for an edited text of a program. It compiles in confinement, on the ``tuned`` schedules too.
-    Only a GPU can tell what it computes."""
+    Only a GPU can show its results."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", text
     )  # this tells an audit hook what must not run anywhere else
@@ -373,4 +373,4 @@ def compile_gate(
         if r.spill_loads
     ]
     launches = dict.fromkeys(r.kernel for _, r in resources if not r.own_launch)
-    figures["findings"] += [f"{kernel} has launch code of its own: look at it" for kernel in launches]
+    figures["findings"] += [f"{kernel} has its own launch code: look at it" for kernel in launches]

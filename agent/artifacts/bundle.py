@@ -118,7 +118,7 @@ class BundleResults(_File):
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
     """Write the last checked kernels of runs to ``path``. InvalidInput for a run that awaits no measurement.
-    Compiling an edited text takes minutes if tuning searches widely; ``progress`` is told of each case."""
+    Compiling an edited text takes minutes if tuning searches widely; ``progress`` gets each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     _write(path, bundle)
     return bundle
@@ -158,8 +158,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """An edited text's objects on all schedules that a measurement needs: the compile gate's, and those that
-    the incumbent may be tuned to."""
+    """An edited text's objects on the schedules of the compile gate, and on those that tuning may choose for
+    the incumbent."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach

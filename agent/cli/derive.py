@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from coda_agent.agent import arguments
 from coda_agent.agent.cli.show import read
-from coda_agent.agent.options import WeakJail
+from coda_agent.agent.options import WeakJail, grouped
 from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
@@ -18,43 +19,58 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.spec.model import Spec
 
-KERNEL_OR_SPEC = "An accepted kernel's name or program.json, a kernel's file, or a spec that one is of."
+KERNEL_OR_SPEC = "An accepted kernel's name or program.json, a kernel's file, or its spec."
 
 
-def derive(
-    kernel: Annotated[Path, typer.Argument(metavar="KERNEL_OR_SPEC", help=KERNEL_OR_SPEC)],
-    spec: Annotated[
-        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
-    ] = None,
+@dataclass(frozen=True)
+class DeriveOptions:
+    """The gradients to derive, and what is stored for them."""
+
     wrt: Annotated[
         str | None, typer.Option(help="Inputs to differentiate, such as x,w. Default: all floating-point "
                                       "inputs.")
-    ] = None,
+    ] = None
     of: Annotated[
         str | None, typer.Option(help="Outputs with incoming gradients, such as act. Default: all.")
-    ] = None,
+    ] = None
     behind: Annotated[
         str | None,
         typer.Option(metavar="OUTPUT", help="The output whose gradient comes from the next operator's "
                                             "product."),
-    ] = None,
+    ] = None
     save_bytes: Annotated[
         int | None,
         typer.Option(help="The most bytes per row to store for the backward, besides the inputs."),
+    ] = None
+    save: Annotated[
+        str | None, typer.Option(help="Stored whatever it costs: outputs, or nodes as 'node 3', with commas.")
+    ] = None
+    recompute: Annotated[
+        str | None, typer.Option(help="Computed again whatever it costs: outputs, as act,z.")
+    ] = None
+    accumulate: Annotated[
+        str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, as w.")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``primitives.derive.derive``."""
+        wanted: dict[str, Any] = {"wrt": _names(self.wrt), "of": _names(self.of)}
+        lists = {"save": self.save, "recompute": self.recompute, "accumulate": self.accumulate}
+        wanted |= {name: _names(value) or () for name, value in lists.items()}
+        return wanted | {"behind": self.behind, "save_bytes": self.save_bytes}
+
+
+@grouped
+def derive(
+    kernel: Annotated[Path, typer.Argument(metavar="KERNEL_OR_SPEC", help=KERNEL_OR_SPEC)],
+    options: DeriveOptions,
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
     ] = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Judge it with its forward against fp64 autograd, as verify does."),
     ] = False,
-    save: Annotated[
-        str | None, typer.Option(help="Stored whatever it costs: outputs, or nodes as 'node 3', with commas.")
-    ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Computed again whatever it costs: outputs, as act,z.")
-    ] = None,
-    accumulate: Annotated[
-        str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, as w.")
-    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path(),
     weak_jail: WeakJail = False,
 ) -> None:
@@ -69,21 +85,15 @@ def derive(
         derived = derived_of(
             source.program,
             loaded.cases[0].sizes,
-            wrt=_names(wrt),
-            of=_names(of),
-            behind=behind,
-            save_bytes=save_bytes,
-            save=_names(save) or (),
-            recompute=_names(recompute) or (),
-            accumulate=_names(accumulate) or (),
             positive={n for n, t in loaded.inputs.items() if t.domain == "positive"},
+            **options.arguments(),
         )
-        made = pair(loaded, source.program, derived, _names(of), behind)
+        made = pair(loaded, source.program, derived, _names(options.of), options.behind)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     if not out.is_dir():
         raise typer.BadParameter(f"--out {out}: there is no such folder")
-    for line in (*_told(derived, loaded), *_written(derived, made, out)):
+    for line in (*_summary(derived, loaded), *_written(derived, made, out)):
         echo(line)
     if check:
         refused = _refused(made) if made else "it has no products"
@@ -92,7 +102,7 @@ def derive(
 
 
 def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
-    """The kernel's file and its spec: of a spec, the kernel beside it, or the accepted one."""
+    """The kernel's file and its spec. For a spec: the kernel beside it, else the accepted one."""
     if given.suffix not in (".yaml", ".yml"):
         return arguments.accepted(given, "program.json"), spec
     if spec:
@@ -122,7 +132,7 @@ def _names(given: str | None) -> list[str] | None:
     return [name.strip() for name in given.split(",")] if given else None
 
 
-def _told(derived: Derived, spec: Spec) -> list[str]:
+def _summary(derived: Derived, spec: Spec) -> list[str]:
     """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and what is left."""
     from coda_agent.primitives.derive import NEXT, NEXT_SIZE, all_sizes, ledger
     from coda_agent.primitives.lang.partition import cut

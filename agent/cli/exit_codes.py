@@ -33,7 +33,7 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
 
 
 def explained(error: Exception) -> int:
-    """Handle an error with a message for the user: its exit status. Any other error is a bug, and
+    """Print an expected error's message and return its exit status. Any other error is a bug, and
     propagates."""
     if isinstance(error, CodaError):
         status = error.exit_status

@@ -249,8 +249,7 @@ def accept(
 
 
 def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
-    """Accept a run's kernel. ``shown`` is the kernel that a person has read, which must be the one accepted;
-    or nothing."""
+    """Accept a run's kernel. With ``shown``, the kernel that a person has read, refuse any other."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
 

@@ -43,8 +43,8 @@ AUTHOR_LENGTH = 80
 INSTRUCTIONS = """\
 Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
 of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
-and says what is wrong. Where the server has an H100, `measure` what passed. What you learned from a rejection
-that you mended, `propose_tip`. You cannot accept a kernel or change a spec: a person reviews."""
+and says what is wrong. Where the server has an H100, `measure` what passed. If you fixed a
+rejection, call `propose_tip` with the lesson. A person accepts kernels. Do not change specs."""
 FAILURES = (CodaError, OSError)  # their messages are for the client; any other exception is our bug
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coda_agent.agent import arguments, setup
-from coda_agent.agent.options import WeakJail
+from coda_agent.agent.options import WeakJail, grouped
 from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
@@ -19,6 +20,40 @@ if TYPE_CHECKING:
     from coda_agent.verifier.spec.model import Spec
 
 
+@dataclass(frozen=True)
+class ShowOptions:
+    """The parts of a kernel to show, besides its steps and resources."""
+
+    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="Also print the lowered CuTeDSL text.")] = False
+    sass: Annotated[
+        bool, typer.Option("--sass", help="Also count the machine instructions of each lowered line.")
+    ] = False
+    full: Annotated[
+        bool, typer.Option("--full", help="With --sass: print the instructions themselves.")
+    ] = False
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Also show hardware counters from NAME.counters.csv beside "
+                                              "KERNEL.")
+    ] = False
+    counters_from: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also show hardware counters from this CSV export of "
+                                                       "ncu.")
+    ] = None
+    case: Annotated[
+        str | None,
+        typer.Option(
+            help="The case whose schedules and bytes are shown. Default: the first; with --counters the "
+                 "export's."
+        ),
+    ] = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether hardware counters are shown."""
+        return self.counters or self.counters_from is not None
+
+
+@grouped
 def show(
     kernel: Annotated[
         Path,
@@ -27,30 +62,9 @@ def show(
             help="An accepted kernel's name or program.json, a kernel file, or one of NAME.raw.*.",
         ),
     ],
+    options: ShowOptions,
     spec: Annotated[
         Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
-    ] = None,
-    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="Also print the lowered CuTeDSL text.")] = False,
-    sass: Annotated[
-        bool, typer.Option("--sass", help="Also count the machine instructions of each lowered line.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="With --sass: print the instructions themselves.")
-    ] = False,
-    counters: Annotated[
-        bool, typer.Option("--counters", help="Also show hardware counters from NAME.counters.csv beside "
-                                              "KERNEL.")
-    ] = False,
-    counters_from: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also show hardware counters from this CSV export of "
-                                                       "ncu.")
-    ] = None,
-    case: Annotated[
-        str | None,
-        typer.Option(
-            help="The case whose schedules and bytes are shown. Default: the first; with --counters the "
-                 "export's."
-        ),
     ] = None,
     weak_jail: WeakJail = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
@@ -65,39 +79,37 @@ def show(
     kernel = arguments.accepted(kernel, "program.json")
     loaded, source = read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
-    if case is not None and case not in sizes:
-        raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
-    _refuse_idle(sass, counters or counters_from is not None, full, case)
+    if options.case is not None and options.case not in sizes:
+        raise typer.BadParameter(f"--case {options.case}: {loaded.name} has the cases {', '.join(sizes)}")
+    _refuse_idle(options)
     resources = _resources(kernel, source, loaded)
-    shown = showing.Shown(source, loaded.name, resources, sizes, cutedsl)
+    shown = showing.Shown(source, loaded.name, resources, sizes, options.cutedsl)
     listings = export = found = None
-    if sass:
-        chosen = case or loaded.cases[0].name
+    if options.sass:
+        chosen = options.case or loaded.cases[0].name
         listings = disassemble(source.on(showing.tuned(kernel, source.program, chosen)), sizes[chosen])
-    if counters or counters_from:
+    if options.counted:
         export_name = "raw.counters.csv" if source.edited else "counters.csv"
-        path = counters_from or showing.beside(kernel, export_name)
+        path = options.counters_from or showing.beside(kernel, export_name)
         with arguments.named(path):
-            export, found = counting.counted(source, loaded, kernel, path, case)
+            export, found = counting.counted(source, loaded, kernel, path, options.case)
     if as_json:
         data = shown.to_dict()
-        data["sass"] = listings and listing.as_dict(listings, full=full)
+        data["sass"] = listings and listing.as_dict(listings, full=options.full)
         data["counters"] = found and counting.as_dict(found)
         echo(json.dumps(data, indent=1))
         return
-    drawn = [shown.render(), *(listing.tables(listings, full=full) if listings else ())]
+    drawn = [shown.render(), *(listing.tables(listings, full=options.full) if listings else ())]
     drawn += [counting.as_table(found, export)] if export and found else []
     setup.console(False).print(*drawn, sep="\n")
 
 
-def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> None:
+def _refuse_idle(options: ShowOptions) -> None:
     """Raise BadParameter for an option without effect."""
-    if not sass:
-        arguments.refuse_unused("it applies to machine code; add --sass", full=full)
-    if not (sass or counters):
-        arguments.refuse_unused(
-            "it applies to --sass and --counters; add one of these", case=case
-        )
+    if not options.sass:
+        arguments.refuse_unused("it applies to machine code; add --sass", full=options.full)
+    if not (options.sass or options.counted):
+        arguments.refuse_unused("it applies to --sass and --counters; add one of these", case=options.case)
 
 
 def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, KernelSource]:

@@ -234,7 +234,7 @@ def _ask(failure: FixedFailure) -> Lesson | None:
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(
-                f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}\n"
+                f"{tip.id} ({tip.state}) already covers the failure {failure.failed}: {tip.lesson}\n"
                 f"    to add another lesson of it: --failed {failure.failed} --lesson '...'"
             )
             return None

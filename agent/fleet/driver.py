@@ -88,7 +88,7 @@ class Driver:
         return lines + [f"refused: {node}: {why}" for node, why in list(self.pool.refusals.items())]
 
     def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
-        """Author these runs, so many at once, in threads that die with this process."""
+        """Author these runs, at most ``at_once`` at a time, in threads that die with this process."""
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         for name in names:
             waiting.put(name)

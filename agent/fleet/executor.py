@@ -151,7 +151,7 @@ def _own_hash() -> str:
 
 
 def differing(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """The versions in which another node differs, in words; "" if it does not."""
+    """A message about the versions in which another node differs; "" if it does not."""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     words = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in names

@@ -178,7 +178,7 @@ class Pool:
             if slot.kind != CPU:
                 self.kind = self.kind or slot.kind
                 if slot.kind != self.kind:
-                    self.leave_out(slot, f"it is of another kind than the sweep's {self.kind}")
+                    self.leave_out(slot, f"its kind differs from the sweep's {self.kind}")
                     continue
             with self._changed:
                 self.uses[slot.name] = Use(slot, self.clock())

@@ -64,7 +64,7 @@ class Sweep:
             )
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """As ``Journal.once``, for threads: two that want the same key do its work once."""
+        """Like ``Journal.once``, and safe for threads: work for a key is done once."""
         with self._lock:
             flight = self._flights.setdefault(key, threading.Lock())
         with flight:

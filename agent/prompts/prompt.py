@@ -65,9 +65,9 @@ measures it; what it finds wrong comes back to you, and you answer with the whol
   refused; so is a choice by sizes and literals alone.
 - Arithmetic is fp32 whatever the inputs' dtype; outputs are rounded once, to the spec's dtype. Do not
   round yourself: there are no casts. fp8 outputs saturate by themselves: multiply by the scale, no more.
-- Costs on the pages below are machine instructions an element of a tile; MUFU, those of the special-function
-  unit, run at an eighth of the others' rate. *Exact* is what reductions and outputs of fp32 or fp16 see; bf16
-  outputs see the coarser instructions of the hardware.
+- Costs on the pages below are machine instructions an element of a tile; MUFU instructions
+  (special-function unit) run at an eighth of the others' rate. *Exact* is what reductions and outputs
+  of fp32 or fp16 see; bf16 outputs see the coarser instructions of the hardware.
 - Fewer, larger fusions win: read each input once, reuse values (one sigmoid serves several uses).
 
 Operators: `+ - * /`, unary minus, `** 2`, comparisons `< <= > >= == !=` (giving 1 or 0), with tiles,

@@ -7,11 +7,10 @@ to our prompt. ANTHROPIC_API_KEY is withheld, since the command would bill it in
 model uses the loop's tools by blocks of code in its text. So each request is a turn with its own reservation
 and record.
 
-Each turn reserves an estimate first. Its cost is what the command reports at its end, in tokens and US
-dollars. A turn that is killed or breaks off stays charged at its reservation. Only our own patience retries
-after an outage: the command's retries are off. Two of its continuations cannot be turned off: of an answer
-cut at its limit, up to three times, and of an empty answer, once. Those requests are charged but not
-reserved.
+Each turn reserves an estimate first. The command reports its cost at its end, in tokens and US dollars. A
+turn that is killed or breaks off stays charged at its reservation. Only our own patience retries after an
+outage: the command's retries are off. Two of its continuations cannot be turned off: of an answer cut at its
+limit, up to three times, and of an empty answer, once. Those requests are charged but not reserved.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _asked(prompt: str) -> str:
 
 
 def _render(question: Question) -> str:
-    # The run's name distinguishes its prompts, and so its answers, from those of another run of the same
+    # The run's name keeps its prompts and answers apart from another run's with the same
     # spec.
     parts = [f"<!-- run {question.run.name} -->"] if question.run else []
     parts.append(f"<!-- system -->\n\n{question.system}")

@@ -123,7 +123,7 @@ def spent(events: Iterable[Event]) -> Spent:
 
 
 class Purse:
-    """One budget that the runs of a process share, each with a ledger of its own.
+    """A budget shared by the runs of a process; each run has its own ledger.
 
     The runs' journals hold the charges. This object only adds them up, and lets one request reserve at a
     time, so that all requests under way fit the budget together. ``began``: the start of the budget's

@@ -345,7 +345,7 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """A charge for the seconds that no event has charged yet."""
+        """A charge for the seconds not yet charged by an event."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 

@@ -137,7 +137,7 @@ class EditingTask:
             "Make this kernel faster. Its spec, whose `reference` is the mathematics:\n\n"
             f"```yaml\n{self.text.strip()}\n```",
             f"The CuTeDSL module that computes it now:\n\n```python\n{self.base.kernel.text.strip()}\n```",
-            report and "What was measured of it, from a cold L2:",
+            report and "Its measured times, from a cold L2:",
             *measured,
             self.base.counted and f"Hardware counters:\n\n{self.base.counted}",
             HOW,

@@ -80,8 +80,7 @@ def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
 
 
 def beside(path: Path, spec: Spec) -> Program | None:
-    """The derived program that lies beside the spec of a backward. Raises SpecError where it is of another
-    spec."""
+    """The derived program beside the spec of a backward.  Raises SpecError if it belongs to another spec."""
     file = path.with_suffix(".program.json")
     if spec.forward is None or not file.is_file():
         return None

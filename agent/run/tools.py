@@ -60,7 +60,7 @@ PROPOSE_TIP = _tool(
     "mended. A person decides whether it is kept.",
     lesson=f"One line in the imperative, of use beyond this spec; at most {LONGEST_LESSON} characters.",
     failed="The gate and reason that it was learned from.",
-    fix="What mended it, in one line.",
+    fix="What fixed it, in one line.",
 )
 TOOLS = (CHECK, SUBMIT, READ, PROPOSE_TIP)
 Judge = Callable[[str], dict[str, Any]]  # maps a source to its report with its program

@@ -28,7 +28,7 @@ Report = Accepted | Checked | Rejected
 
 @dataclass(frozen=True)
 class Judged:
-    """An attempt with a report. ``number`` is that of the turn that submitted it. ``payload`` is its report
+    """An attempt with a report. ``number``: the turn that submitted it. ``payload`` is its report
     event's. ``measured`` is its measurement event's, without the charge, if it was measured."""
 
     number: int

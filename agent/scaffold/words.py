@@ -87,8 +87,8 @@ class Words(ast.NodeTransformer):
         if not dotted and node.id in self.names.defined:
             raise self.names.fail(
                 node,
-                f"{node.id} is of line {self.names.defined[node.id]}, and helpers are not followed, but for "
-                "those that are one return expression; write out here what it is",
+                f"{node.id} is defined on line {self.names.defined[node.id]}; only helpers of "
+                f"one return expression are followed; write out here what it is",
             )
         return self._in_scope(dotted, node) if dotted else node
 

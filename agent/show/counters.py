@@ -175,7 +175,9 @@ def read(path: Path, case: str | None = None) -> Export:
     said = next((found for line in lines if (found := _SAID.match(line))), None)
     program, measured, text = (said[1], said[2], said[3]) if said else (None, case, None)
     if case not in (None, measured):
-        raise InvalidInput(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
+        raise InvalidInput(
+            f"{path}: it measures case {measured}, not {case}; leave out --case, or profile it"
+        )
     launches = _details(rows) if "Metric Name" in header else _raw(rows)
     schedules = {int(step): words for step, words in _STEP.findall(said.string)} if said else {}
     return Export(path, program, measured, tuple(launches), text, schedules)
@@ -242,12 +244,12 @@ def _value(text: str, unit: str) -> float | None:
 def counters(
     source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """An export's figures for each kernel that it has of this source, on the schedules of its report, in the
-    order they run; ``sizes`` are its case's. InvalidInput if it has none."""
+    """An export's figures for each kernel of this source that it contains, in the order they run, on the
+    schedules of its report; ``sizes`` are its case's. InvalidInput if it has none."""
     program, edited = source.program, source.edited is not None
     name = program.signature.name + (".raw" if edited else "")
     if export.program not in (None, name):
-        raise InvalidInput(f"{export.path}: is of {export.program}, not {name}; profile {name}")
+        raise InvalidInput(f"{export.path}: it measures {export.program}, not {name}; profile {name}")
     lowered = source.lowered
     another = export.text is not None and not lowered.hash.startswith(export.text)
     floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
@@ -270,7 +272,7 @@ def counters(
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
         raise InvalidInput(
-            f"{export.path}: of no kernel of this program ({', '.join(name for *_, name in kernels)}); "
+            f"{export.path}: it has no kernel of this program ({', '.join(name for *_, name in kernels)}); "
             f"its kernels: {there}; profile it with python -m benchmarks.counters"
         )
     return tuple(found)
@@ -370,8 +372,8 @@ def _short(value: float) -> str:
 def counted(
     source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, at the sizes of the case that it names, else of the spec's first;
-    beside the schedules of the report beside ``kernel``. Raises InvalidInput, and KernelError for an
+    """A file's export and its figures, at the sizes of the case that it names, else of the spec's first case,
+    with the schedules from the report next to ``kernel``. Raises InvalidInput, and KernelError for an
     unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name

@@ -191,7 +191,7 @@ def add(lesson: Lesson, path: Path = TIPS) -> Added:
 
 
 def change(id: str, path: Path = TIPS, **values: str) -> Tip:
-    """Change a tip's state, or record its measurement; return the tip as it was. Raises TipsError, OSError.
+    """Change a tip's state, or record its measurement; return the old tip. Raises TipsError, OSError.
     """
     with _changing(path):
         before = find(id, path)

@@ -105,7 +105,7 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
     with_tip, without = _arms(tip, known)
     if tip.level != VOCABULARY:
         raise TipsError(
-            f"{tip.id}: it is for those who edit CuTeDSL, and no kernel's prompt has it; choose another"
+            f"{tip.id}: only prompts for CuTeDSL edits contain it; choose another"
         )
     if not specs:
         raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")

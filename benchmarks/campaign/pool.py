@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
 CHUNK = 20  # candidates of one program per task, which share its preparation
-ROUND = 1000  # about so many candidates per seed; results of earlier seeds come first
+ROUND = 1000  # approximate candidates per seed; results of earlier seeds come first
 
 
 def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and their limit in seconds
-KEPT, SETTLE = 20, 1.0  # turns of a profile that count, after so many seconds of warm-up
+KEPT, SETTLE = 20, 1.0  # counted turns of a profile, and seconds of warm-up before them
 SUSTAINED = 3.0  # seconds of repetition under NVML, after as many of warm-up
 FEW = 4  # schedules to time at sizes that no report has, besides the best of other tiles
 HEAD_START = 200_000  # cycles of the marker before a region, which let the host run ahead
@@ -198,8 +198,8 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """A kernel that no report has a schedule for at these sizes races the best that its last race had at
-    ``case``: a whole search takes minutes."""
+    """A kernel without a reported schedule at these sizes times the best schedules of its last tuning at
+    ``case``, since a whole search takes minutes."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
@@ -250,7 +250,7 @@ def _parts(place: str, call: KernelCall, kernel: Kernel) -> Iterator[dict[str, A
 
 
 def _chosen(kernel: Kernel, at: Mapping[str, int]) -> dict[int, Schedule]:
-    """By step, what it runs on: as the report has it, or as it was tuned here."""
+    """The schedule of each step: the report's, or the one tuned here."""
     raced = {} if kernel.source.schedules else tune.cached(kernel.source, at, kernel.known) or {}
     return {**raced, **kernel.source.fixed}
 

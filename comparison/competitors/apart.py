@@ -155,7 +155,7 @@ def _qk_norm_rope(x: Tensor, w: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor,
     return _rotated(normed.flatten(1), cos, sin).type_as(x), rstd
 
 
-# ── What they are given, and how their outputs are read ───────────────────────────────────────────────────
+# ── Their inputs and outputs ───────────────────────────────────────────────────
 
 
 def _gated_inputs(g: Given) -> Several:

@@ -27,7 +27,8 @@ class Cell:
     ``against``: its time over the LLM's kernel's, above 1 if that kernel is faster; None in a row without
     one, and in the kernel's own cell. ``indirect``: the two never shared a session, so the ratio goes through
     the reference arm. ``processes``: the number behind ``against`` (the fewer of its two steps if indirect),
-    else behind the time. """
+    else behind the time.
+    """
 
     arm: str
     milliseconds: float
@@ -199,7 +200,7 @@ class _Row:
         )
 
     def _failing(self, arm: str) -> str:
-        """The failure of an arm with figures, in a process in which it has none."""
+        """The failure of an arm in one process, if it has figures in another."""
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason

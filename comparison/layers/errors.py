@@ -38,7 +38,7 @@ def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[s
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:
-        raise ValueError(f"what was found is {shapes}, and the exact values are {wanted}")
+        raise ValueError(f"the results have shapes {shapes}, the exact values {wanted}")
     return {name: _relative(found[name], t) for name, t in exact.items()}
 
 

@@ -1,11 +1,11 @@
 """The layer in this project's accepted kernels: all but attention, forward and backward.
 
-An RMSNorm's row scale commutes with the matmul after it. So the kernel that makes a residual stream h also
-gives hg = h * gamma, of the next norm, and rstd; the next projection multiplies hg, and scales its product's
-rows. A layer therefore takes (h, hg, rstd) and hands on the same three: it does the norm of its output where
-the plain layer does that of its input. In a stack the two are the same work; the first stream of a stack is
-plain PyTorch (``start``). Gradients are those of the plain layer, its input's norm among them: the backward
-of a norm stands with the projection after it.
+An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
+returns rstd and hg = h * gamma with the next norm's gamma; the next projection multiplies hg, and scales its
+product's rows by rstd. A layer therefore takes (h, hg, rstd) and returns the same three: it normalises its
+output, where the plain layer normalises its input. In a stack the two are the same work; the first stream of
+a stack is plain PyTorch (``start``). Gradients equal the plain layer's, including its input norm's: the
+backward of a norm is part of the projection after it.
 
 D is the model's width, F the FFN's; dz is the gradient of a projection's product z, with the row scale.
 
@@ -70,7 +70,7 @@ class Attended(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward needs: the streams without their hg."""
+    """The tensors that a backward reads: the streams without their hg."""
 
     x: Tensor
     rstd: Tensor
@@ -132,7 +132,7 @@ class Fused(Layer[ResidualStream, Saved]):
         return ffn | self._mixing_backward(saved, dh1)
 
     def _ffn_backward(self, saved: Saved, dout: Tensor) -> tuple[Tensor, Gradients]:
-        """dh1, and the gradients of what stands behind it."""
+        """dh1, and the gradients of the MLP's weights and norm."""
         found = self._kernel("down_backward", dy=dout, w_down=self.weights.down, z=saved.z)
         down = dout.mT @ found.pop("act")
         dh1, norm, hn1 = self._norm_backward(
@@ -185,8 +185,8 @@ def unrotated(
     """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z over D.
 
     Gradients are as attention gives them, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. What leads back is the rotation's transpose R', so that the row sums can be taken before it,
-    though cosines and sines are rounded: (R' dq) . q = dq . (R q).
+    [tokens, D]. The backward applies the rotation's transpose R'. Row sums can therefore be taken before it,
+    even with rounded cosines and sines: (R' dq) . q = dq . (R q).
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))
@@ -209,13 +209,13 @@ def table(shape: Shape, turn: Rotary) -> Tensor:
 
 
 def packed(shape: Shape, weights: Weights) -> Weights:
-    """The plain layer's weights with the rows of a pair adjacent: gate and up, and those that are rotated
-    together, which q and k may be in any order within a head."""
+    """The plain layer's weights with the rows of each pair adjacent: gate and up, and the two rows of a
+    rotation. Within a head, q and k may have any common order."""
     return _reordered(shape, weights, _adjacent)
 
 
 def unpacked(shape: Shape, weights: Weights) -> Weights:
-    """Back: for gradients."""
+    """Undo ``packed``, for gradients."""
     return _reordered(shape, weights, _halves)
 
 

@@ -92,7 +92,7 @@ class Interpreted:
         self.programs = programs
 
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Raises ValueError for inputs that fit no sizes, LaunchError for those of other sizes."""
+        """Raises ValueError for inputs that fit no sizes, LaunchError for inputs of other sizes."""
         program = self.programs[call.operator]
         shapes = {name: t.shape for name, t in inputs.items()}
         _agree(call, solve_sizes(program.signature, shapes, dict(call.sizes)))
@@ -101,4 +101,4 @@ class Interpreted:
 
 def _agree(call: KernelCall, sizes: Mapping[str, int]) -> None:
     if sizes != dict(call.sizes):
-        raise LaunchError(f"{call.operator} is called at {dict(call.sizes)}; its inputs are of {dict(sizes)}")
+        raise LaunchError(f"{call.operator} is called at {dict(call.sizes)}; its inputs have {dict(sizes)}")

@@ -13,9 +13,9 @@ from coda_agent.primitives.lang.schedule import Schedule
 
 @dataclass(frozen=True)
 class KernelSource:
-    """What a kernel is compiled from.
+    """The source of a kernel: its program, or an edited text.
 
-    ``schedules``: chosen ones by step; those of other steps are up to tuning. ``edited``: CuTeDSL that runs
+    ``schedules``: chosen ones by step; tuning chooses the others. ``edited``: CuTeDSL that runs
     in place of the program's own lowering, compiled in a confined child; None runs the lowering.
     """
 
@@ -45,7 +45,7 @@ class KernelSource:
         return replace(self, schedules=schedules)
 
     def to_json(self) -> dict[str, str]:
-        """Program and edited text; schedules travel apart, by case."""
+        """Program and edited text; schedules are stored separately, by case."""
         return {"program": self.program.to_json(), "raw": self.edited or ""}
 
     @classmethod

@@ -30,7 +30,7 @@ def lower(program: Program) -> Lowered:
 
 
 def lower_edited(program: Program, text: str) -> Lowered:
-    """The lowering with a ``text`` that an author made of ``editable``'s, taken as it is."""
+    """The lowering with ``text``, an author's edit of ``editable``'s, used unchanged."""
     plain = _lowered(program, hashed=False)
     named = [module for module in exports() if re.search(rf"\b{module}\b", text)]
     digest = _digest([text, plain.hash, *_device_sources(named)])

@@ -1,4 +1,5 @@
-"""One arrangement of a backward: what is computed in products, and what in the pointwise part before them."""
+"""One arrangement of a backward: which values are computed in products, and which in the pointwise part
+before them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ UNUSED = "no output uses it"
 class Derived(NamedTuple):
     """A backward.
 
-    ``head`` and ``program``: see ``derive``. ``same``: gradients that are another value as it is. ``folds``:
+    ``head`` and ``program``: see ``derive``. ``same``: gradients that equal another value. ``folds``:
     gradients that are sums of an output's elements: of all for a scalar, else over heads. ``stored``: what is
     read of the forward; of these ``saves`` by node is what the forward does not return yet. ``recomputed``:
     products, sums and outputs of the forward that are computed again, by node. ``left``: gradients that no
@@ -46,7 +47,7 @@ class Derived(NamedTuple):
 
 
 class BackwardRequest(NamedTuple):
-    """What a backward is to give: see ``derive``."""
+    """A request for a backward; the fields are ``derive``'s arguments."""
 
     program: Program
     wrt: tuple[str, ...]

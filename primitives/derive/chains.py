@@ -47,8 +47,8 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """This chain and one that reads its results: ``linked`` are that one's inputs by these outputs. What
-        both have by one name is one tensor."""
+        """This chain and one that reads its results: ``linked`` are that one's inputs by these outputs.
+        Tensors of one name in both are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})

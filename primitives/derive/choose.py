@@ -1,4 +1,4 @@
-"""Which backward of many: what is stored and what is computed again, and which products its sums ride on.
+"""Choose a backward: which values are stored or recomputed, and which products carry its sums.
 
 Plans are compared by the ledger at the sizes that are asked for: FLOPs of products first, then sums that are
 done again, then all bytes. The search changes one choice at a time, as long as that helps.
@@ -34,8 +34,8 @@ def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
 
 class Search:
     """``limit``: bytes a row that may be stored for the backward beside the forward's inputs; without one the
-    forward stores what it returns, and more only where no backward does without. ``fixed``: whether forward
-    nodes must be stored, or must not."""
+    forward stores only its results, and more if every backward needs more. ``fixed``: whether forward nodes
+    must be stored, or must not."""
 
     def __init__(
         self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
@@ -146,7 +146,7 @@ class Search:
         return first, now.flops, sums, now.moved + extra * self.rows, sum(len(p.nodes) for p in parts)
 
     def kept(self, derived: Derived, names: Collection[str] | None = None) -> int:
-        """Bytes a row of what the forward stores and the backward reads: of these alone, or of all."""
+        """Bytes a row that the forward stores and the backward reads: for these values, or all."""
         parts = [p for p in (derived.program, derived.head) if p]
         read = {n: t for p in parts for n, t in p.signature.inputs.items()}
         sizes = all_sizes(derived, self.sizes)

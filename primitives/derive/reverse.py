@@ -28,7 +28,7 @@ class Reverse:
         self.trace, self.stored, self.positive = trace, dict(stored), positive
         self.stored |= {i: str(n.attribute) for i, n in enumerate(self.nodes) if n.op == "input"}
         self.known: dict[int, int] = {}
-        self.again: set[int] = set()  # of these, what is computed again
+        self.again: set[int] = set()  # those of them that are recomputed
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
         self.given: Collection[int] = ()

@@ -196,7 +196,7 @@ class Simplifier(Trace):
 
     def monomial(self, node: Node) -> int | None:
         """Products and quotients of vectors as one number, what multiplies it, and what divides it, without
-        those that do both; None where none is left."""
+        those that do both; None if none is left."""
         number, powers = self.powers(node)
         above = [f for f, power in powers.items() for _ in range(power)]
         below = [f for f, power in powers.items() for _ in range(-power)]

@@ -119,8 +119,8 @@ REPEATED = (
 )
 
 SWEEP: Mapping[str, str] = {  # by the kind of value that a head statistic's sweep cannot read
-    "loaded": "no kernel has statistics of loaded heads. Take them, and do what they are for, in a PyTorch "
-    "op before or after the kernel",
+    "loaded": "no kernel has statistics of loaded heads. Compute them, and the values that use them, in a "
+    "PyTorch op before or after the kernel",
     "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "
     "head_sums(t, W) / W",
     "column_index": "let the spec have a vector with an entry a column, which per_column(v) spreads",

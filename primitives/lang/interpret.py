@@ -183,7 +183,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """The values; an argument of which only the shape is used becomes a tile of that shape."""
+        """The values; an argument used only for its shape becomes a tile of that shape."""
         import torch
 
         missing = [a for a in node.args if a not in values]

@@ -265,7 +265,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     no import machinery; names come from ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # the line of an error that has none of its own
+    at: int | None = None  # the line of an error without its own
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno

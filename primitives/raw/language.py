@@ -141,7 +141,7 @@ class _EditChecker(Reader):
         from quack.epilogue.ops import EpiOp
 
         if not isinstance(node, ast.Name):
-            self._refuse("a base is named as it is imported")
+            self._refuse("write a base class by its imported name")
         if node.id in self._classes:
             return self._classes[node.id]
         found = self._imported.get(node.id)
@@ -169,7 +169,7 @@ class _EditChecker(Reader):
 
     def _no_hook(self, name: str) -> None:
         if name.startswith("host_"):
-            self._refuse(f"{name}: what the host looks for is not an author's to write", "host")
+            self._refuse(f"{name}: the host reads this name, so an edit may not define it", "host")
 
     def _replaceable(self, name: str, base: type) -> None:
         """Check that a class replaces only its base's values, not a method, class or property."""
@@ -328,7 +328,7 @@ class _EditChecker(Reader):
                 self._value_attribute(node)
             case ast.Name(id=name) if name in self._given:
                 self._refuse(
-                    f"{name} on the host: of what it is given it asks .shape, .stride and cute.size only; "
+                    f"{name} on the host: the parameters have .shape, .stride and cute.size only; "
                     "memory is for the kernel to read",
                     "host",
                 )
@@ -340,16 +340,13 @@ class _EditChecker(Reader):
                 self._value_attribute(node)
                 if not isinstance(inner, ast.Name) or inner.id != "self" or "self" in self._given:
                     self._refuse(
-                        f".{node.attr} on the host: it asks .shape and .stride of what it is given, and "
-                        "values of self",
+                        f".{node.attr} on the host: use .shape and .stride of "
+                        "parameters, and values of self",
                         "host",
                     )
             case ast.Subscript(value=inner, slice=index):
                 self._arithmetic(inner)
                 self._arithmetic(index)
-            case ast.Slice(lower=lower, upper=upper, step=step):
-                for part in filter(None, (lower, upper, step)):
-                    self._arithmetic(part)
             case ast.Call(func=called, args=parts, keywords=keywords):
                 if not self._counts(called):
                     self._refuse(
@@ -360,15 +357,13 @@ class _EditChecker(Reader):
                 for part in [*parts, *(k.value for k in keywords)]:
                     if not self._passed_on(called, part):
                         self._arithmetic(part)
-            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.IfExp():
+            case (
+                ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.IfExp()
+                | ast.Tuple() | ast.Starred() | ast.Slice()
+            ):  # fmt: skip
                 for child in ast.iter_child_nodes(node):
                     if isinstance(child, ast.expr):
                         self._arithmetic(child)
-            case ast.Tuple(elts=parts):
-                for part in parts:
-                    self._arithmetic(part)
-            case ast.Starred(value=inner):
-                self._arithmetic(inner)
             case _:
                 self._refuse("on the host there is arithmetic of sizes only", "host")
 

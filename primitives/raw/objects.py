@@ -171,8 +171,8 @@ def _refuse(message: str, remedy: str = "export the compiler's object as it is")
 
 
 _OTHER_CONSTANT = (
-    "no launch code may have them, not within a constant either; if it is one of the launch's (smem, grid, "
-    "block, cluster, or what these are computed from), take another, such as the next multiple of 16"
+    "launch code may not contain these bytes, even within a constant; if the constant is smem, grid, block, "
+    "cluster or a number behind one of them, use another, such as the next multiple of 16"
 )
 
 

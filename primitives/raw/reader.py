@@ -233,7 +233,7 @@ class Reader:
         if name in BANNED or name.startswith(BANNED_PREFIXES):
             self._refuse(f".{name} leads out of the kernel's values: there is no use for it here")
         if name.startswith("_") and name not in SETTINGS | RESOURCE_METHODS | {STAGES}:
-            self._refuse(f".{name} is private to what it belongs to: use public names, for own methods too")
+            self._refuse(f".{name} is private: use public names, also for your own methods")
 
     def _chain(self, node: ast.expr) -> Any:
         """The object of a dotted name that begins with a module; None once the name passes through a

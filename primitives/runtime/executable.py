@@ -124,7 +124,7 @@ class Plan:
     The workspace (bytes; made where none, or too small a one, is given) is shared between calls. Any threads
     and streams may call: the calls run one after the other on the GPU (``turns``). Plans that are given one
     workspace do not wait for each other.
-    ``parts``: what is launched, in order; ``gaps``: bytes of the workspace in which nothing lies.
+    ``parts``: the launches, in order; ``gaps``: unused bytes of the workspace.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    own = kernel.program._replace(schedule={}).hash  # a text says nothing of its tiles' dtypes
+    own = kernel.program._replace(schedule={}).hash  # a text does not state its tiles' dtypes
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
     rows = kept("sass", key, lambda: _run_child(json.dumps(asked)))

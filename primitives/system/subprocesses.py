@@ -107,8 +107,8 @@ def tail(file: IO[bytes]) -> str:
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """The child's answer line to a line. Empty if the child dies first or the ``deadline`` of
-    ``time.monotonic()`` passes, even if another process holds its pipes."""
+    """Send a line to the child; return the line that it answers. Empty if the child dies first or the
+    ``deadline`` of ``time.monotonic()`` passes, even if another process holds its pipes."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)

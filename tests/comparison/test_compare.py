@@ -366,7 +366,7 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "by_arm", lambda *given: {})
     found = cells(measure(asked(arms=(*ARMS, FLASHINFER)), Results(), lambda made: None))
     assert found[FLASHINFER] == Empty("flashinfer-python is not installed: pip install flashinfer-python")
-    assert found[UPSTREAM] == Empty("it has no environment of its own: coda-agent compare --install")
+    assert found[UPSTREAM] == Empty("its environment is not installed: coda-agent compare --install")
     assert found[LLM] == Empty("no accepted kernel")
     human = found[HUMAN]
     assert isinstance(human, Cell) and human.against is None

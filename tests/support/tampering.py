@@ -374,7 +374,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, controls of no measured case": (
         lambda k: edit(k, lambda r: r["controls"][0].update(case="ragged")),
-        "process 0's controls are of no measured case",
+        "the controls of process 0 belong to no measured case",
     ),
     "report, controls by themselves": (
         lambda k: edit(k, lambda r: r["conditions"]["during"].pop("score/2/large/controlled.0")),

@@ -110,7 +110,7 @@ class Comparison(NamedTuple):
             raise SpecError(f"spec {spec.name}", None, message) from error
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         undefined = error_gate.undefined(run.family, truth, values)
-        # a long extent may show what a kernel does there, and PyTorch's own functions have no such places
+        # a long extent may show a kernel's defect there; PyTorch's own functions have none
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"

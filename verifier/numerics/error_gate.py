@@ -171,9 +171,7 @@ def _judge(
     spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: ErrorLimits, exact: bool
 ) -> OutputError:
     declared = spec.outputs[name].dtype
-    if got.shape != truth.shape or got.dtype != DTYPES[declared]:
-        wanted = f"{DTYPES[declared]} {list(truth.shape)}"
-        raise ValueError(f"output {name!r} is {got.dtype} {list(got.shape)}; it must be {wanted}")
+    _expect_type(name, got, truth, DTYPES[declared])
     stats, tiles = _measure(matrix(got), matrix(truth), matrix(yard), DTYPES[declared])
     factor = spec.tolerance.factor if spec.tolerance else 1.0
     base = limits.shared if limits.shared and declared == "fp32" and stats.coarse else limits.ratios(declared)
@@ -221,6 +219,12 @@ def _judge(
         passed=not faults,
         reason=reason,
     )
+
+
+def _expect_type(name: str, got: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    if got.shape != truth.shape or got.dtype != dtype:
+        wanted = f"{dtype} {list(truth.shape)}"
+        raise ValueError(f"output {name!r} is {got.dtype} {list(got.shape)}; it must be {wanted}")
 
 
 def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[_Stats, _Tiles]:

@@ -1,7 +1,7 @@
 """A backward's texts against autograd of its forward, in fp64.
 
-Both see the same drawn inputs, and nothing is rounded: the backward reads what the forward stores as fp64 has
-it. What is left is fp64's own error, larger where small values are differences of large ones. Both in fp32,
+Both see the same drawn inputs, and nothing is rounded: the backward reads the forward's stored tensors in
+fp64. The remaining error is fp64's, larger where small values are differences of large ones. Both in fp32,
 the backward from stored values that are off in their last bits, say how much.
 """
 
@@ -54,7 +54,7 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
 def _autograd(
     spec: Spec, before: Spec, leaves: Tensors, sizes: Sizes
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The true gradients, and what the forward stores."""
+    """The true gradients, and the tensors that the forward stores."""
     known = assigned(before.reference)
     into = {name[2:]: name for name in leaves if name.startswith("d_") and name[2:] in known}
     asked = {name: leaves[name].clone().requires_grad_() for name in map(_of, _gradients(spec))}

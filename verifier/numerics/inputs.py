@@ -162,8 +162,8 @@ def draw(
 ) -> dict[str, Tensor]:
     """Draw inputs by name, in the spec's shapes and dtypes, on ``device``.
 
-    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU. Of a
-    backward, what the forward stores follows from what is drawn.
+    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU. For
+    a backward, the tensors that its forward stores follow from the drawn inputs.
     """
     return finished(spec, draw_free(spec, sizes, seed, device, family), sizes)
 

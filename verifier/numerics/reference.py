@@ -81,7 +81,7 @@ def scope() -> dict[str, Any]:
 
 
 def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The reference (or another ``text``) on these tensors as they are: outputs by name, nothing cast."""
+    """The outputs of the reference (or another ``text``) on these tensors, by name, without a cast."""
     dims = {dim: sizes[dim] for dim in spec.dims}
     tensors = {name: inputs[name] for name in spec.inputs}
     return function(spec, text)(**tensors, **dims, **spec.constants)
@@ -99,7 +99,7 @@ def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def tried(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and the spec's inputs there in fp64: those of ``inputs.trial``, and what a forward makes of
+    """Tiny sizes, and the spec's inputs there in fp64: from ``inputs.trial``, with a forward's results for
     them."""
     sizes, known = trial(spec)
     for part in (spec.before, spec.head):

@@ -69,7 +69,7 @@ def hidden(
             if _fits(spec, sizes, largest, extents):
                 return sizes
         largest *= 2
-    raise ValueError(f"spec {spec.name}: no sizes besides its cases keep rows aligned and extents apart")
+    raise ValueError(f"spec {spec.name}: only its cases' sizes keep rows aligned and extents different")
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
@@ -152,7 +152,7 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
-    """The number of which a dim must be a multiple for rows to align, at these static dims."""
+    """The number that must divide a dim for rows to align, at these static dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
 

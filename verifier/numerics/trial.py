@@ -42,7 +42,7 @@ def check_reference(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The reference on what is drawn, after what comes before it; its inputs."""
+    """The reference on the drawn inputs, after its forward, if it is a backward; its inputs."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -63,7 +63,7 @@ def _check_odd(spec: Spec) -> None:
 
 
 def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
-    """The failure of a reference at tiny sizes of which some are odd, if any."""
+    """The failure of a reference at tiny sizes, some of them odd, if any."""
     sizes, drawn = trial(spec, odd)
     try:
         _run(spec, drawn, sizes)

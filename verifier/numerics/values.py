@@ -61,8 +61,8 @@ def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[s
     inputs at these sizes.
 
     Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is fp64
-    in [0.5, 1.5). Of a backward, only what is drawn. Raises BadReference where the range of integers is empty
-    at such sizes.
+    in [0.5, 1.5). For a backward, only its drawn inputs. Raises BadReference where the range of integers is
+    empty at such sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))

@@ -250,7 +250,7 @@ class _KernelChecker:
 
     def _function(self, node: ast.FunctionDef) -> None:
         if self._inside is not None:
-            self._refuse("a function cannot hold another: put it beside the kernel")
+            self._refuse("a function cannot contain another: write it at the top level, beside the kernel")
         if node.returns is not None or getattr(node, "type_params", None):  # the latter since Python 3.12
             self._refuse("annotations cannot be used here: write def f(a, b):")
         for decorator in node.decorator_list:

@@ -77,7 +77,7 @@ class Spec(Declared):
 
     @cached_property
     def before(self) -> Spec | None:
-        """The forward of a backward, as a spec whose outputs are what it stores."""
+        """The forward of a backward, as a spec whose outputs are its stored tensors."""
         if not self.forward:
             return None
         made = assigned(self.forward.reference) | assigned(self.forward.head)
@@ -102,7 +102,7 @@ class Spec(Declared):
 
     @property
     def drawn(self) -> dict[str, TensorSpec]:
-        """The inputs that are drawn; of a backward those of its forward and the gradients that come in."""
+        """The inputs that are drawn; for a backward, its forward's inputs and the incoming gradients."""
         return (self.before or self).inputs
 
     def case(self, name: str) -> Case:
@@ -124,7 +124,7 @@ class Spec(Declared):
 
 
 def _said(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
-    """Tensors for a hash; a domain decides what is tried, not what is computed."""
+    """Tensors for a hash; a domain limits the tested inputs, and does not change the function."""
     return {
         name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
         | {"shape": [str(d) for d in t.shape]}

@@ -108,8 +108,9 @@ class Tolerance(Model):
 
 
 class ForwardSpec(Model):
-    """What runs before a backward: its forward's reference and ``head``, the part of the backward that comes
-    before its products. ``inputs``: what only these read. Inputs that they assign follow from the others.
+    """The code that runs before a backward: its forward's reference and ``head``, the part of the backward
+    before its products. ``inputs``: those that only this code reads. Inputs that it assigns follow from the
+    others.
 
     An input ``d_y`` is the gradient of the forward's value ``y``, an output ``d_x`` that of an input ``x``.
     """

@@ -212,7 +212,7 @@ def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
     least, most = tensor.init.span_at(case.sizes)
     if not low <= least <= most <= high:
         said = f"init {tensor.init.form} draws {least:g} to {most:g}, and the domain is {low:g} to {high:g}"
-        raise fault(f"{said} in case {case.name!r}: let the domain hold what is drawn", *place)
+        raise fault(f"{said} in case {case.name!r}: let the domain contain the drawn values", *place)
 
 
 def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:

@@ -517,12 +517,12 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         (
             "def g(a):\n    b = a * 2\n    return b\n\n\ndef f(x, w):\n    return g(x @ w)\n",
             "odd.py:7: ",
-            "g is of line 1, and helpers are not followed, but for those that are one return expression",
+            "g is defined on line 1; only helpers of one return expression are followed",
         ),
         (
             "def silu(a):\n    a = a * 2\n    return a\n\n\ndef f(x, w):\n    return silu(x @ w)\n",
             "odd.py:7: ",  # not torch's
-            "silu is of line 1",
+            "silu is defined on line 1",
         ),
         (
             "def g(a):\n    return g(a) + 1\n\n\ndef f(x, w):\n    return g(x @ w)\n",

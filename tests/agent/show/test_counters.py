@@ -192,7 +192,7 @@ def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
     [
         ("", "no CSV of ncu; export with ncu --csv --page raw"),
         ('"ID","Metric"\n"0","1"\n', ":1: no column Kernel Name"),
-        (raw(["Other_0123456789ab"] * 3), "of no kernel of this program .*its kernels: kernel_cutlass"),
+        (raw(["Other_0123456789ab"] * 3), "it has no kernel of this program .*its kernels: kernel_cutlass"),
         (raw(["Step0"], said="# gemm_rope at 1B: M 8"), "is of gemm_rope, not gemm_swiglu_bwd"),
     ],
 )
@@ -203,7 +203,7 @@ def test_what_is_no_export_of_this_program(path: Path, text: str, said: str) -> 
 
 
 def test_a_file_that_is_missing_or_of_another_case(path: Path) -> None:
-    with pytest.raises(InvalidInput, match="is of case 1B, not 7B"):
+    with pytest.raises(InvalidInput, match="it measures case 1B, not 7B"):
         counters.read(path, "7B")
     assert counters.read(path, "1B").case == "1B"
     with pytest.raises(InvalidInput, match=r"docs/performance\.md has the command"):
@@ -371,7 +371,7 @@ def test_an_edited_texts_export_is_its_own(path: Path) -> None:
     edited = KernelSource(PROGRAM, edited=EDITED)
     assert all(c.other_text for c in counters.counters(edited, counters.read(path), SIZES))
     path.write_text(raw(launched(PROGRAM), said=""))
-    with pytest.raises(InvalidInput, match="of no kernel of this program"):
+    with pytest.raises(InvalidInput, match="it has no kernel of this program"):
         counters.counters(KernelSource(PROGRAM, edited=EDITED), counters.read(path), SIZES)
 
 

@@ -196,7 +196,7 @@ def test_propose_asks_for_the_lessons(author: Callable[..., str], log: Path) -> 
         "tip-1", "Give gemm both operands", "toy", "trace/python", fix, VERSIONS, tips.PROPOSED
     )
     again = done("propose", name, typed="\n")
-    assert "tip-1 (proposed) is of the failure trace/python already" in again
+    assert "tip-1 (proposed) already covers the failure trace/python" in again
     assert len(read_tips(log)) == 1
 
 
@@ -204,7 +204,7 @@ def test_a_retired_lesson_is_not_proposed_again(author: Callable[..., str], log:
     name = author(BROKEN, TOY_KERNEL)
     done("propose", name, "--lesson", "Give gemm both operands")
     assert "tip-1 retired, was proposed" in done("retire", "tip-1")
-    assert "tip-1 (retired) is of the failure" in done("propose", name)
+    assert "tip-1 (retired) already covers the failure" in done("propose", name)
     assert "tip-1 (retired) has that already" in done("propose", name, "--lesson", "Give gemm: both operands")
     (found,) = read_tips(log)
     assert (found.state, found.fix, found.spec) == (tips.RETIRED, BROKEN_FIX, "toy")

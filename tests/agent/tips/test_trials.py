@@ -135,7 +135,7 @@ def test_prompts_that_would_be_the_same_are_refused(monkeypatch: pytest.MonkeyPa
             "gemm_geglu.yaml: tip-1 was learned on gemm_geglu, whose prompt",
         ),
         (KNOWN[0], [], "tip-1: no spec to measure it on"),
-        (tip(1, level="cutedsl"), PAIR, "tip-1: it is for those who edit CuTeDSL"),
+        (tip(1, level="cutedsl"), PAIR, "tip-1: only prompts for CuTeDSL edits"),
     ):
         with pytest.raises(TipsError, match=words):
             refuse_without_effect(measured, KNOWN, specs)
