@@ -120,7 +120,7 @@ def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundl
     """Write the last checked kernels of runs to ``path``. InvalidInput for a run that awaits no measurement.
     Compiling an edited text takes minutes if tuning searches widely; ``progress`` gets each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
-    _write(path, bundle)
+    write(path, bundle)
     return bundle
 
 
@@ -205,15 +205,15 @@ def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     return {timing.case: timing.finalists for timing in before.report.timings}
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
     """The folder of finished cases, until ``out`` is complete."""
     return out.with_name(out.name + ".partial")
 
 
-def _pieces(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePieces:
+def stages(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePieces:
     """The folder of one entry's measurement, until ``out`` is complete."""
     rival = entry.kept.model_dump_json() if entry.kept else ""
-    return FilePieces.of(_partial(out), entry.identity, options, rival)
+    return FilePieces.of(partial_folder(out), entry.identity, options, rival)
 
 
 def read(path: Path) -> Bundle:
@@ -230,20 +230,20 @@ def measure(
 
     done, here, waiting = BundleResults(results=()), [], started()
     try:
-        checked = [_verified(path, entry) for entry in bundle.entries]
+        checked = [verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
             # The next entry's workers import meanwhile.
             here, waiting = waiting, started() if place < len(checked) else []
-            keep, said = _pieces(out, entry, options), progress(entry.run)
-            found = _whole(keep, partial(_measured, path, entry, spec, kernel, options, keep, said, here))
+            keep, said = stages(out, entry, options), progress(entry.run)
+            found = whole(keep, partial(_measured, path, entry, spec, kernel, options, keep, said, here))
             made = identity(spec, kernel)
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = BundleResults(results=(*done.results, result))
-            _write(out, done)
+            write(out, done)
             _close(here)  # a finished entry did not take the worker
     finally:
         _close([*here, *waiting])
-    shutil.rmtree(_partial(out), ignore_errors=True)
+    shutil.rmtree(partial_folder(out), ignore_errors=True)
     return done
 
 
@@ -252,7 +252,7 @@ def _close(workers: Iterable[Worker]) -> None:
         worker.close()
 
 
-def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
+def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
     """The stored result of an entry that was finished before an interruption, unchanged: it may have been
     imported already."""
     kept = keep.load(WHOLE)
@@ -269,7 +269,7 @@ def measured(
     path: Path, entry: PackedKernel, options: MeasureOptions, keep: Checkpoint, progress: Progress = silent
 ) -> Measurement:
     """Measure one entry on this process's GPU. ``path`` names its bundle in errors."""
-    return _measured(path, entry, *_verified(path, entry), options, keep, progress, ())
+    return _measured(path, entry, *verified(path, entry), options, keep, progress, ())
 
 
 def _measured(
@@ -352,7 +352,7 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
         ) from None
 
 
-def _verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
+def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
     """Lower again here and compare with what was checked there."""
     spec = _spec(path, entry)
     try:
@@ -421,7 +421,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
     return taken
 
 
-def _write(path: Path, content: BaseModel) -> None:
+def write(path: Path, content: BaseModel) -> None:
     try:
         write_atomic(path, content.model_dump_json(indent=1) + "\n")
     except OSError as error:

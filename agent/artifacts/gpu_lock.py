@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from filelock import FileLock, Timeout
 
 from coda_agent.primitives.system.files import cache_dir
+from coda_agent.verifier.gpu.visible import visible_gpus
 
 SAYING = 60.0  # seconds between two messages of a waiting command
 
@@ -38,19 +38,6 @@ def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> It
 
 
 def _first_gpu() -> str:
-    """The UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves to this process; "gpu" if none is known.
-
-    Read from NVML, since CUDA would keep a context in this process. NVML and CUDA number GPUs alike unless a
-    host mixes kinds.
-    """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
-    if first.isdecimal():
-        with suppress(Exception):  # NVML is missing, or has no GPU: whatever its library raises
-            import pynvml
-
-            pynvml.nvmlInit()
-            try:
-                first = str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(first))))
-            finally:
-                pynvml.nvmlShutdown()
-    return first if first.startswith(("GPU-", "MIG-")) else "gpu"
+    """The UUID of this process's first GPU; "gpu" if none is known."""
+    gpus = visible_gpus()
+    return gpus[0].uuid if gpus else "gpu"

@@ -20,7 +20,7 @@ from coda_agent.agent.cli.compare import compare
 from coda_agent.agent.cli.derive import derive
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from coda_agent.agent.cli.show import show
-from coda_agent.agent.cli.sweep import sweep
+from coda_agent.agent.cli.sweep import Ray, fleet, sweep
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import build, tune
 from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, spelled
@@ -28,7 +28,11 @@ from coda_agent.agent.reporting.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
 
 if TYPE_CHECKING:
+    from coda_agent.agent.artifacts.bundle import Bundle, BundleResults
+    from coda_agent.agent.reporting.progress import LiveView
     from coda_agent.agent.run.loop import Outcome
+    from coda_agent.verifier.gates import Progress
+    from coda_agent.verifier.measure import MeasureOptions
 
 app = typer.Typer(
     cls=Commands,
@@ -117,25 +121,20 @@ def measure(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle.")],
     measuring: MeasuringOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
+    ray: Ray = None,
 ) -> None:
-    """Measure a bundle on this machine's H100. A second call continues an interrupted one."""
+    """Measure a bundle on this machine's H100, or on those of a Ray cluster. A second call continues an
+    interrupted one."""
     from coda_agent.agent.artifacts import bundle as bundles
-    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.agent.reporting import progress
 
     if not path.is_file():
         raise typer.BadParameter(f"{path}: no such file; give a file written by bundle")
     bundle = bundles.read(path)
-    if not setup.use_gpu(None):
+    if ray is None and not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
-    with progress.LiveView(setup.console(False)) as watch, gpu_alone(watch.console.print):
-        done = bundles.measure(
-            path,
-            bundle,
-            out,
-            measuring.options(),
-            progress=lambda name: lambda gate, words: watch.gate(gate, words),
-        )
+    with progress.LiveView(setup.console(False)) as watch:
+        done = _measured_bundle(path, bundle, out, measuring.options(), watch, ray)
     worst = OK
     for result in done.results:
         status = result.measurement["status"]
@@ -143,6 +142,24 @@ def measure(
         worst = max(worst, OK if status == "measured" else REJECTED)
     echo(f"{out}. At home: coda-agent import {out}")
     raise typer.Exit(worst)
+
+
+def _measured_bundle(
+    path: Path, bundle: Bundle, out: Path, options: MeasureOptions, watch: LiveView, ray: str | None
+) -> BundleResults:
+    def heard(name: str) -> Progress:
+        return lambda gate, words: watch.gate(gate, words)
+
+    if ray is None:
+        from coda_agent.agent.artifacts import bundle as bundles
+        from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+
+        with gpu_alone(watch.console.print):
+            return bundles.measure(path, bundle, out, options, progress=heard)
+    from coda_agent.agent.fleet.bundles import measure as spread
+
+    with fleet(ray) as pool:
+        return spread(path, bundle, out, options, pool, heard)
 
 
 @app.command("import")

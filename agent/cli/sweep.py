@@ -147,7 +147,10 @@ def _drive(
             wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None
             driver = Driver(made, pool, purse, limits, wanted, given or {})
             threads = driver.start(driver.unfinished(names), at_once or 4 * max(1, len(pool.uses)))
-            _attend(driver, threads, names, setup.console(as_json))
+            try:
+                _attend(driver, threads, names, setup.console(as_json))
+            finally:
+                driver.close()
     finally:
         made.close()
     _end(driver, as_json)
@@ -160,6 +163,28 @@ def _pool(made: Sweep, ray: str | None, gpu: bool | None) -> Iterator[Pool]:
     slots = executor(ray, gpu)
     try:
         pool = Pool(slots, made.record, made.left_out(), made.kind())
+        try:
+            yield pool
+        finally:
+            pool.close()
+    finally:
+        slots.close()
+
+
+@contextmanager
+def fleet(ray: str) -> Iterator[Pool]:
+    """The GPUs of a Ray cluster, for measurements without a sweep. Waits for the first one."""
+    from coda_agent.agent.fleet.pool import ALONE, Pool
+
+    def record(kind: str, told: dict[str, Any]) -> None:
+        if kind in ("left", "refused"):
+            echo(f"{told.get('slot') or told['node']}: {told['reason']}", err=True)
+
+    slots = executor(ray, None)
+    try:
+        pool, until = Pool(slots, record), time.monotonic() + ALONE
+        while not pool.gpus and time.monotonic() < until:
+            time.sleep(TICK)
         try:
             yield pool
         finally:

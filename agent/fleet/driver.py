@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ class Driver:
     now: dict[str, str] = field(default_factory=dict)  # by run, the step in progress
     problems: dict[str, str] = field(default_factory=dict)  # by run, why it ended early
     ended: list[str] = field(default_factory=list)  # in order, in words
+    began: float = field(default_factory=time.process_time)
     bug: BaseException | None = None
 
     def unfinished(self, names: Sequence[str]) -> list[str]:
@@ -86,6 +88,10 @@ class Driver:
         """Lines for a person without a terminal."""
         lines = [*self.ended, *(f"left out: {slot}: {why}" for slot, why in list(self.pool.left_out.items()))]
         return lines + [f"refused: {node}: {why}" for node, why in list(self.pool.refusals.items())]
+
+    def close(self) -> None:
+        """Record the processor time that the driver itself took."""
+        self.sweep.record("session", {"driver_seconds": round(time.process_time() - self.began, 3)})
 
     def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
         """Author these runs, at most ``at_once`` at a time, in threads that die with this process."""

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.system import subprocesses
 from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.gpu.visible import Gpu, visible_gpus
 from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; the others' is their GPU's name
-DESCRIBING = 300.0  # seconds to import PyTorch and describe a node, on a busy machine
 ROOT = Path(__file__).absolute().parents[2]
 AHEAD = {  # modules that a slot's worker imports early
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
@@ -65,12 +65,11 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU: its UUID as CUDA_VISIBLE_DEVICES takes it, and its name."""
-
-    uuid: str
-    name: str
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """The thread that starts workers: a worker dies with the thread that started it, and this one lives as
+    long as its process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 class ProcessSlot:
@@ -86,45 +85,33 @@ class ProcessSlot:
         self._worker: Worker | None = None
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        if self._worker is None:
-            env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
-            if not self._gpu:  # slots side by side: PyTorch's threads would wait in turn
-                env["OMP_NUM_THREADS"] = "1"
-            self._worker = Worker(env=env, ahead=AHEAD[self._gpu is None])
         worker, self._worker = self._worker, None
-        found = worker
+        if worker is None or not worker.alive:
+            worker = self._started()
         try:
             answer = worker.ask(task, argument, patience=patience, progress=progress)
         except BaseException:
             worker.close()
             raise
-        self._worker = found
+        self._worker = worker
         return answer
+
+    def _started(self) -> Worker:
+        env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
+        if not self._gpu:  # slots side by side: PyTorch's threads would wait in turn
+            env["OMP_NUM_THREADS"] = "1"
+        return _starter().submit(Worker, env=env, ahead=AHEAD[self._gpu is None]).result()
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
 
-def describe(_: object) -> dict[str, Any]:
-    """A node, described by a worker on it: its ``environment``, and its ``gpus`` for which kernels are
-    lowered."""
-    import torch
-
+def usable_gpus() -> list[Gpu]:
+    """This process's GPUs for which kernels are lowered."""
     from coda_agent.primitives.target import TARGET
 
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        if torch.cuda.get_device_capability(index) == TARGET.capability:
-            found = torch.cuda.get_device_properties(index)
-            gpus.append({"uuid": f"GPU-{found.uuid}", "name": found.name})
-    return {"environment": environment(), "gpus": gpus}
-
-
-def described() -> dict[str, Any]:
-    """``describe`` this machine, in a process of its own: this one stays free of CUDA."""
-    with Worker(env=subprocesses.environment()) as worker:
-        return worker.ask(describe, None, patience=DESCRIBING)
+    return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]
 
 
 def environment() -> dict[str, str]:

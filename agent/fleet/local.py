@@ -6,7 +6,8 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 
-from coda_agent.agent.fleet.executor import Gpu, ProcessSlot, Slot, described
+from coda_agent.agent.fleet.executor import ProcessSlot, Slot, usable_gpus
+from coda_agent.verifier.gpu.visible import Gpu
 
 
 class Local:
@@ -15,7 +16,7 @@ class Local:
     def __init__(self, cpus: int | None = None, gpus: Sequence[Gpu] | None = None):
         node = platform.node()
         if gpus is None:
-            gpus = [Gpu(**gpu) for gpu in described()["gpus"]]
+            gpus = usable_gpus()
         names = [f"{node}/{core}" for core in range(cpus or len(os.sched_getaffinity(0)))]
         self._slots = [ProcessSlot(name, node) for name in names]
         self._slots += [ProcessSlot(gpu.uuid, node, gpu) for gpu in gpus]

@@ -26,15 +26,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coda_agent.agent.fleet.executor import (
     CPU,
     ExecutorLost,
-    Gpu,
     ProcessSlot,
     Slot,
     SlotLost,
-    described,
     differing,
     environment,
+    usable_gpus,
 )
 from coda_agent.verifier.gates import Failed, Progress
+from coda_agent.verifier.gpu.visible import Gpu
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
 BEAT = 2.0  # seconds between two signs of life
@@ -43,19 +43,27 @@ LOOK = 1.0  # seconds between two questions for the cluster's nodes
 GONE = 20.0  # seconds without an answer after which the cluster's head is gone
 FILES = 65_536  # a raylet with many actors needs more than the usual 1,024
 
+GPU = "GPU"  # the kind of a GPU's slot until its actor has told the GPU's name
 Message = tuple[str, Any]  # "beat", "progress", "answer", "failed", "lost", "bug"
 
 
 class Seat:
-    """A slot's process on its node. Ray gives it one core, and a GPU if it has one."""
+    """A slot's process on its node. Ray gives it one core, or one GPU."""
 
-    def __init__(self, name: str, gpu: Gpu | None):
-        import platform
+    def __init__(self, name: str, needs_gpu: bool):
+        self.gpu: Gpu | None = None
+        if needs_gpu:
+            found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the one that it leases
+            if len(found) != 1:
+                raise RuntimeError(
+                    f"Ray leased a GPU here, and {len(found)} fit: {[gpu.name for gpu in found]}"
+                )
+            self.gpu = found[0]
+        self._slot = ProcessSlot(self.gpu.uuid if self.gpu else name, name, self.gpu)
 
-        self._slot = ProcessSlot(name, platform.node(), gpu)
-
-    def ready(self) -> bool:
-        return True
+    def identity(self) -> tuple[str, str]:
+        """The slot's name and kind."""
+        return self._slot.name, self._slot.kind
 
     def run(self, work: str, patience: float) -> Iterator[Message]:
         """Run a pickled task and its argument; yield its progress and beats, and at last how it ended."""
@@ -89,8 +97,8 @@ class Seat:
 class Porter:
     """Describes a node to the driver before it may join."""
 
-    def described(self) -> dict[str, Any]:
-        return described()
+    def environment(self) -> dict[str, str]:
+        return environment()
 
 
 @dataclass
@@ -100,14 +108,21 @@ class RaySlot:
     name: str
     kind: str
     node: str
-    gpu: Gpu | None
     actor: Any
     lost: bool = False
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        work = base64.b64encode(pickle.dumps((task, argument))).decode()
+        return self.answer(self.begin(task, argument, patience), progress)
+
+    def begin(self, task: Task, argument: Any, patience: float) -> Any:
+        """Begin a piece; return the stream of its messages."""
+        return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
+
+    def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
+        """The piece's answer, after its progress. Raises SlotLost as ``run`` does, also for an answer that
+        was lost with its node."""
         try:
-            for kind, told in self._messages(self.actor.run.remote(work, patience)):
+            for kind, told in self._messages(stream):
                 match kind:
                     case "progress":
                         progress(*told)
@@ -120,14 +135,10 @@ class RaySlot:
                         raise Lost(*told)
                     case "bug":
                         raise WorkerError(told)
-        except RayError as error:
+            raise SlotLost("its process ended without an answer")
+        except (RayError, SlotLost) as error:
             self.lost = True
             raise SlotLost(_first_line(error)) from None
-        except SlotLost:
-            self.lost = True
-            raise
-        self.lost = True
-        raise SlotLost("its process ended without an answer")
 
     def _messages(self, stream: Any) -> Iterator[Message]:
         """The messages of a piece. Raises SlotLost if the slot falls silent: Ray may notice a lost node much
@@ -154,7 +165,9 @@ class _Node:
     answer: Any
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
-    waiting: list[tuple[RaySlot, Any]] = field(default_factory=list)  # slots whose actors are starting
+    waiting: list[tuple[RaySlot, Any]] = field(
+        default_factory=list
+    )  # slots whose actors start, and their identity
 
 
 class OnRay:
@@ -182,7 +195,7 @@ class OnRay:
         if time.monotonic() - self._looked >= LOOK:
             self._look()
             self._looked = time.monotonic()
-        return list(self._slots.values())
+        return [slot for slot in self._slots.values() if not slot.lost]
 
     def refused(self) -> Mapping[str, str]:
         return dict(self._refused)
@@ -206,7 +219,7 @@ class OnRay:
         resources = told["Resources"]
         porter: Any = ray.remote(Porter).options(num_cpus=0, **_on(identifier)).remote()
         cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-        return _Node(name, cores, gpus, porter, porter.described.remote())
+        return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
         """Take a node in once it is described, and its slots once their actors run."""
@@ -217,33 +230,34 @@ class OnRay:
             except RayError as error:
                 self._refused[node.name] = f"it cannot describe itself: {_first_line(error)}"
                 return
-            if differs := differing(self._here, told["environment"]):
+            if differs := differing(self._here, told):
                 self._refused[node.name] = f"{differs}; install the same versions, and restart its Ray"
                 return
-            gpus = [Gpu(**gpu) for gpu in told["gpus"]][: node.gpus] if self._gpus else []
-            for name in (f"{node.name}/{core}" for core in range(node.cores)):
-                self._seat(identifier, node, name, None)
-            for gpu in gpus:
-                self._seat(identifier, node, gpu.uuid, gpu)
+            for core in range(node.cores):
+                self._seat(identifier, node, RaySlot(f"{node.name}/{core}", CPU, node.name, None))
+            for gpu in range(node.gpus if self._gpus else 0):
+                self._seat(identifier, node, RaySlot(f"{node.name}/GPU {gpu}", GPU, node.name, None))
         for slot in [slot for slot in self._slots.values() if slot.lost and slot.node == node.name]:
             del self._slots[slot.name]
             with suppress(RayError):  # it may only be silent
                 ray.kill(slot.actor)
-            self._seat(identifier, node, slot.name, slot.gpu)
-        for slot, ready in list(node.waiting):
-            if _done(ready):
-                node.waiting.remove((slot, ready))
-                with suppress(RayError):  # its node has gone again
-                    ray.get(ready)
+            self._seat(identifier, node, slot)
+        for slot, identity in list(node.waiting):
+            if _done(identity):
+                node.waiting.remove((slot, identity))
+                try:
+                    slot.name, slot.kind = ray.get(identity)
                     self._slots[slot.name] = slot
+                except RayError as error:
+                    self._refused[slot.name] = f"it did not start: {_last_line(error)}"
 
-    def _seat(self, identifier: str, node: _Node, name: str, gpu: Gpu | None) -> None:
+    def _seat(self, identifier: str, node: _Node, like: RaySlot) -> None:
         """Begin a slot's actor on a node."""
         # a GPU's slot only waits for its GPU: the cores are for compiling
-        options = {"num_cpus": 0, "num_gpus": 1} if gpu else {"num_cpus": 1}
-        actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(name, gpu)
-        slot = RaySlot(name, gpu.name if gpu else CPU, node.name, gpu, actor)
-        node.waiting.append((slot, actor.ready.remote()))
+        needs_gpu = like.kind != CPU
+        options = {"num_cpus": 0, "num_gpus": 1} if needs_gpu else {"num_cpus": 1}
+        actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(like.name, needs_gpu)
+        node.waiting.append((RaySlot(like.name, like.kind, node.name, actor), actor.identity.remote()))
 
 
 def _on(identifier: str) -> dict[str, Any]:
@@ -279,6 +293,10 @@ def _done(reference: Any) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _raise_limit() -> None:

@@ -34,7 +34,7 @@ class Suspect(Exception):
 
 
 @dataclass
-class Use:
+class SlotState:
     """What is known of a slot. ``now`` is the piece that it works on."""
 
     slot: Slot
@@ -56,7 +56,7 @@ class Pool:
     record: Record
     left_out: dict[str, str] = field(default_factory=dict)
     kind: str = ""
-    uses: dict[str, Use] = field(default_factory=dict)
+    uses: dict[str, SlotState] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Pool:
         return time.monotonic() - self._began
 
     @property
-    def gpus(self) -> list[Use]:
+    def gpus(self) -> list[SlotState]:
         return [use for use in list(self.uses.values()) if use.slot.kind != CPU]
 
     def close(self, reason: str = "the driver ends") -> None:
@@ -97,7 +97,9 @@ class Pool:
         except SlotLost as lost:
             self.leave_out(use.slot, f"lost: {lost}", forget=True)
             raise
-        except WorkerError as error:
+        except (WorkerError, Lost) as error:
+            if isinstance(error, Lost) and error.code == "hung" and not gpu:
+                raise
             raise self._suspect(piece, use.slot, str(error).strip().splitlines()[-1]) from error
         finally:
             end = self.clock()
@@ -110,8 +112,9 @@ class Pool:
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """Run a piece on a core. It begins again if its slot is lost, and once more if it kills its process
-        or falls silent, which may be the machine's fault. Raises Lost if it does so twice."""
+        """Run a piece on a core. It begins again if its slot is lost, and once more if its process dies or
+        falls silent, which may be the machine's fault. Raises Lost if it hangs twice, GivenUp if it fails
+        twice otherwise."""
         for lost in range(LOSSES):
             try:
                 with self.lease(False, piece) as slot:
@@ -143,7 +146,7 @@ class Pool:
                 self.left_out[slot.name] = reason
         self.record("left", {**_named(slot), "reason": reason, "stays_out": not forget})
 
-    def _take(self, gpu: bool, piece: str, deadline: float | None) -> Use:
+    def _take(self, gpu: bool, piece: str, deadline: float | None) -> SlotState:
         lonely = time.monotonic() + ALONE
         with self._changed:
             while True:
@@ -171,8 +174,12 @@ class Pool:
                 self.close(str(lost))
 
     def _look(self) -> None:
-        """Take in new slots, and refuse what does not fit the fleet."""
-        for slot in self.executor.slots():
+        """Take in new slots, forget idle ones that have gone, and refuse what does not fit the fleet."""
+        found = self.executor.slots()
+        here = {slot.name for slot in found}
+        for use in [use for name, use in self.uses.items() if name not in here and not use.now]:
+            self.leave_out(use.slot, "its node has gone", forget=True)
+        for slot in found:
             if slot.name in self.uses or slot.name in self.left_out:
                 continue
             if slot.kind != CPU:
@@ -181,7 +188,7 @@ class Pool:
                     self.leave_out(slot, f"its kind differs from the sweep's {self.kind}")
                     continue
             with self._changed:
-                self.uses[slot.name] = Use(slot, self.clock())
+                self.uses[slot.name] = SlotState(slot, self.clock())
                 self._changed.notify_all()
             self.record("joined", _named(slot))
         for node, reason in self.executor.refused().items():

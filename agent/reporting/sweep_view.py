@@ -146,6 +146,7 @@ def as_dict(name: str) -> dict[str, Any]:
         "refused": {e.payload["node"]: e.payload["reason"] for e in events if e.kind == "refused"},
         "compiled": sum(event.kind == "compile" for event in events),
         "seconds": _wall(events),
+        "driver_seconds": _driver(events),
     }  # fmt: skip
 
 
@@ -186,6 +187,7 @@ def page(
         "spent": str(spent),
         "a spec with an accepted kernel": f"${spent.dollars / len(good):.2f}" if good else "none",
         "time": duration(_wall(events)),
+        "driver's processor time": duration(_driver(events)),
         "programs compiled": str(sum(event.kind == "compile" for event in events)),
         "speedup over torch.compile": _mean(pasts),
     }
@@ -245,6 +247,11 @@ def _accounts(events: Sequence[Event]) -> dict[str, run_summary.Account | None]:
 def _answering(accounts: Mapping[str, run_summary.Account | None]) -> float:
     steps = (step for account in accounts.values() if account for step in account.steps)
     return sum(step.seconds for step in steps if step.event.kind in ("answer", "reserved", "settled"))
+
+
+def _driver(events: Sequence[Event]) -> float:
+    """Processor seconds of the driver."""
+    return sum(event.payload["driver_seconds"] for event in events if event.kind == "session")
 
 
 def _wall(events: Sequence[Event]) -> float:

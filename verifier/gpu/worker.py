@@ -110,6 +110,10 @@ class Worker:
                     self.close()
                     raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is no answer")
 
+    @property
+    def alive(self) -> bool:
+        return not subprocesses.ended(self._process)
+
     def close(self) -> None:
         """Kill the process and all its children; a second call does nothing."""
         subprocesses.end(self._process)

@@ -181,7 +181,7 @@ def bundles(place: Path, request: pytest.FixtureRequest) -> Try:
     def attempt(damage: Damage) -> None:
         file.write_bytes(damage.json(sound))
         for entry in bundle.read(file).entries:
-            spec, _ = bundle._verified(file, entry)
+            spec, _ = bundle.verified(file, entry)
             bundle._schedules(file, entry), bundle._quack(file, entry), bundle._rival(file, entry, spec)
 
     return attempt

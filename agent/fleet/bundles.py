@@ -1,0 +1,78 @@
+"""Measure the entries of a bundle on the GPUs of a fleet: each entry on one GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.artifacts import bundle as bundles
+from coda_agent.agent.artifacts.checkpoint import FilePieces
+from coda_agent.agent.fleet.driver import VOIDS, failed_controls, measured_on
+from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
+from coda_agent.verifier.gates import Progress, identity
+from coda_agent.verifier.report import Measurement, Unmeasured
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.measure import MeasureOptions
+
+
+def measure(
+    path: Path,
+    bundle: bundles.Bundle,
+    out: Path,
+    options: MeasureOptions,
+    pool: Pool,
+    progress: Callable[[str], Progress],
+) -> bundles.BundleResults:
+    """As ``bundle.measure``, on the pool's GPUs. Results are written in the bundle's order as they come."""
+    checked = [bundles.verified(path, entry) for entry in bundle.entries]
+    done: dict[int, bundles.KernelResult] = {}
+
+    def results() -> bundles.BundleResults:
+        return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
+
+    with ThreadPoolExecutor(max(1, len(pool.gpus))) as threads:
+        found = []
+        for entry in bundle.entries:
+            keep = bundles.stages(out, entry, options)
+            one = partial(_measured, pool, entry, options, keep, progress(entry.run))
+            found.append(threads.submit(bundles.whole, keep, one))
+        for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
+            done[place] = bundles.KernelResult(
+                run=entry.run, attempt=entry.attempt, identity=identity(*kernel), measurement=each.result()
+            )
+            bundles.write(out, results())
+    shutil.rmtree(bundles.partial_folder(out), ignore_errors=True)
+    return results()
+
+
+def _measured(
+    pool: Pool,
+    entry: bundles.PackedKernel,
+    options: MeasureOptions,
+    keep: FilePieces,
+    progress: Progress,
+) -> Measurement:
+    """Measure an entry on one GPU; on another one, from the start, if that is lost or fails its controls."""
+    voids = lost = 0
+    while lost < LOSSES:
+        try:
+            with pool.lease(True, f"{entry.run} measure") as slot:
+                found = measured_on(slot, entry, options, keep, progress)
+        except (SlotLost, Suspect):
+            lost += 1
+            continue
+        if not isinstance(found, Unmeasured):
+            return found
+        if failed_controls(found):
+            pool.leave_out(slot, f"it failed its controls: {found.reason}")
+        keep.clear()
+        voids += 1
+        if voids == VOIDS:
+            return found
+    raise GivenUp(f"{entry.run}: {LOSSES} GPUs were lost under it; measure the bundle again to continue")

@@ -1,0 +1,285 @@
+"""Where a sweep stops scaling: ``python -m benchmarks.fleet_simulation [--driver SECONDS] [--out FOLDER]``.
+
+A discrete-event simulation of sweeps from 1 to 1,024 GPUs. Seconds of every phase come from the committed
+reports of accepted kernels, and attempts from the recorded runs; runs are drawn from these with replacement.
+A run holds one of the driver's places from its first question to its end. It asks its author, waits for a
+core to examine its source, for another to compile, and for a GPU. Before each of these the driver, a single
+process, works ``--driver`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from coda_agent.agent.reporting.charts import image, styled
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SPECS = (30, 100, 300, 1000, 3000)
+AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
+SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
+FLEET, WORK, AUTHOR = 64, 1000, 30.0  # the sweep that the charts vary
+NEAR = 0.98  # of the throughput with more of something than can be used
+PLACES = 4  # runs under way for each core and GPU, as ``coda-agent sweep`` has it
+SEED = 2026
+
+Stage = tuple[str, float]  # resource, seconds
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one kernel's phases."""
+
+    examine: float
+    compile: float
+    measure: float
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A fleet. ``places``: runs under way at once; ``driver``: seconds of the driver before each stage."""
+
+    gpus: int
+    cores: int
+    places: int
+    driver: float = 0.0
+
+    @classmethod
+    def of(cls, gpus: int, cores: int, driver: float) -> Resources:
+        return cls(gpus, cores, PLACES * (gpus + cores), driver)
+
+
+@dataclass
+class Ended:
+    """A simulated sweep: its seconds, and the busy seconds of each resource."""
+
+    seconds: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+def simulate(runs: Iterable[Sequence[Stage]], fleet: Resources) -> Ended:
+    """Run these stages in order. The resources are ``author``, which never lacks, ``core`` and ``gpu``."""
+    free = {"core": fleet.cores, "gpu": fleet.gpus, "driver": 1, "place": fleet.places}
+    queues: dict[str, deque[Callable[[float], None]]] = {name: deque() for name in free}
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    ended, number = Ended(busy=dict.fromkeys((*free, "author"), 0.0)), 0
+
+    def at(time: float, act: Callable[[float], None]) -> None:
+        nonlocal number
+        number += 1
+        heapq.heappush(events, (time, number, act))
+
+    def use(resource: str, seconds: float, now: float, then: Callable[[float], None]) -> None:
+        def begin(now: float) -> None:
+            ended.busy[resource] += seconds
+            at(now + seconds, end)
+
+        def end(now: float) -> None:
+            release(resource, now)
+            then(now)
+
+        acquire(resource, now, begin)
+
+    def acquire(resource: str, now: float, begin: Callable[[float], None]) -> None:
+        if resource not in free:
+            begin(now)
+        elif free[resource]:
+            free[resource] -= 1
+            begin(now)
+        else:
+            queues[resource].append(begin)
+
+    def release(resource: str, now: float) -> None:
+        if resource in free:
+            if queues[resource]:
+                queues[resource].popleft()(now)
+            else:
+                free[resource] += 1
+
+    def go(stages: Sequence[Stage], now: float) -> None:
+        if not stages:
+            ended.seconds = max(ended.seconds, now)
+            release("place", now)
+            return
+        (resource, seconds), rest = stages[0], stages[1:]
+        use("driver", fleet.driver, now, lambda now: use(resource, seconds, now, lambda now: go(rest, now)))
+
+    for stages in runs:
+        acquire("place", 0.0, lambda now, stages=stages: go(stages, now))  # type: ignore[misc]
+    while events:
+        now, _, act = heapq.heappop(events)
+        act(now)
+    return ended
+
+
+def phases() -> list[Phases]:
+    """The phases in the committed reports of kernels that a model wrote in the vocabulary. A compile that its
+    report found in a cache has the median's seconds."""
+    found = []
+    for path in sorted((ROOT / "generated_kernels").glob("*.report.json")):
+        told = json.loads(path.read_text())
+        gates = {gate["gate"]: gate["seconds"] for gate in told["gates"]}
+        if "trace" in gates and "all" in told.get("seconds", {}):
+            examine = gates["trace"] + gates["contract"] + gates["interpret"]
+            found.append(Phases(examine, gates["compile"], told["seconds"]["all"]))
+    usual = median(each.compile for each in found if each.compile > 1)
+    return [replace(each, compile=each.compile if each.compile > 1 else usual) for each in found]
+
+
+def attempts() -> list[int]:
+    """The attempts of every recorded run of a kernel."""
+    found = []
+    for path in sorted((ROOT / "agent" / "recordings").glob("*.jsonl")):
+        if ".raw" not in path.name:
+            lines = path.read_text().splitlines()
+            found.append(sum('"kind": "report"' in line for line in lines))
+    return [number for number in found if number]
+
+
+def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]]:
+    """The stages of so many runs. An attempt before the last one is examined and rejected."""
+    known, tries = phases(), attempts()
+    runs = []
+    for _ in range(specs):
+        kernel, stages = random_.choice(known), list[Stage]()
+        for number in range(count := random_.choice(tries)):
+            stages += [("author", author * random_.lognormvariate(0, SPREAD)), ("core", kernel.examine)]
+            if number == count - 1:
+                stages += [("core", kernel.compile), ("gpu", kernel.measure)]
+        runs.append(stages)
+    return runs
+
+
+def efficiency(runs: Sequence[Sequence[Stage]], fleet: Resources) -> float:
+    """The share of linear scaling: this fleet's throughput over its GPUs' number times that of one GPU."""
+    one = simulate(runs, Resources.of(1, max(1, round(fleet.cores / fleet.gpus)), fleet.driver))
+    return one.seconds / (fleet.gpus * simulate(runs, fleet).seconds)
+
+
+def enough(runs: Sequence[Sequence[Stage]], fleet: Resources, vary: str, most: int) -> int:
+    """The least number of ``vary`` that reaches NEAR of the throughput of ``most``."""
+    best = simulate(runs, replace(fleet, **{vary: most})).seconds
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if best / simulate(runs, replace(fleet, **{vary: middle})).seconds >= NEAR:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def results(driver: float) -> dict[str, Any]:
+    """Everything that the page and the charts show."""
+    def made(specs: int, author: float) -> list[list[Stage]]:
+        return drawn(specs, author, random.Random(SEED))
+
+    table = {
+        f"{specs} specs, {author:.0f} s": [
+            round(efficiency(made(specs, author), Resources.of(gpus, gpus, driver)), 4) for gpus in GPUS
+        ]
+        for specs in SPECS
+        for author in (AUTHORS if specs == WORK else (AUTHOR,))
+    }
+    runs, usual = made(WORK, AUTHOR), Resources.of(FLEET, FLEET, driver)
+    whole = simulate(runs, usual)
+    return {
+        "gpus": list(GPUS),
+        "efficiency": table,
+        "driver": driver,
+        "kernels": len(phases()),
+        "mean": {name: round(mean(getattr(p, name) for p in phases()), 2) for name in vars(phases()[0])},
+        "longest": max(p.measure for p in phases()),
+        "usual": {
+            "seconds": round(whole.seconds),
+            "gpu_seconds_a_kernel": round(FLEET * whole.seconds / WORK, 1),
+            "core_seconds_a_kernel": round(whole.busy["core"] / WORK, 1),
+            "idle": round(1 - whole.busy["gpu"] / (FLEET * whole.seconds), 4),
+            "driver": round(whole.busy["driver"] / whole.seconds, 4),
+        },
+        "cores": {
+            n: enough(made(16 * n, AUTHOR), Resources.of(n, n, driver), "cores", n) for n in (16, 64, 256)
+        },
+        "places": {
+            f"{author:.0f}": enough(made(WORK, author), usual, "places", 4 * usual.places)
+            for author in AUTHORS
+        },
+    }
+
+
+def chart(found: dict[str, Any]) -> bytes:
+    """Share of linear scaling over the number of GPUs, a line for each number of specs."""
+    from matplotlib.figure import Figure
+
+    with styled():
+        figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for name, row in found["efficiency"].items():
+            style = "-" if name.endswith(f", {AUTHOR:.0f} s") else ":"
+            axes.plot(found["gpus"], row, style, marker="o", markersize=3, label=f"{name} an answer")
+        axes.axhline(0.9, color="#999999", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(found["gpus"], [str(n) for n in found["gpus"]])
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("share of linear scaling")
+        axes.set_ylim(0, 1.05)
+        axes.legend(frameon=False, fontsize=8)
+        return image(figure)
+
+
+def page(found: dict[str, Any]) -> str:
+    usual, rows = found["usual"], found["efficiency"]
+    headings = ("specs and answer", *(str(n) for n in found["gpus"]))
+    table = markdown_table(headings, [(name, *(f"{x:.2f}" for x in row)) for name, row in rows.items()])
+    mean_of, driver = found["mean"], found["driver"] * 1e3
+    cores = ", ".join(f"{cores} for {gpus} GPUs" for gpus, cores in found["cores"].items())
+    places = ", ".join(f"{number} for answers of {author} s" for author, number in found["places"].items())
+    return f"""# Where a sweep stops scaling
+
+Simulated by `python -m benchmarks.fleet_simulation`; no fleet of this size was measured. Seconds of every
+phase are those in the {found["kernels"]} committed reports, each from one NVIDIA H100 80GB HBM3. On average
+they take {mean_of["examine"]:.1f} s to examine a source, {mean_of["compile"]:.1f} s to compile it, and
+{mean_of["measure"]:.0f} s to measure it. There is one core for each GPU, beside those that tuning uses on the
+GPU's host. The driver works {driver:.0f} ms before each piece.
+
+![share of linear scaling by the number of GPUs](fleet_simulation.svg)
+
+The share of linear scaling: the throughput over that of one GPU times the number of GPUs.
+
+{table}
+- **Where it ends.** A sweep ends with its longest measurement, of up to {found["longest"]:.0f} s, so
+  GPUs idle at the end once each has few kernels. The driver is one process: {FLEET} GPUs keep it
+  {usual["driver"]:.1%} busy.
+- **Cores.** {NEAR:.0%} of the throughput needs {cores}.
+- **Runs under way.** {FLEET} GPUs and {WORK:,} specs need {places}. The command's default is {PLACES}
+  for each core and GPU.
+- **Cost.** With {FLEET} GPUs and {WORK:,} specs a kernel takes {usual["gpu_seconds_a_kernel"]} GPU
+  seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
+  sweep takes {usual["seconds"] / 60:.0f} minutes.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--driver", type=float, required=True, help="seconds of the driver before each piece")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    options = parser.parse_args(arguments)
+    found = results(options.driver)
+    write_atomic(options.out / "fleet_simulation.svg", chart(found))
+    write_atomic(options.out / "fleet_simulation.md", page(found))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

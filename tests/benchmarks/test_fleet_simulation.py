@@ -1,0 +1,45 @@
+"""The simulation of sweeps: small fleets that can be worked out by hand, and its page."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fleet_simulation
+from benchmarks.fleet_simulation import Resources, drawn, efficiency, phases, simulate
+
+RUN = [("author", 5.0), ("core", 2.0), ("gpu", 10.0)]
+
+
+def test_fleets_that_are_worked_out_by_hand() -> None:
+    assert simulate([RUN], Resources(1, 1, 1)).seconds == 17
+    assert simulate([RUN] * 3, Resources(1, 1, 9)).seconds == 5 + 2 + 30  # the GPU is never idle again
+    assert simulate([RUN] * 3, Resources(1, 1, 1)).seconds == 3 * 17  # one run at a time
+    assert simulate([RUN] * 4, Resources(4, 1, 9)).seconds == 5 + 4 * 2 + 10  # one core feeds four GPUs
+    ended = simulate([RUN] * 4, Resources(4, 1, 9, driver=1.0))
+    assert ended.busy == {"core": 8, "gpu": 40, "driver": 12, "place": 0, "author": 20}
+    assert ended.seconds >= 5 + 2 + 10 + 3
+
+
+def test_sixty_four_gpus_reach_nine_tenths_of_linear() -> None:
+    runs = drawn(1000, 30.0, random.Random(1))
+    assert efficiency(runs, Resources.of(64, 64, 0.03)) > 0.9
+
+
+def test_the_page_has_what_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fleet_simulation, "GPUS", (1, 4))
+    monkeypatch.setattr(fleet_simulation, "SPECS", (30,))
+    monkeypatch.setattr(fleet_simulation, "WORK", 30)
+    monkeypatch.setattr(fleet_simulation, "FLEET", 4)
+    fleet_simulation.main(["--driver", "0.03", "--out", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["kernels"] == len(phases()) and found["driver"] == 0.03
+    assert all(row[0] == 1.0 and 0 < row[1] <= 1.0 for row in found["efficiency"].values())
+    text = " ".join((tmp_path / "fleet_simulation.md").read_text().split())
+    assert f"{found['usual']['gpu_seconds_a_kernel']} GPU seconds" in text
+    assert (tmp_path / "fleet_simulation.svg").read_bytes().startswith(b"<?xml")
