@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.derive import NEXT, NEXT_SIZE, Derived, all_sizes
 from coda_agent.primitives.derive.arrange import UNUSED
+from coda_agent.primitives.derive.ranges import Joined, joined
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature, TensorType
@@ -47,15 +48,16 @@ def pair(
     Raises ProgramError for an operation without a PyTorch text."""
     if derived.program is None:
         return None
-    fixed = _fixed(spec, derived)
-    made = fixed(derived.program) if derived.widths else derived.program
+    whole = joined(program)
+    of, program = None if of is None else whole.named(of), whole.program
+    spelled = _Spelled(derived.widths, spec.static)
+    made = spelled(derived.program) if derived.widths else derived.program
     signature = made.signature
-    forward, head = _forward(spec, program, derived, behind), _head(derived)
+    forward, head = [*_forward(spec, program, derived, behind), *_joins(whole)], _head(derived)
     again = [f"{name} = {other}" for name, other in derived.same.items() if other in made.outputs]
-    fixes = [f"{dim} = {spec.cases[0].sizes[dim]}" for dim in fixed.dims]
     constants = [f"{name} = {value!r}" for name, value in spec.constants.items()]
     every = spec.signature().inputs | _coming(program, of, behind) | _read(derived)
-    read = {n: fixed.tensor(t) for n, t in every.items() if n not in signature.inputs}
+    read = {n: spelled.tensor(t) for n, t in every.items() if n not in signature.inputs}
     lines = [
         f"name: {signature.name}",
         f"summary: Backward of {spec.name}, derived from its program.",
@@ -67,46 +69,41 @@ def pair(
         *(f"  {n}: {json.dumps(_entry(t) | _updated(signature, n))}" for n, t in signature.outputs.items()),
         "forward:",
         *(["  inputs:", *_inputs(spec, read, "    ")] if read else []),
-        *_block("  reference", [*fixes, *constants, *forward]),
-        *(_block("  head", [*fixes, *head]) if head else []),
+        *_block("  reference", [*constants, *forward]),
+        *(_block("  head", head) if head else []),
         *_block("reference", [*reference(made).splitlines(), *again]),
         *_block("baseline", reference(made, cast=True).splitlines()),
         "cases:",
-        *_cases(spec, derived, signature.dims, fixed.dims),
+        *_cases(spec, derived, signature.dims),
         "accept: {speedup: 1.0}",
     ]
     return Pair(made, "\n".join(lines) + "\n")
 
 
-class _Fixed(NamedTuple):
-    """Static dims as the numbers that the first case gives them, where a width of the backward has them as
-    factors: a product of two dims follows from no shape alone."""
+class _Spelled(NamedTuple):
+    """Widths of the backward in the forward's dims. Static dims that follow from no shape there are given by
+    name."""
 
     widths: Mapping[str, Dim]
-    dims: Mapping[str, int]
+    static: tuple[str, ...]
 
     def tensor(self, tensor: TensorType) -> TensorType:
         return tensor._replace(shape=tuple(map(self.dim, tensor.shape)))
 
     def dim(self, dim: Dim) -> Dim:
         known = {n: f"({d})" for n, d in self.widths.items()}
-        text = re.sub(r"\w+", lambda found: known.get(found[0], found[0]), str(dim))
-        return Dim.parse(re.sub(r"\w+", lambda found: str(self.dims.get(found[0], found[0])), text))
+        return Dim.parse(re.sub(r"\w+", lambda found: known.get(found[0], found[0]), str(dim)))
 
     def __call__(self, program: Program) -> Program:
         own = program.signature
         inputs = {n: self.tensor(t) for n, t in own.inputs.items()}
         outputs = {n: self.tensor(t) for n, t in own.outputs.items()}
         names = {n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names}
-        kept = (*(d for d in own.dims if d not in self.widths), *sorted(names - set(own.dims)))
+        dims = (*(d for d in own.dims if d not in self.widths), *sorted(names - set(own.dims)))
+        static = tuple(d for d in self.static if d in names | set(own.static))
         return program._replace(
-            signature=own._replace(inputs=inputs, outputs=outputs, dims=kept)
+            signature=own._replace(inputs=inputs, outputs=outputs, dims=dims, static=static)
         ).check()
-
-
-def _fixed(spec: Spec, derived: Derived) -> _Fixed:
-    names = {name for width in derived.widths.values() for name in width.names} & set(spec.static)
-    return _Fixed(derived.widths, {name: spec.cases[0].sizes[name] for name in sorted(names)})
 
 
 def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None) -> list[str]:
@@ -115,6 +112,10 @@ def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None)
     if derived.saves:
         text = f"{text.rstrip()}\n{reference(program._replace(outputs=dict(derived.saves)))}"
     return [*text.splitlines(), *([f"{NEXT_VALUE} = {behind} @ w_next.mT"] if behind else [])]
+
+
+def _joins(whole: Joined) -> list[str]:
+    return [f"{name} = cat(({', '.join(parts)}), 1)" for name, parts in whole.parts.items()]
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
@@ -164,11 +165,8 @@ def _block(key: str, lines: Iterable[str]) -> list[str]:
     return [f"{key}: |", *(indent + line for line in lines)]
 
 
-def _cases(
-    spec: Spec, derived: Derived, dims: Iterable[str], fixed: Mapping[str, int]
-) -> Iterable[str]:
+def _cases(spec: Spec, derived: Derived, dims: Iterable[str]) -> Iterable[str]:
     for case in spec.cases:
-        if all(case.sizes[dim] == size for dim, size in fixed.items()):
-            sized = all_sizes(derived, {NEXT: NEXT_SIZE, **case.sizes})
-            sizes = {d: sized[d] for d in dims}
-            yield f"  - {json.dumps({'name': case.name, **sizes, 'bench': case.bench})}"
+        sized = all_sizes(derived, {NEXT: NEXT_SIZE, **case.sizes})
+        sizes = {d: sized[d] for d in dims}
+        yield f"  - {json.dumps({'name': case.name, **sizes, 'bench': case.bench})}"

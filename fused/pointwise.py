@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, sizes_named
 
 
 def evaluate(
@@ -30,8 +30,7 @@ def evaluate(
             values.append(Dim.parse(str(node.attribute)).value(sizes))
         else:
             given = [_met(program, types, a, index, values, sizes) for a in node.args]
-            if operation.statistic:
-                given.append(Dim.parse(str(node.attribute)).value(sizes))
+            given += [Dim.parse(size).value(sizes) for size in sizes_named(node)]
             assert operation.torch is not None  # a product has no place here
             values.append(operation.torch(torch, *given))
     return {

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from coda_agent.primitives.derive.arrange import NEXT, BackwardRequest, Derived
 from coda_agent.primitives.derive.choose import NEXT_SIZE, Search, all_sizes, forced
+from coda_agent.primitives.derive.ranges import Joined, joined
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, Program
 
@@ -33,20 +34,21 @@ def derive(
 
     ``wrt``: inputs whose gradients are wanted; by default all floating-point ones. ``of``: outputs whose
     gradients are inputs; by default all. ``behind``: an output whose gradient comes from the next product, of
-    inputs ``d_next`` and ``w_next``. ``save_bytes``: the most bytes per row that the forward stores for the
+    inputs ``d_next`` and ``w_next``. Outputs that are ranges of one tile count as that tile, by their names:
+    ``q_k_v``. ``save_bytes``: the most bytes per row that the forward stores for the
     backward, besides its inputs. ``sizes``: the sizes at which bytes are compared. ``positive``: inputs that
     are never zero. ``accumulate``: inputs whose gradients are added in place to an fp32 buffer, ``sum_NAME``.
     ``save`` and ``recompute``: outputs, or nodes such as ``node 3``, that must be stored, or must not. Raises
     ProgramError for a program without a derivable backward.
     """
-    wanted = _wanted(program, wrt)
+    wanted, whole = _wanted(program, wrt), joined(program)
     for name in accumulate:
         if name not in wanted:
             raise ProgramError("accumulate", f"no gradient of {name!r} is asked for; {', '.join(wanted)} are")
     asked = BackwardRequest(
-        program, wanted, _given(program, of, behind), behind, tuple(positive), tuple(accumulate)
+        whole.program, wanted, _given(whole, of, behind), behind, tuple(positive), tuple(accumulate)
     )
-    return Search(asked, sizes, save_bytes, forced(program, save, recompute)).best()
+    return Search(asked, sizes, save_bytes, forced(whole.program, save, recompute)).best()
 
 
 def _wanted(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
@@ -68,8 +70,9 @@ def _wanted(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
     return floats if wrt is None else tuple(wrt)
 
 
-def _given(program: Program, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
-    outputs = program.signature.outputs
+def _given(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
+    program, outputs = whole.program, whole.program.signature.outputs
+    of = None if of is None else whole.named(of)
     for name in (*(of or ()), *([behind] if behind else [])):
         if name not in outputs:
             raise ProgramError("of", f"there is no output {name!r}; it has {', '.join(outputs)}")
@@ -79,6 +82,7 @@ def _given(program: Program, of: Collection[str] | None, behind: str | None) -> 
     heads = {n: t for n in outputs if (t := types[program.outputs[n]]).kind in ("head", "range")}
     for name in (*(of or ()), *([behind] if behind else [])):
         if name in heads:
-            raise ProgramError("of", f"output {name!r} is {heads[name]}: its gradient is no input yet")
+            why = f"output {name!r} is {heads[name]}, whose gradient no kernel reads"
+            raise ProgramError("of", f"{why}: leave it out of --of")
     chosen = tuple(n for n in outputs if n not in heads) if of is None else tuple(of)
     return chosen if behind is None or behind in chosen else (*chosen, behind)

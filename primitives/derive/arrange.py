@@ -28,9 +28,9 @@ class Derived(NamedTuple):
     gradients that are sums of an output's elements: of all for a scalar, else over heads. ``stored``: what is
     read of the forward; of these ``saves`` by node is what the forward does not return yet. ``recomputed``:
     products, sums and outputs of the forward that are computed again, by node. ``left``: gradients that no
-    program gives, and why. ``notes``: where gradients stop. ``widths``: dims of the programs that stand for
-    sizes of the forward, whose own dims follow from no shape there. ``bound``: the fewest bytes and FLOPs of
-    all plans that were compared.
+    program gives, and why. ``notes``: where gradients stop, or are one choice of several. ``widths``: dims of
+    the programs that stand for sizes of the forward, whose own dims follow from no shape there. ``bound``:
+    the fewest bytes and FLOPs of all plans that were compared.
     """
 
     program: Program | None

@@ -4,7 +4,7 @@ head."""
 from __future__ import annotations
 
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Type
+from coda_agent.primitives.lang.ir import Node, Program, Type, sizes_named
 
 NARROW = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 INFIX = {
@@ -34,11 +34,12 @@ FORMS = {
     "row_sums": "{0}.sum(-1)",
     "column_sums": "{0}.sum(0)",
     "row_logsumexp": "logsumexp({0}, -1)",
-    "row_select": "({0} * (torch.arange({0}.shape[1], device={0}.device) == {1}[:, None])).sum(-1)",
-    "head_sums": "{0}.unflatten(1, (-1, {size})).sum(-1)",
+    "row_select": "({0} * ({columns} == {1}[:, None])).sum(-1)",
+    "head_sums": "{0}.unflatten(1, (-1, {sizes[0]})).sum(-1)",
     "per_head": "{0}",
     "as_tile": "torch.broadcast_to(torch.as_tensor({0}, device={1}.device), {1}.shape)",
-    "column_index": "torch.arange({0}.shape[1], device={0}.device)[None, :]",
+    "in_columns": "(({columns} >= {sizes[0]}) & ({columns} < {sizes[0]} + {sizes[1]}))[None, :] * 1.0",
+    "column_index": "{columns}[None, :]",
 }
 
 
@@ -91,7 +92,9 @@ def _said(node: Node, given: list[str]) -> str:
     if node.op in CALLS:
         return f"{node.op}({given[0]})"
     if node.op in FORMS:
-        return FORMS[node.op].format(*given, size=node.attribute)
+        sizes = [f"({size})" for size in sizes_named(node)]
+        columns = f"torch.arange({given[0]}.shape[1], device={given[0]}.device)"
+        return FORMS[node.op].format(*given, sizes=sizes, columns=columns)
     if node.op in ("maximum", "minimum"):
         bounds = [f"torch.as_tensor({each}, device={given[0]}.device)" for each in given[1:]]
         return f"{node.op}({given[0]}, {bounds[0]})"

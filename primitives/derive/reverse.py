@@ -18,7 +18,7 @@ class Reverse:
     """Forward values and gradients in one trace.
 
     ``stored``: forward nodes in memory, under the names by which the backward reads them. ``stopped``: nodes
-    with an incomplete gradient, and why. ``notes``: statistics that stop gradients.
+    with an incomplete gradient, and why. ``notes``: caveats of the operations that gradients meet.
     """
 
     def __init__(
@@ -132,8 +132,9 @@ class Reverse:
             self.collect(found, node.args[0], early)
             return
         wanted = [a for a in node.args if a in active]
+        if caveat := OPERATIONS[node.op].caveat:
+            self.notes.append(f"{node.op}: {caveat}")
         if rule is None:
-            self.notes.append(f"{node.op} is a statistic and has no derivative: gradients stop there")
             return
         try:
             parts = rule(*(Tensor(i) for i in (total, self.value(index), *map(self.value, node.args))))

@@ -199,7 +199,7 @@ class Operation(NamedTuple):
     for a function that is constant or straight away from zero: (torch, value) -> its value there.
     ``derivative``: from the traced gradient of the value, the value and its arguments to each argument's
     gradient, as large as the value, or None for one that is zero everywhere. An operation without a
-    derivative stops gradients.
+    derivative stops gradients. ``caveat``: why it has none, or where its derivative is one choice of several.
     """
 
     name: str
@@ -217,6 +217,7 @@ class Operation(NamedTuple):
     sides: Callable[..., Sides] | None = None
     limit: Callable[..., Any] | None = None
     derivative: Derivative | None = None
+    caveat: str = ""
 
 
 Derivative = Callable[..., tuple[Any, ...]]

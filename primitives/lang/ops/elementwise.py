@@ -97,6 +97,9 @@ def _remedy(a: Type, b: Type) -> str:
     return ""
 
 
+TIE = "where both arguments are equal, the second has the gradient"
+
+
 def elementwise(
     *,
     torch: Callable[..., Any],
@@ -105,6 +108,7 @@ def elementwise(
     sides: Callable[..., Sides] | None = None,
     limit: Callable[..., Any] | None = None,
     derivative: Derivative | None = None,
+    caveat: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
     """Turn a documented signature into an elementwise primitive with these meanings."""
 
@@ -116,7 +120,8 @@ def elementwise(
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
             return broadcast(name, types)
 
-        register(Operation(name, infer, torch, cute, fast, sides=sides, limit=limit, derivative=derivative))
+        meanings = Operation(name, infer, torch, cute, fast, sides=sides, limit=limit)
+        register(meanings._replace(derivative=derivative, caveat=caveat))
 
         @functools.wraps(function)
         def primitive(*args: Any, **named: Any) -> Tensor:
@@ -241,6 +246,7 @@ def where(condition, a, b):
     cute="cute.arch.fmax({0}, {1})",
     sides=lambda torch, a, b: ((a > b, a), (b > a, b)),
     derivative=lambda g, y, a, b: (where(a > b, g, 0), where(a > b, 0, g)),
+    caveat=TIE,
 )
 def maximum(a, b):
     """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. If one is NaN it gives the other;
@@ -259,6 +265,7 @@ def maximum(a, b):
     cute="(-cute.arch.fmax(-{0}, -{1}))",
     sides=lambda torch, a, b: ((a < b, a), (b < a, b)),
     derivative=lambda g, y, a, b: (where(a < b, g, 0), where(a < b, 0, g)),
+    caveat=TIE,
 )
 def minimum(a, b):
     """The smaller of ``a`` and ``b`` per element. If one is NaN it gives the other; torch gives NaN.
@@ -276,6 +283,7 @@ def minimum(a, b):
     cute="cute.arch.fmax({0}, -{0})",
     sides=lambda torch, a: ((a > 0, a), (a < 0, -a)),
     derivative=lambda g, y, a: (g * ((a > 0) - (a < 0)),),
+    caveat="at 0 its gradient is 0",
 )
 def abs(a):
     """The magnitude of ``a``.

@@ -19,6 +19,7 @@ from coda_agent.primitives.lang.trace import Tensor, apply
 Rule = Callable[[tuple[Type, ...], Attribute], Type]
 Torch = Callable[..., Any]
 Page = Callable[..., Tensor]
+EXTREMUM = "an extremum is a statistic without a derivative: gradients stop there"
 
 
 def reduces(
@@ -30,13 +31,14 @@ def reduces(
     derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
     """Make a documented function a reduction of its first argument. ``rule`` is its typing rule if it takes
-    more than a tile; ``sides`` are its choices, if it chooses. An extremum is a statistic and has no
-    derivative."""
+    more than a tile; ``sides`` are its choices, if it chooses. Without a derivative it is an extremum."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
         infer = rule or _of_a_tile(name, how)
-        register(Operation(name, infer, torch, reduction=how, sides=sides, derivative=derivative))
+        caveat = "" if derivative else EXTREMUM
+        meanings = Operation(name, infer, torch, reduction=how, sides=sides)
+        register(meanings._replace(derivative=derivative, caveat=caveat))
         return function
 
     return decorate

@@ -8,7 +8,7 @@ from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
-from coda_agent.primitives.lang.ops.reductions import Rule, reduces
+from coda_agent.primitives.lang.ops.reductions import EXTREMUM, Rule, reduces
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
@@ -172,6 +172,7 @@ register(
         statistic=_BLOCKS,
         sizes=1,
         sides=_head_halves,
+        caveat=EXTREMUM,
     )
 )
 

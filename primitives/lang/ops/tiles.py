@@ -214,6 +214,7 @@ register(
         lambda torch, t, first, width: t[:, first : first + width],
         lanes=lambda t: t,
         sizes=2,
+        caveat="the gradients of a tile's ranges come in side by side, as that of the tile",
     )
 )
 
