@@ -13,6 +13,7 @@ EXTRAS = {  # by the name that is imported
     "liger_kernel": "compare",
     "matplotlib": "draw",
     "ray": "ray",
+    "torchao": "compare",
 }
 
 
