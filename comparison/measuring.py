@@ -83,6 +83,15 @@ def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Pr
     return measuring.results
 
 
+def lacks(asked: ComparisonRequest, results: Results) -> bool:
+    """Whether a session is missing, as this machine sees it."""
+    measuring = _Measuring(asked, results, lambda made: None, silent)
+    try:
+        return measuring.lacks()
+    finally:
+        measuring.workers.close()
+
+
 @dataclass
 class _Measuring:
     asked: ComparisonRequest
@@ -102,13 +111,12 @@ class _Measuring:
 
     def run(self) -> None:
         self.machine = self._known_machine()
-        rows, processes = self.asked.rows, range(self.asked.processes)
         before = self.results
-        for row in rows:  # before the first session, so that tables show changes
+        for row in self.asked.rows:  # before the first session, so that tables show changes
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
-        turns = [ProcessRow(*turn) for turn in itertools.product(rows, processes, (False, True))]
+        turns = self._turns()
         self._prepare([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns):
             if arms := self._lacking(turn):
@@ -118,6 +126,14 @@ class _Measuring:
                 self._run_session(turn, arms)
         if self.bug:
             raise self.bug
+
+    def lacks(self) -> bool:
+        self.machine = self._known_machine()
+        return any(map(self._lacking, self._turns()))
+
+    def _turns(self) -> list[ProcessRow]:
+        turns = itertools.product(self.asked.rows, range(self.asked.processes), (False, True))
+        return [ProcessRow(*turn) for turn in turns]
 
     def _python(self, turn: ProcessRow) -> str | None:
         """The interpreter of its session's environment."""

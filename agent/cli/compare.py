@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coda_agent.agent import arguments, extras, setup
+from coda_agent.agent.cli.sweep import Ray, fleet
 from coda_agent.agent.options import grouped, spelled
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
@@ -36,6 +37,7 @@ def compare(
     drawn_from: Annotated[
         Path | None, typer.Option("--from", metavar="RESULTS", help="Draw these results, without a GPU.")
     ] = None,
+    ray: Ray = None,
     install: Annotated[
         bool, typer.Option("--install", help="Only create the environment for CODA's own package.")
     ] = False,
@@ -45,14 +47,14 @@ def compare(
 
     if install:
         why = "--install only creates an environment; compare afterwards, without it"
-        arguments.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from})
+        arguments.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from, "ray": ray})
         echo(environment.install())
     elif drawn_from:
         why = "--from draws existing results; to measure more, leave --from out and give its folder to --out"
-        arguments.refuse_unused(why, *spelled(effort))
+        arguments.refuse_unused(why, *spelled(effort), ray=ray)
         _redraw(drawn_from, choice, drawing)
     else:
-        _race(choice, effort, drawing)
+        _race(choice, effort, drawing, ray)
 
 
 def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
@@ -66,21 +68,20 @@ def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
     _shown(View(found.chosen(choice.operators, choice.cases or ()), (*named, MATMUL)), drawing)
 
 
-def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
+def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> None:
     """Measure missing results, then draw all results."""
-    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, results
     from coda_agent.comparison.drawing.cells import NAMES
 
     asked = _asked(choice, effort)
     _check(drawing)
     path = drawing.out / RESULTS
-    if not setup.use_gpu(None):
+    if ray is None and not setup.use_gpu(None):
         raise Absent("comparing needs an H100, and none is here; draw existing results with --from")
-    with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
+    with _gpus(ray) as measure:
         # another process may have added results
         found = results.read(path) if path.exists() else results.Results()
-        found, ended = _measured(asked, found, path, quiet=drawing.as_json)
+        found, ended = _measured(measure, asked, found, path, quiet=drawing.as_json)
     _shown(View(found, NAMES), drawing)
     if found.failed() and not drawing.as_json:
         echo("Failed arms are retried only with --again.")
@@ -88,6 +89,20 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
         raise ended
     if ended:
         raise Absent(f"the comparison ended early; the results so far are drawn: {ended}")
+
+
+@contextmanager
+def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
+    """The function that measures, on this machine's GPU or on those of a Ray cluster."""
+    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.comparison import measuring, spread
+
+    if ray is None:
+        with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
+            yield measuring.measure
+    else:
+        with fleet(ray) as pool:
+            yield partial(spread.measure, pool=pool)
 
 
 def _asked(choice: Choice, effort: Effort) -> ComparisonRequest:
@@ -156,7 +171,7 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
 
 
 def _measured(
-    asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
+    measure: Callable[..., Results], asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
 ) -> tuple[Results, Exception | None]:
     """All results so far, and why there are not more."""
     from coda_agent.comparison import measuring, results
@@ -172,7 +187,7 @@ def _measured(
             shows(made)
 
         try:
-            return measuring.measure(asked, found, keep, progress), None
+            return measure(asked, found, keep, progress), None
         except (measuring.OutOfTime, Failed, WorkerError) as error:
             return found, error
 

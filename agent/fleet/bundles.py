@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts.checkpoint import FilePieces
@@ -32,16 +34,18 @@ def measure(
     """As ``bundle.measure``, on the pool's GPUs. Results are written in the bundle's order as they come."""
     checked = [bundles.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
+    turns = defaultdict[Path, threading.Lock](threading.Lock)  # equal entries share their stages
+
+    def whole(entry: bundles.PackedKernel) -> dict[str, Any]:
+        keep = bundles.stages(out, entry, options)
+        with turns[keep.directory]:
+            return bundles.whole(keep, partial(_measured, pool, entry, options, keep, progress(entry.run)))
 
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
     with ThreadPoolExecutor(max(1, len(pool.gpus))) as threads:
-        found = []
-        for entry in bundle.entries:
-            keep = bundles.stages(out, entry, options)
-            one = partial(_measured, pool, entry, options, keep, progress(entry.run))
-            found.append(threads.submit(bundles.whole, keep, one))
+        found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(
                 run=entry.run, attempt=entry.attempt, identity=identity(*kernel), measurement=each.result()

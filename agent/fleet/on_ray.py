@@ -38,9 +38,9 @@ from coda_agent.verifier.gpu.visible import Gpu
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
 BEAT = 2.0  # seconds between two signs of life
-SILENT = 30.0  # seconds without one after which a slot is lost
+SILENT = 20.0  # seconds without one after which a slot is lost
 LOOK = 1.0  # seconds between two questions for the cluster's nodes
-GONE = 20.0  # seconds without an answer after which the cluster's head is gone
+GONE = 10.0  # seconds without an answer after which the cluster's head is gone
 FILES = 65_536  # a raylet with many actors needs more than the usual 1,024
 
 GPU = "GPU"  # the kind of a GPU's slot until its actor has told the GPU's name

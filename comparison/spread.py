@@ -1,0 +1,137 @@
+"""Spread a comparison over the GPUs of a fleet: all measurements of a row stay on one GPU.
+
+A piece completes one row, as ``measuring.measure`` does on one machine, and reports its results after every
+session. Each session names its GPU. A row that is incomplete on a GPU other than the one it gets begins anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.pieces import STAGE
+from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
+from coda_agent.comparison import measuring
+from coda_agent.comparison.measuring import ComparisonRequest, Keep, OutOfTime
+from coda_agent.comparison.results import Results, Session
+from coda_agent.comparison.rows import Row
+from coda_agent.verifier.gates import Failed, Progress
+from coda_agent.verifier.gpu.worker import report
+
+UUID = "uuid"  # in a session's conditions
+SILENT = 3600.0  # seconds: the longest arm reports every minute, and compiling ahead may not
+
+
+def complete(asked: dict[str, Any]) -> dict[str, Any]:
+    """The piece: complete the rows asked for on this slot's GPU. The answer has the ``results``, and why they
+    ``ended`` early."""
+    request: ComparisonRequest = asked["request"]
+    results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
+    with gpu_alone(lambda words: report("compare", words)):
+        elsewhere = [s for s in results.sessions if s.conditions.get(UUID, gpu) != gpu]
+        if elsewhere and measuring.lacks(request, results):
+            results = results.model_copy(update={"sessions": ()})
+        before = len(results.sessions)
+
+        def named(made: Results) -> Results:
+            new = (_named(session, gpu) for session in made.sessions[before:])
+            return made.model_copy(update={"sessions": (*made.sessions[:before], *new)})
+
+        def keep(made: Results) -> None:
+            nonlocal results
+            results = made
+            report(STAGE, named(made).model_dump_json(by_alias=True))
+
+        try:
+            results, ended = measuring.measure(request, results, keep, report), ""
+        except (OutOfTime, Failed) as error:
+            ended = str(error)
+    return {"results": named(results).model_dump_json(by_alias=True), "ended": ended}
+
+
+def _named(session: Session, gpu: str) -> Session:
+    return session.model_copy(update={"conditions": {**session.conditions, UUID: gpu}})
+
+
+def measure(
+    asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
+) -> Results:
+    """As ``measuring.measure``, on the pool's GPUs, a row at a time on each. Raises OutOfTime if a row ended
+    early, after all others."""
+    spread = _Spread(results, keep, progress, pool)
+    if results.machine is None:  # one GPU's ceilings serve all rows
+        spread.row(replace(asked, rows=()))
+    with ThreadPoolExecutor(max(1, len(pool.gpus))) as threads:
+        for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
+            done.result()
+    if spread.ended:
+        raise OutOfTime("; ".join(spread.ended))
+    return spread.results
+
+
+class _Spread:
+    def __init__(self, results: Results, keep: Keep, progress: Progress, pool: Pool):
+        self.results, self.keep, self.progress, self.pool = results, keep, progress, pool
+        self.ended: list[str] = []
+        self._lock = threading.Lock()
+
+    def row(self, request: ComparisonRequest) -> None:
+        """Complete a row on one GPU; again on another one if that is lost."""
+        name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
+        for _ in range(LOSSES):
+            try:
+                with self.pool.lease(True, f"{name} measure") as slot:
+                    with self._lock:
+                        known = only(self.results, request.rows)
+                    asked = {"request": request, "results": known.model_dump_json(by_alias=True)}
+                    heard = self._heard(request.rows)
+                    told = slot.run(complete, asked | {"gpu": slot.name}, patience=SILENT, progress=heard)
+            except (SlotLost, Suspect):
+                continue
+            heard(STAGE, told["results"])
+            if told["ended"]:
+                self.ended.append(f"{name}: {told['ended']}")
+            return
+        raise GivenUp(f"{name}: {LOSSES} GPUs were lost under it; repeat the command to continue")
+
+    def _heard(self, rows: tuple[Row, ...]) -> Callable[[str, str], None]:
+        def heard(gate: str, words: str) -> None:
+            if gate != STAGE:
+                self.progress(gate, words)
+                return
+            with self._lock:
+                self.results = merged(self.results, Results.model_validate_json(words), rows)
+                self.keep(self.results)
+
+        return heard
+
+
+def only(results: Results, rows: tuple[Row, ...]) -> Results:
+    """The results of these rows alone."""
+    named = {(row.operator, row.case) for row in rows}
+    return results.model_copy(update={"sessions": tuple(s for s in results.sessions if s.row in named)})
+
+
+def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
+    """The results with these rows as ``part`` has them."""
+    named = {(row.operator, row.case) for row in rows}
+    others = tuple(s for s in results.sessions if s.row not in named)
+    present, absent = dict(results.present), dict(results.absent)
+    for row in rows:
+        if row.operator in part.present:
+            new = {row.case: part.present[row.operator][row.case]}
+            present[row.operator] = present.get(row.operator, {}) | new
+            absent[row.operator] = absent.get(row.operator, {}) | part.absent.get(row.operator, {})
+    return results.model_copy(
+        update={
+            "machine": results.machine or part.machine,
+            "sessions": (*others, *part.sessions),
+            "present": present,
+            "absent": absent,
+        }
+    )

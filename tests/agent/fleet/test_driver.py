@@ -1,0 +1,167 @@
+"""A sweep's driver and bundles on GPUs: measurements that begin anew, GPUs that leave, keys that stay.
+
+Slots run in this process. Checks are real but for the compiler; a GPU's figures are made up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import HEADER, TOY_KERNEL, TURNED, Scripted, fenced, make_run, measured, write_toy
+from slots import FakeExecutor, FakeSlot
+
+from coda_agent.agent import providers
+from coda_agent.agent.artifacts import bundle
+from coda_agent.agent.fleet import bundles, pieces, sweep
+from coda_agent.agent.fleet.driver import Driver
+from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.pieces import STAGE
+from coda_agent.agent.fleet.pool import Pool
+from coda_agent.agent.reporting import sweep_view
+from coda_agent.agent.run import history, runs
+from coda_agent.agent.run.budget import Purse, RunLimits
+from coda_agent.agent.run.journal import glance
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.gates import Progress, silent
+from coda_agent.verifier.gpu.worker import Task, WorkerError
+from coda_agent.verifier.measure import MeasureOptions
+from coda_agent.verifier.report import Measured, Unmeasured
+
+pytestmark = pytest.mark.slow
+H100 = "NVIDIA H100 80GB HBM3"
+BAD = Unmeasured(reason="equal arms differ", evidence={"controls": [{"faults": ["equal arms differ"]}]})
+KEY = "sk-ant-fake-of-the-driver"
+
+Measure = Callable[[FakeSlot, dict[str, Any], Progress], Measured | Unmeasured]
+
+
+class Gpus:
+    """Two GPUs and a core. ``measure`` says what a GPU does; each starts with one stage."""
+
+    def __init__(self, measure: Measure):
+        self.measure = measure
+        self.core = FakeSlot("core")
+        self.slots = [FakeSlot(f"GPU-{n}", H100, f"node {n}") for n in (1, 2)]
+        for slot in self.slots:
+            slot.act = self._act(slot)
+
+    def _act(self, slot: FakeSlot) -> Any:
+        def act(task: Task, argument: dict[str, Any], progress: Progress) -> dict[str, Any]:
+            assert task is pieces.measure
+            progress(STAGE, json.dumps(["numerics", {"seconds": 1.0}]))
+            return self.measure(slot, argument, progress).model_dump(mode="json")
+
+        return act
+
+    def pool(self, record: Any = lambda kind, told: None, **more: Any) -> Pool:
+        return Pool(FakeExecutor([self.core, *self.slots]), record, **more)
+
+
+def fast(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:
+    spec = pieces.spec_of(asked["entry"]["spec_text"])
+    return measured(spec, Program.from_json(asked["entry"]["program"], spec.signature()))
+
+
+@pytest.fixture
+def toy(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: None, no_keys: None
+) -> Path:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
+    monkeypatch.setattr(providers, "make", lambda name, **options: Scripted([fenced(TOY_KERNEL)] * 3))
+    return write_toy(tmp_path)
+
+
+def swept(toy: Path, gpus: Gpus, number: int = 1) -> tuple[str, Driver]:
+    """Sweep so many runs to their end; the sweep's name, and its driver."""
+    made = sweep.create({"limits": {}})
+    for place in range(number):
+        run = runs.start(toy, HEADER | {"attempts": 1})
+        run.journal.close()
+        made.once(f"run/{place}", "run", lambda name=run.name: {"run": name})  # type: ignore[misc]
+    pool = gpus.pool(made.record)
+    driver = Driver(made, pool, Purse(), RunLimits(), MeasureOptions())
+    for thread in driver.start(driver.unfinished(made.runs()), 2):
+        thread.join(100)
+    pool.close()
+    driver.close()
+    made.close()
+    assert driver.bug is None, driver.bug
+    return made.name, driver
+
+
+def test_runs_are_measured_on_gpus_that_the_page_names(toy: Path) -> None:
+    gpus = Gpus(fast)
+    name, driver = swept(toy, gpus, 3)
+    told = sweep_view.as_dict(name)
+    assert told["statuses"] == {"accepted": 3} and not driver.problems and told["compiled"] == 1
+    assert {"GPU-1", "GPU-2"} <= {slot["name"] for slot in told["slots"]}
+    text = sweep_view.write(name).read_text()
+    assert "GPU-1" in text and "1.300, the geometric mean of 3 kernels" in text
+    asked = [*gpus.core.ran, *gpus.slots[0].ran, *gpus.slots[1].ran]
+    assert len(asked) == 3 + 1 + 3 and KEY not in repr(asked)
+    assert all(KEY.encode() not in p.read_bytes() for p in runs.runs_dir().rglob("*") if p.is_file())
+
+
+def test_a_gpu_that_fails_its_controls_stays_out_until_it_is_readmitted(toy: Path) -> None:
+    def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured | Unmeasured:
+        return BAD if slot.name == "GPU-1" else fast(slot, asked, progress)
+
+    name, driver = swept(toy, Gpus(measure))
+    assert history.of(runs.names()[0]).status == "accepted"
+    assert driver.pool.left_out == {"GPU-1": "it failed its controls: equal arms differ"}
+    again = sweep.reopen(name)
+    assert again.left_out() == driver.pool.left_out and again.kind() == H100
+    again.record("readmitted", {"slot": "GPU-1"})
+    assert again.left_out() == {}
+    again.close()
+
+
+def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:
+    """Its first GPU is lost after a stage; the second one gets none of the stages of the first."""
+    known: list[dict[str, Any]] = []
+
+    def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:
+        known.append({"gpu": slot.name, "stages": {*asked["stages"]}})
+        if len(known) == 1:
+            slot.lost = True
+            raise SlotLost("its node has gone")
+        return fast(slot, asked, progress)
+
+    swept(toy, Gpus(measure))
+    (run,) = runs.names()
+    assert history.of(run).status == "accepted"
+    assert known == [{"gpu": "GPU-1", "stages": {"gpu"}}, {"gpu": "GPU-2", "stages": {"gpu"}}]
+    (void,) = (e.payload for e in glance(runs.runs_dir() / run / runs.JOURNAL)[1] if e.kind == "void")
+    assert "it began on GPU-1, and now has GPU-2" in void["reason"]
+
+
+def test_a_gpu_on_which_alone_pieces_fail_stays_out(toy: Path) -> None:
+    def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:
+        if slot.name == "GPU-1":
+            raise WorkerError("RuntimeError: the driver is too old")
+        return fast(slot, asked, progress)
+
+    _, driver = swept(toy, Gpus(measure))
+    assert history.of(runs.names()[0]).status == "accepted"
+    assert "driver is too old" in driver.pool.left_out["GPU-1"]
+
+
+def test_a_bundle_s_entries_are_measured_on_several_gpus(toy: Path, tmp_path: Path) -> None:
+    names = [make_run(toy, source) for source in (TOY_KERNEL, TURNED, TOY_KERNEL)]
+    packed = bundle.pack(names, tmp_path / "bundle.json")
+
+    def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured | Unmeasured:
+        return BAD if slot.name == "GPU-1" else fast(slot, asked, progress)
+
+    gpus = Gpus(measure)
+    out, pool = tmp_path / "results.json", gpus.pool()
+    done = bundles.measure(tmp_path / "bundle.json", packed, out, MeasureOptions(), pool, lambda name: silent)
+    assert [result.run for result in done.results] == names
+    assert {result.measurement["status"] for result in done.results} == {"measured"}
+    assert len(gpus.slots[1].ran) == 2  # two kernels: the third entry is the first one's
+    assert "GPU-1" in pool.left_out and not (tmp_path / "results.json.partial").exists()
+    assert [name for name, _ in bundle.take(out)] == names
