@@ -9,7 +9,9 @@ inputs that want gradients: one program of products, and a pointwise part that P
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,25 @@ def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Ten
     with torch.no_grad():
         wide = x.float()
         return (wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+
+
+class Remade(NamedTuple):
+    """How a weight in a kernel's order is made of a checkpoint's."""
+
+    make: Callable[..., Tensor]
+    of: tuple[Tensor, ...]
+
+
+def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
+    """``make(*of)``, which a backward makes again: it keeps ``of``, which live anyway, and no copy.
+
+    A copy would double a model's weights, and would keep whole what FSDP shards between forward and backward.
+    Under torch.compile the partitioner sees to it.
+    """
+    made = make(*of)
+    if not torch.compiler.is_compiling():
+        made._coda_agent_remade = Remade(make, of)  # type: ignore[attr-defined]
+    return made
 
 
 class Link:
@@ -103,14 +124,18 @@ class Link:
         ctx.scalars = {n: known[n] for n in read if not isinstance(known[n], Tensor)}
         ctx.names = tuple(n for n in read if n not in ctx.scalars)
         ctx.like = {n: (known[n].dtype, known[n].device, known[n].shape) for n in (*ctx.wrt, *self.results)}
-        ctx.save_for_backward(*(known[n] for n in ctx.names))
+        again = [getattr(known[n], "_coda_agent_remade", Remade(_itself, (known[n],))) for n in ctx.names]
+        ctx.again = [(each.make, len(each.of)) for each in again]
+        ctx.save_for_backward(*(t for each in again for t in each.of))
         ctx.set_materialize_grads(False)
 
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         coming = dict(zip(self.outputs, gradients, strict=True))
         found: dict[str, Any] = {}
         if ctx.wrt and any(coming[n] is not None for n in self.results):
-            known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.scalars
+            saved = iter(ctx.saved_tensors)
+            read = [make(*islice(saved, count)) for make, count in ctx.again]
+            known = dict(zip(ctx.names, read, strict=True)) | ctx.scalars
             for name in self.results:
                 known[f"d_{name}"] = _whole(coming[name], *ctx.like[name])
             found = self._run(ctx.wrt, known, ctx.sizes)
@@ -129,6 +154,10 @@ class Link:
             made = op(*(known[n] for n in signature.inputs))
             known |= zip(signature.outputs, made if isinstance(made, tuple) else (made,), strict=True)
         return known | {name: known[other] for name, other in derived.same.items()}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:

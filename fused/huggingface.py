@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional
+from coda_agent.fused.chains import remade
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -254,15 +255,28 @@ def _projected(
         return tuple(part(normed) for part in parts)
     dtype, width = _dtype(x), attention.head_dim
     sizes = [part.weight.shape[0] for part in parts]
-    weights = [part.weight.to(dtype) for part in parts]
+    weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     table = None
     if rotated:
-        weights[:2] = [functional.rotary_pairs(w, width) for w in weights[:2]]
         table = functional.angles(cos, sin, x.shape[:-1]).to(dtype)
     norm = _norm(layer.input_layernorm, how.centered)
-    made = functional.before_attention(x, norm, torch.cat(weights), bias, table, sum(sizes[:2]))
+    packed = remade(partial(_packed, dtype=dtype, width=width if rotated else 0), *weights)
+    made = functional.before_attention(x, norm, packed, bias, table, sum(sizes[:2]))
     return made.split(sizes, -1)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Weights of queries, keys and values in one; those of heads that are rotated, so ``width`` wide, in
+    pairs."""
+    parts = [t.to(dtype) for t in (q, k, v)]
+    if width:
+        parts[:2] = [functional.rotary_pairs(t, width) for t in parts[:2]]
+    return torch.cat(parts)
+
+
+def _paired(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    return functional.paired(gate.to(dtype), up.to(dtype))
 
 
 def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
@@ -272,7 +286,7 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
         h = x + out(a)
         return h + mlp(layer.post_attention_layernorm(h))
     norm = _norm(layer.post_attention_layernorm, how.centered)
-    up = functional.paired(mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))
+    up = remade(partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
     down = mlp.down_proj.weight.to(dtype)
     if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
         return functional.after_attention(a, x, norm, out.weight, up, down, how.activation)

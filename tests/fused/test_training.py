@@ -123,6 +123,22 @@ def test_a_model_compiles_whole_for_any_length() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first length, and any
 
 
+def test_a_compiled_model_follows_patch_and_unpatch() -> None:
+    model, graphs = small_models.model("Llama", num_hidden_layers=1).eval(), list[int]()
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(sum("coda_agent" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    model.compile(backend=count, fullgraph=True)
+    with torch.no_grad():
+        for change in (fused.patch, fused.unpatch, fused.patch):
+            change(model)
+            model(input_ids=tokens(), use_cache=False)
+    assert graphs == [2, 0, 2]
+
+
 def logged(model: Any, folder: Path) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
