@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
+from coda_agent.agent.prompts.vocabulary import formed
 from coda_agent.agent.run import optimize, runs
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
@@ -55,20 +55,9 @@ IMPORTED, EXPORTED = (
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
-FORM = re.compile(  # of a primitive's page, with unwrapped paragraphs
-    r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
-    r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
-    re.DOTALL,
-)
-
 HOW = """\
 Answer with the functions in one ```python block, in full each time; only the last such block counts.
 """
-
-
-def formed(page: str) -> re.Match[str] | None:
-    """The parts of a page in the vocabulary's form; None for another page."""
-    return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", page))
 
 
 # Proposing

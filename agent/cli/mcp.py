@@ -154,7 +154,7 @@ class McpTools:
 
     def read(self, run: str, page: str, ctx: Context) -> str:
         """Read a page that a run's prompt names: a primitive's, such as per_row, or a worked example's, such
-        as gemm_bias_leaky_relu."""
+        as gemm_l1norm_gemm."""
         with self._opened(run) as opened:
             return _used(opened, tools.READ, ctx, page=page)
 

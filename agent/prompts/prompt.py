@@ -7,15 +7,13 @@ left out. All of it fits a token budget.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coda_agent import primitives
+from coda_agent.agent.prompts.vocabulary import page, primitive_names, vocabulary
 from coda_agent.agent.tips import Tip, in_prompts, kept, read_tips
 
 if TYPE_CHECKING:
@@ -26,52 +24,50 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
 BUDGET, TASK_BUDGET = 25_000, 3_000  # of the pack, and the task's share of it
 CHARACTERS_A_TOKEN = 3.5  # for these prompts: English, YAML and Python
-FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
 
 ROLE = """\
 You write CODA kernels for NVIDIA H100: a matrix product (GEMM) with the memory-bound operators around it
 fused into its epilogue, where the output tile is still in registers. You answer with one small Python file
-in the vocabulary below. A verifier traces it, checks it against PyTorch, compiles it for sm_90a and
-measures it; what it finds wrong comes back to you, and you answer with the whole corrected file.
+in the vocabulary below. A verifier traces it, checks it against PyTorch, compiles it for sm_90a and, on a
+GPU, measures it.
 
 # Rules
 
-- The file imports names with `from primitives import ...`, and defines exactly one function marked
-  `@kernel`, with a docstring. No other import, no class, no string formatting, no attribute but .mT, .rows
-  and .columns.
-- The function's parameters are the spec's inputs, constants and static dims, all of them, by name. It
-  returns a dict with exactly the spec's outputs. An output that `updates` an input is a value like any
-  other; that input may then be read only where this output is computed, element by element.
-- It is straight-line tensor code over whole matrices and vectors. Running it computes nothing: it writes
-  down a program. There is no `if` on values (use where), no indexing, no in-place update.
-- Kinds come from symbolic shapes. A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector; an
-  input of shape [] is a scalar. A vector meets a tile only through per_row(v) (one value a row),
-  per_column(v) (one value a column) or per_head(v) (repeated for each head). Vectors of one length, scalars
-  and numbers combine freely.
-- Each gemm starts a step. A tile expression is computed in the epilogue of the last gemm it needs, in fp32
-  registers: loads and stores are implied. Tiles in a step have the gemm's rows, and half, once or twice
-  its columns (pairs and join change the width).
-- A tile built from inputs alone rides along in a step that loads all of those inputs anyway; otherwise it
-  has no home and is refused.
-- A tile that becomes a later gemm's operand is stored once in 16 bits; where its own step uses it, it is
-  seen unrounded.
-- Reductions along rows or columns are final only after their step: they may be returned, combined with
-  other vectors, or spread in a *later* gemm's epilogue. A row scale commutes with the next matmul: instead
-  of scaling a tile before a gemm, scale that gemm's result. Statistics of heads (head_sums,
-  head_abs_max) alone are final within their step.
-- Inputs are tried over their whole `domain`, far beyond what `init` draws: finite means any finite value, of
-  either sign and any size. Do not clamp, mask or guard where the reference does not. Each side of a choice
-  (where, comparisons, maximum, minimum, abs) must change some output somewhere in the domain, else it is
-  refused; so is a choice by sizes and literals alone.
-- Arithmetic is fp32 whatever the inputs' dtype; outputs are rounded once, to the spec's dtype. Do not
-  round yourself: there are no casts. fp8 outputs saturate by themselves: multiply by the scale, no more.
-- Costs on the pages below are machine instructions an element of a tile; MUFU instructions
-  (special-function unit) run at an eighth of the others' rate. *Exact* is what reductions and outputs
-  of fp32 or fp16 see; bf16 outputs see the coarser instructions of the hardware.
-- Fewer, larger fusions win: read each input once, reuse values (one sigmoid serves several uses).
+- The file imports names with `from primitives import ...` and defines one function marked `@kernel`, with a
+  docstring. Its parameters are the spec's inputs, constants and static dims (both plain numbers), by name;
+  some may go unused. It returns a dict of the spec's outputs. No other import, no class, string
+  formatting, indexing, in-place update or `if` on values; no attribute but .mT of an input, and .rows and
+  .columns of a tile (numbers).
+- It is straight-line tensor code. Loads, stores, ragged edges and tile sizes are not yours.
+- A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector; an input of shape [] is a scalar.
+  Scalars and numbers meet anything. A vector meets vectors of its length, and a tile only through per_row,
+  per_column or per_head, which take expressions too.
+- Each gemm starts a step. A tile expression is computed in the epilogue of the last gemm it needs. Its tiles
+  have the gemm's rows, and half, once or twice its columns (pairs, join). A tile of inputs alone rides along
+  in a step that loads all of them anyway; without one it is refused.
+- A tile that is a later gemm's operand is stored once in 16 bits. Its own step uses it unrounded, as it does
+  every output.
+- Reductions along rows or columns are final after their step: return them, combine them with vectors, or
+  spread them in a *later* gemm's epilogue. A row scale commutes with the next matmul: scale that gemm's
+  result, not its operand. Statistics of heads are final within their step.
+- An output that `updates` an input is a value like any other; read that input only where this output is
+  computed, element by element.
+- Arithmetic is fp32; an output is rounded once, to the spec's dtype; there are no casts. fp8 outputs saturate
+  by themselves: multiply by the scale, no more.
+- Accuracy is judged against fp64, at tiny sizes too, over each input's whole `domain`; *finite* is any sign
+  and size, without NaN and infinity. The error may be 1.25 times that of the reference in fp32, rounded once
+  (fp32 outputs: 4 times). Before rounding each value must be right to 3 %, small ones too: no form that
+  cancels near 0, no tail cut off. Where the reference overflows in fp32, so may you.
+- Do not clamp, mask or guard where the reference does not. Each side of a choice (where, comparisons,
+  maximum, minimum, abs) must change an output somewhere in the domain. Only in_columns may choose by sizes.
+- Speed: `accept` is the speedup over the best torch.compile that is needed in every case not marked `bench`.
+  Fewer steps win; read each input once, compute each value once.
+- Costs are machine instructions an element of a tile; MUFU ones run at an eighth of the rate. *Exact* forms
+  serve reductions and fp32 or fp16 outputs, and what bf16 and fp8 outputs share with them. `+ - *`,
+  comparisons and `** 2` cost 1, a multiply-add 1, `/` 15 with 1 MUFU: divide vectors and statistics, which
+  is once a row or head, and multiply tiles. Loading a tile costs 5.
 
-Operators: `+ - * /`, unary minus, `** 2`, comparisons `< <= > >= == !=` (giving 1 or 0), with tiles,
-vectors, scalars and Python numbers.
+Operators: `+ - * /`, unary minus, `** 2`, comparisons (1 or 0).
 """
 
 ANSWER = """\
@@ -123,32 +119,13 @@ def _room(parts: Iterable[str], reserved: int) -> int:
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
 
-def vocabulary() -> str:
-    """The pages of all primitives: signatures and docstrings, by family."""
-    pages = ["# Vocabulary"]
-    for family in FAMILIES:
-        module = import_module(f"coda_agent.primitives.lang.ops.{family}")
-        title = (inspect.getdoc(module) or "").partition("\n")[0]
-        pages.append(f"## {title}")
-        for name in primitives.__all__:
-            primitive = getattr(primitives, name)
-            if name != "kernel" and primitive.__module__ == module.__name__:
-                pages.append(_page(name, primitive))
-    return "\n\n".join(pages)
-
-
 def read(name: str, exclude: str = "") -> str | None:
     """A primitive's page or a worked example, by name; None for an unknown name. ``exclude``: as for
     examples."""
-    if name in primitives.__all__ and name != "kernel":
-        return _page(name, getattr(primitives, name))
+    if name in primitive_names():
+        return page(name)
     named = [path for path in EXAMPLES.glob("*.yaml") if path.stem == name != exclude]
     return _example(named[0]) if named else None
-
-
-def _page(name: str, primitive: object) -> str:
-    arguments = ", ".join(inspect.signature(primitive).parameters)  # type: ignore[arg-type]
-    return f"### {name}({arguments})\n\n{inspect.getdoc(primitive)}"
 
 
 def examples(exclude: str = "") -> str:
@@ -161,7 +138,9 @@ def examples(exclude: str = "") -> str:
 
 
 def _example(path: Path) -> str:
+    """A kernel, and of its spec what it computes."""
     spec, kernel = (p.read_text(encoding="utf-8").strip() for p in (path, path.with_suffix(".py")))
+    spec = spec[spec.index("inputs:") : spec.index("\ncases:")]
     return f"```yaml\n{spec}\n```\n\n```python\n{kernel}\n```"
 
 

@@ -52,7 +52,7 @@ SUBMIT = _tool(
 READ = _tool(
     "read",
     "Read a primitive's page, or a worked example.",
-    page="A primitive's name, such as per_row, or an example's, such as gemm_bias_leaky_relu.",
+    page="A primitive's name, such as per_row, or an example's, such as gemm_l1norm_gemm.",
 )
 PROPOSE_TIP = _tool(
     "propose_tip",

@@ -1,9 +1,10 @@
-from primitives import gemm, kernel, maximum, per_row, row_sums
+from primitives import abs, gemm, kernel, per_column, per_row, row_sums, where
 
 
 @kernel
-def gemm_l1norm_gemm(x, w1, w2, eps):
+def gemm_l1norm_gemm(x, w1, bias, w2, slope, eps):
     """Two steps: h is stored between them, and the row scale, final only then, rides on the second gemm."""
-    h = gemm(x, w1.mT)
-    scale = 1 / (row_sums(maximum(h, -h)) / h.columns + eps)
+    z = gemm(x, w1.mT) + per_column(bias)
+    h = where(z > 0, z, slope * z)
+    scale = 1 / (row_sums(abs(h)) / h.columns + eps)
     return {"out": gemm(h, w2.mT) * per_row(scale), "scale": scale}

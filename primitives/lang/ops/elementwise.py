@@ -231,7 +231,8 @@ def not_equal(a, b):
     derivative=lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)),
 )
 def where(condition, a, b):
-    """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
+    """Per element ``a`` where ``condition`` (a comparison or in_columns) holds, else ``b``. Both are
+    computed.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, besides those of both
     values. Paper: family 1, elementwise.
@@ -249,7 +250,7 @@ def where(condition, a, b):
     caveat=TIE,
 )
 def maximum(a, b):
-    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. If one is NaN it gives the other;
+    """The larger of ``a`` and ``b`` per element. If one is NaN it gives the other;
     torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
@@ -268,7 +269,7 @@ def maximum(a, b):
     caveat=TIE,
 )
 def minimum(a, b):
-    """The smaller of ``a`` and ``b`` per element. If one is NaN it gives the other; torch gives NaN.
+    """The smaller of ``a`` and ``b`` per element; NaN as for maximum.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element.
     Paper: family 1, elementwise.
@@ -335,7 +336,7 @@ def log(a):
     derivative=lambda g, y, a: (0.5 * g / y,),
 )
 def sqrt(a):
-    """Square root, rounded correctly; rsqrt is much cheaper.
+    """Square root, rounded correctly.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 15 instructions an element, 1 of them MUFU.
     Paper: family 1, elementwise.
@@ -386,7 +387,7 @@ def tanh(a):
     derivative=lambda g, y, a: (g * cos(a),),
 )
 def sin(a):
-    """Sine of an angle in radians; the argument reduction is accurate enough for positions up to 2**20.
+    """Sine of an angle in radians, accurate up to 2**20.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
     about 82. Paper: family 1, elementwise.
@@ -421,7 +422,7 @@ def cos(a):
     derivative=lambda g, y, a: (g * (y * (1 - y)),),
 )
 def sigmoid(a):
-    """``1 / (1 + exp(-a))``. Compute it once and reuse the value.
+    """``1 / (1 + exp(-a))``.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 3 instructions an element, 1 of them MUFU; exact, 6
     with 2 MUFU. Paper: family 1, elementwise.
@@ -476,10 +477,10 @@ def gelu(a):
     derivative=lambda g, y, x: (g * sigmoid(x),),
 )
 def softplus(x):
-    """``log(1 + exp(x))``, without overflow for large x and with full relative accuracy for very negative x.
+    """``log(1 + exp(x))``, with full relative accuracy everywhere.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 8 instructions an element, 1 of them MUFU; exact, 12
-    with 1 MUFU: a polynomial takes the place of the logarithm. Paper: family 1, elementwise.
+    with 1 MUFU. Paper: family 1, elementwise.
 
         step = softplus(t)
         decay = exp(-step)
@@ -529,8 +530,8 @@ def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     ``positions[row] * inv_freq[j]``. Backward: rope with -inv_freq.
 
     Shapes: ``positions`` [M], ``inv_freq`` [P]; P is a static dim. Dtypes: integers or fp32; angles and
-    rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU (a sine and a cosine a pair); exact,
-    about 85. Paper: family 1, elementwise.
+    rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU; exact, about 85.
+    Paper: family 1, elementwise.
 
         turned = rope(t, steps, freq)
         back = rope(turned, steps, -freq)

@@ -129,11 +129,10 @@ MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
     derivative=lambda g, y, t: (apply("as_tile", apply("per_row", g), t),),
 )
 def row_sums(t: Tensor) -> Tensor:
-    """The sum of each row of a tile (of any width), over unrounded values. It is final only after its step:
-    use it in vector arithmetic, as an output, or spread with per_row in a *later* gemm's epilogue.
+    """The sum of each row of a tile (of any width), over unrounded values. Final only after its step.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, 0.05 of them shuffles; 4 bytes a
-    row and CTA tile, which a small kernel after the step adds up (one kernel for all vectors of one length).
+    row and CTA tile, and a small kernel after the step.
     Paper: family 4, reductions.
 
         total = row_sums(abs(t))

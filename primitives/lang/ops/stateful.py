@@ -84,8 +84,8 @@ _LOGSUMEXP = Reduction(
     ),
 )
 def row_logsumexp(t: Tensor) -> Tensor:
-    """``log(sum(exp(t)))`` along each row of a tile, without overflow: a running maximum and a sum rescaled
-    to it. A row of -inf gives -inf. Final after its step, as row_sums.
+    """``log(sum(exp(t)))`` along each row of a tile, without overflow. A row of -inf gives -inf.
+    Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 9 instructions an element, 1.2 of them MUFU and 0.1 shuffles;
     else as row_sums. Paper: family 5, stateful.
@@ -126,8 +126,7 @@ def row_select(t: Tensor, index: Tensor) -> Tensor:
     ignored target). Final after its step, as row_sums.
 
     Shapes: a tile [M, N] of its gemm's width and an input [M], to [M]. Dtypes: the index int32 or int64, the
-    result fp32. Cost: 4 instructions an element; the thread that holds a value writes it once, and the kernel
-    after the step reads it. Paper: family 5, stateful.
+    result fp32. Cost: 4 instructions an element. Paper: family 5, stateful.
 
         first = row_select(t, index)
         gap = row_max(t) - first
@@ -150,12 +149,12 @@ register(
 
 def head_sums(t: Tensor, width: Tensor) -> Tensor:
     """Sums over each head of a tile: a statistic, final at once, within its step. The tile has its gemm's
-    width and uses no loaded tile. Arithmetic on statistics runs once a head; spread a statistic with
-    per_head, or return it.
+    width and uses no loaded tile (spread vectors may be in it). Arithmetic on statistics runs once a head;
+    spread a statistic with per_head, or return it.
 
-    Shapes: [M, H*W] to [M, H]; ``width`` W is a static dim (a parameter of the kernel) or a product of such
-    dims, so that a head lies inside one CTA tile. Dtypes: fp32. Cost: 2 instructions an element, 0.1 of them
-    shuffles, in a sweep over the accumulator before the epilogue. Paper: family 5, stateful.
+    Shapes: [M, H*W] to [M, H]; ``width`` W is made of static dims and whole numbers. Dtypes: fp32. Cost: 2
+    instructions an element, 0.1 of them shuffles.
+    Paper: family 5, stateful.
 
         total = head_sums(t, W)
         centred = t - per_head(total / W)

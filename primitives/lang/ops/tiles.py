@@ -99,8 +99,7 @@ register(Operation("gemm", _gemm, derivative=_gemm_derivative))
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. Starts
-    a step.
+    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on.
 
     Shapes: [M, K] by [K, N] to [M, N]. An operand is an input, a transpose ``x.mT`` of an input (use a weight
     [N, K] as ``w.mT``), or a tile of an earlier step, which is stored once, rounded to the other operand's
@@ -139,10 +138,10 @@ register(
 
 
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a tile's adjacent columns into two tiles, the even and the odd columns. Also splits per_head(v).
+    """Split a tile's adjacent columns into two tiles, the even and the odd columns; per_head(v)
+    too, whether v is a vector or a tile.
 
-    Shapes: [M, 2F] to twice [M, F]. Dtypes: any to fp32. Cost: none, since one thread's registers hold both.
-    Paper: family 3, tiles.
+    Shapes: [M, 2F] to two [M, F]. Dtypes: any to fp32. Cost: none. Paper: family 3, tiles.
 
         left, right = pairs(t)
         apart = left - right
@@ -158,7 +157,7 @@ register(
 def join(even: Tensor, odd: Tensor) -> Tensor:
     """Interleave two tiles: the inverse of pairs.
 
-    Shapes: twice [M, F] to [M, 2F]. Dtypes: fp32. Cost: none. Paper: family 3, tiles.
+    Shapes: two [M, F] to [M, 2F]. Dtypes: fp32. Cost: none. Paper: family 3, tiles.
 
         left, right = pairs(t)
         swapped = join(right, left)
@@ -223,9 +222,9 @@ def column_range(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
     """Some columns of a tile, for an output of their own: nothing else takes them. Compute over the whole
     tile, choosing by in_columns, and cut it last.
 
-    Shapes: [M, N] to [M, width]; ``first`` and ``width`` are made of static dims (parameters of the kernel)
-    and whole numbers; the tile has its gemm's width. Dtypes: as stored. Cost: none beyond the store, and the
-    ranges of one tile share that. Paper: family 3, tiles.
+    Shapes: [M, N] to [M, width]; ``first`` and ``width`` are made of static dims and whole numbers;
+    the tile has its gemm's width. Dtypes: as stored. Cost: none beyond the store, which the ranges of a tile
+    share. Paper: family 3, tiles.
 
         left = column_range(t, 0, P)
         right = column_range(t, P, P)
@@ -249,8 +248,8 @@ register(
 def in_columns(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
     """1 in some columns of a tile, 0 elsewhere: for what some heads have and others have not.
 
-    Shapes: [M, N] to [M, N]; ``first`` and ``width`` as for column_range, in the tile's own columns. Dtypes:
-    fp32. Cost: half an instruction an element. Paper: family 3, tiles.
+    Shapes: [M, N] to [M, N]; ``first`` and ``width`` as for column_range, in the tile's own columns,
+    of any width. Dtypes: fp32. Cost: half an instruction an element. Paper: family 3, tiles.
 
         mine = in_columns(t, P, P)
         louder = where(mine, 2 * t, t)

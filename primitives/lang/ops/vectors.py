@@ -82,11 +82,9 @@ register(
 
 def per_row(v: Tensor) -> Tensor:
     """Spread a vector over a tile: one value a row. It must be final before the tile's step runs: an input,
-    or made from reductions of an *earlier* gemm. So a row scale can wait for the next gemm (a deferred row
-    scale).
+    or made from reductions of an *earlier* gemm.
 
-    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an element; each CTA
-    tile loads the vector once. Paper: family 2, vectors.
+    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load an element. Paper: family 2, vectors.
 
         share = t / per_row(v)
         rest = 1 - share
@@ -109,8 +107,8 @@ register(
 def per_column(v: Tensor) -> Tensor:
     """Spread a vector over a tile: one value a column, such as a bias.
 
-    Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an
-    element; each CTA tile loads the vector once. Paper: family 2, vectors.
+    Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load an element.
+    Paper: family 2, vectors.
 
         centred = t - per_column(b)
         size = abs(centred)
@@ -136,10 +134,10 @@ def per_head(v: Tensor) -> Tensor:
     """Spread over a tile of heads: one value for each head, or values that repeat in every head. Combine the
     result with a tile; two of one kind may combine first.
 
-    Shapes: over [M, H*W], H heads of W columns, W made of static dims: a head statistic [M, H] (spread over
-    its head's columns), a vector [W] or an input tile [M, W] (both repeated in each head). Dtypes: any to
-    fp32. Cost: none for a statistic; for a vector half a load from memory an element; for a tile 5
-    instructions an element, loaded in bulk for each head. Paper: family 2, vectors.
+    Shapes: over [M, H*W], H heads of W columns, W made of static dims; of a head statistic [M, H] (over its
+    head's columns), a vector [W] or an input tile [M, W] (both repeated in each head). Dtypes: any to
+    fp32. Cost: none for a statistic; for a vector half a load an element; for a tile 5
+    instructions an element. Paper: family 2, vectors.
 
         shifted = t - per_head(g)
         ratio = shifted / per_head(1 + g * g)

@@ -21,6 +21,7 @@ from coda_agent.agent.artifacts import accept, bundle, primitive
 from coda_agent.agent.cli.exit_codes import OK, USAGE
 from coda_agent.agent.cli.main import app, main
 from coda_agent.agent.prompts import prompt
+from coda_agent.agent.prompts.vocabulary import formed
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import Loop, Outcome, standing
@@ -180,7 +181,7 @@ def test_a_page_of_the_form_is_merged_as_it_is(begun: runs.Run) -> None:
 
 def test_what_a_page_lacks_is_said() -> None:
     page = inspect.cleandoc(PAGE.strip('"'))
-    assert primitive.formed(page)
+    assert formed(page)
     parts = {"Shapes: as for operators. ": "Shapes:", "        rest = t - bent\n": "an example of two lines"}
     for part, name in parts.items():
         cut = inspect.cleandoc(PAGE.strip('"').replace(part, ""))

@@ -202,7 +202,7 @@ def test_a_client_finds_tools_and_specs(story: Story) -> None:
 
 def test_a_prompt_begins_a_run(story: Story) -> None:
     assert story.prompt.startswith(f"run: {story.run}\n")
-    assert TOY in story.prompt and "### per_row(" in story.prompt
+    assert TOY in story.prompt and "- `per_row(" in story.prompt
     assert story.reports["begun"]["status"] == "authoring"
 
 
@@ -295,18 +295,18 @@ async def test_a_page_or_an_example_is_read(here: Client) -> None:
     async with here as client:
         name = await begun(client)
         assert (await said(client, "read", run=name, page="per_row")).startswith("### per_row(")
-        example = await said(client, "read", run=name, page="gemm_bias_leaky_relu")
-        assert example.startswith("```yaml\nname: gemm_bias_leaky_relu") and "@kernel" in example
-        for page in ("toy", "../examples/gemm_bias_leaky_relu", "kernel", ""):
+        example = await said(client, "read", run=name, page="gemm_l1norm_gemm")
+        assert "reference:" in example and "def gemm_l1norm_gemm(" in example
+        for page in ("toy", "../examples/gemm_l1norm_gemm", "kernel", ""):
             assert f"there is no page {page!r}" in await said(client, "read", run=name, page=page)
     assert keys(name) == ["prompt"]
 
 
 async def test_the_example_of_a_runs_own_spec_is_not_read(here: Client, place: Path) -> None:
-    shutil.copy(prompt.EXAMPLES / "gemm_bias_leaky_relu.yaml", place / "specs")
+    shutil.copy(prompt.EXAMPLES / "gemm_l1norm_gemm.yaml", place / "specs")
     async with here as client:
-        name = await begun(client, "gemm_bias_leaky_relu")
-        assert "there is no page" in await said(client, "read", run=name, page="gemm_bias_leaky_relu")
+        name = await begun(client, "gemm_l1norm_gemm")
+        assert "there is no page" in await said(client, "read", run=name, page="gemm_l1norm_gemm")
 
 
 async def test_tips_await_a_person(here: Client, place: Path) -> None:

@@ -13,8 +13,8 @@ from authoring import KERNELS
 from kernels import signature, tensor, trace
 
 from coda_agent import primitives
-from coda_agent.agent.artifacts.primitive import formed
-from coda_agent.agent.prompts.prompt import FAMILIES, tokens, vocabulary
+from coda_agent.agent.prompts.prompt import tokens
+from coda_agent.agent.prompts.vocabulary import FAMILIES, formed, vocabulary
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 
@@ -115,5 +115,5 @@ def test_a_kernels_line_under_other_names_would_show() -> None:
 
 
 def test_pages_stay_short() -> None:
-    assert tokens(vocabulary()) < 4_000
+    assert tokens(vocabulary()) < 2_000
     assert max(tokens(inspect.getdoc(getattr(primitives, name)) or "") for name in PAGES) < 220
