@@ -372,8 +372,9 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
     """Whether most values that could be finer are whole steps of ``ONE``, a few from the truth: what a
     difference of two values near 1 leaves."""
-    fine = (truth.abs() * torch.finfo(got.dtype).eps < ONE / 4) & (truth != 0) & got.isfinite()
-    kept, error = got[fine].double(), (got.double() - truth)[fine].abs()
+    step, got = torch.finfo(got.dtype).eps, got.double()
+    fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
+    kept, error = got[fine], (got - truth)[fine].abs()
     stepped = (kept % ONE == 0) & (error < ONE * (2 + 14 * (kept != 0)))
     return int(stepped.sum()) > max(FEW, len(kept) / 2)
 

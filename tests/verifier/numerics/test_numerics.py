@@ -237,9 +237,8 @@ def test_a_small_factor_fails_and_is_named(benches, name):
         assert f"output {key!r}" in faults[key] and "looks like a factor of 1.002" in faults[key]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_cancels_near_1_is_named(dtype):
-    spec = Spec.model_validate(
+def small_tanh(dtype):
+    return Spec.model_validate(
         {
             "name": "small",
             "summary": "Hyperbolic tangent.",
@@ -250,6 +249,20 @@ def test_what_cancels_near_1_is_named(dtype):
             "cases": ({"name": "one", "M": 64, "N": 64},),
         }
     )
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_wrong_fp8_output_fails(dtype):
+    x, stored = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)), DTYPES[dtype]
+    truth, yard = {"y": x.double().tanh()}, {"y": x.tanh().to(stored)}
+    spec, given = small_tanh(dtype), (yard["y"], x.to(stored))
+    (right,), (wrong,) = (compare(spec, {"y": y}, truth, yard) for y in given)
+    assert right.passed and not wrong.passed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_cancels_near_1_is_named(dtype):
+    spec = small_tanh(dtype)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) * 2.0**-18
     truth, stored = {"y": x.double().tanh()}, DTYPES[dtype]
 
