@@ -93,6 +93,16 @@ def _check_kinds(spec: Declared) -> None:
         if tensor.dtype in OPERANDS and spec.baseline is None:
             message = f"input {name} is {tensor.dtype}, which torch.matmul does not take: give a baseline"
             raise fault(f"{message} with torch._scaled_mm", "inputs", name, "dtype")
+    _check_operands(spec)
+
+
+def _check_operands(spec: Declared) -> None:
+    """Check that each of several fp8 matrices can meet another: only a gemm reads them, along their rows."""
+    eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
+    for name, inner in eights.items():
+        if [*eights.values()].count(inner) < 2 <= len(eights):
+            message = f"input {name} is fp8, and no other fp8 matrix has rows of {inner}; a gemm of fp8 is"
+            raise fault(f"{message} x @ w.mT: give x as [M, K] and w as [N, K]", "inputs", name, "shape")
 
 
 def _check_rank(name: str, tensor: TensorSpec) -> None:

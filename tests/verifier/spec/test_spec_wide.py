@@ -182,6 +182,11 @@ def test_a_trial_is_of_distinct_sizes_and_valid_indices(write):
     assert inputs["position"].dtype == torch.int32 and inputs["position"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_fp8_matrices_that_no_gemm_can_read_are_refused(write):
+    message = fails(write("b: {shape: [N, K]", "b: {shape: [K, N]"), check=False)
+    assert message.startswith("wide.yaml:5: input a is fp8") and "w as [N, K]" in message
+
+
 SWAPS = """\
 name: swaps
 summary: A product whose adjacent columns change places.
