@@ -66,7 +66,7 @@ def name_in(folder: Path, given: str) -> str:
     return path.stem
 
 
-def accepted(kernel: Path, suffix: str) -> Path:
+def accepted_file(kernel: Path, suffix: str) -> Path:
     """The file of an accepted kernel named by its stem; any other path is unchanged."""
     known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
@@ -81,7 +81,7 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Read or write a file from the command line in the block. Raises BadParameter if that fails; the message
     names that file, not a draft beside it."""
     try:
@@ -107,16 +107,16 @@ def asking() -> Iterator[None]:
 
 def source(path: Path) -> str:
     """The text of a file from the command line."""
-    with named(path):
+    with naming_file(path):
         return path.read_text(encoding="utf-8")
 
 
 def kernel_source(kernel: Path) -> str:
     """The source of a kernel, after completing an interrupted acceptance of it."""
-    from coda_agent.agent.artifacts.accept import settled
+    from coda_agent.agent.artifacts.accept import consistent_files
 
     name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
-    with suppress(FileNotFoundError), settled(name, kernel.parent, edited=edited):
+    with suppress(FileNotFoundError), consistent_files(name, kernel.parent, edited=edited):
         return _kernel(kernel)
     return _kernel(kernel)
 

@@ -100,7 +100,7 @@ class BudgetOptions:
     def limits(self) -> RunLimits:
         from coda_agent.agent.run.budget import RunLimits
 
-        return RunLimits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
+        return RunLimits.from_json({n.removeprefix("budget_"): value for n, value in _changed(self).items()})
 
 
 ATTEMPTS = typer.Option(min=1, max=50, help="The most attempts.")
@@ -144,21 +144,21 @@ class Further:
 
     def header(self) -> dict[str, Any]:
         """The changes to the journal's header."""
-        return _given(self)
+        return _changed(self)
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
     """These options as a command line."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
-        for name, value in _given(group).items():
+        for name, value in _changed(group).items():
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 
 
-def spelled(*groups: Any) -> list[str]:
+def typed_options(*groups: Any) -> list[str]:
     """The options in all groups that differ from their defaults, as typed."""
-    return [_typed(group, name) for group in groups for name in _given(group)]
+    return [_typed(group, name) for group in groups for name in _changed(group)]
 
 
 def _typed(group: Any, field: str) -> str:
@@ -167,7 +167,7 @@ def _typed(group: Any, field: str) -> str:
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 
-def _given(group: Any) -> dict[str, Any]:
+def _changed(group: Any) -> dict[str, Any]:
     """The fields that differ from their defaults."""
     return {f.name: value for f in fields(group) if (value := getattr(group, f.name)) != f.default}
 

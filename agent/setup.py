@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from coda_agent.agent import arguments, providers
-from coda_agent.agent.options import AUTO, spelled
+from coda_agent.agent.options import AUTO, typed_options
 from coda_agent.agent.providers.spec import RunContext
 from coda_agent.primitives.errors import Absent
 
@@ -49,9 +49,9 @@ def new_author(
     """The header of a new run's journal, and its provider. Raises for options that cannot work, before the
     run exists."""
     provider = choose_provider(authoring.provider, name, edits=edits)
-    refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
+    refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    given |= providers.named(provider).header(_context(name, edits))
+    given |= providers.provider_spec(provider).header(_context(name, edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     return header, make_provider(header, name, edits=edits)
@@ -70,7 +70,7 @@ def refuse_idle(provider: str, *names: str) -> None:
 def refuse_uncounted(provider: str, limits: RunLimits, model: str | None = None) -> None:
     """Raise BadParameter for a limit that a run by this provider could never reach, or could exceed by any
     amount."""
-    spec = providers.named(provider)
+    spec = providers.provider_spec(provider)
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
     if given and not spec.counted:
         raise typer.BadParameter(
@@ -137,7 +137,7 @@ def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provi
     """The provider that a header names, for a run of ``spec``. ``edits``: as in ``choose_provider``. Raises
     ProviderError."""
     name = header["provider"]
-    options = providers.named(name).arguments(header, _context(spec, edits))
+    options = providers.provider_spec(name).arguments(header, _context(spec, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
 
 
@@ -158,15 +158,15 @@ def header_of(name: str) -> dict[str, Any]:
     return record.glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
-def standing(name: str) -> Outcome:
+def run_result(name: str) -> Outcome:
     """The state of a run from its journal alone. Asks and measures nothing; the run may be going."""
     from coda_agent.agent.run import loop, runs
-    from coda_agent.agent.run.journal import held
+    from coda_agent.agent.run.journal import is_open
 
-    outcome = loop.standing(*runs.look(name))
+    outcome = loop.result_of(*runs.look(name))
     if outcome is None:
         run = runs.folder(name)
-        remedy = "it is still running" if held(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
+        remedy = "it is still running" if is_open(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
         raise Absent(f"run {run.name} has no verified kernel yet: {remedy}")
     return outcome
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coda_agent.agent.show import beside, tuned
+from coda_agent.agent.show import report_schedules, sibling
 from coda_agent.agent.show.counters import heading, wanted
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
@@ -74,7 +74,7 @@ def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
     command = ncu()
     if command is None:
         raise SystemExit("ncu not found: install Nsight Compute, which CUDA toolkits include")
-    path = beside(raw, "raw.counters.csv") if raw else KERNELS / f"{name}.counters.csv"
+    path = sibling(raw, "raw.counters.csv") if raw else KERNELS / f"{name}.counters.csv"
     child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
     child += ["--case", case] if case else []
     child += ["--raw", str(raw.resolve())] if raw else []
@@ -104,10 +104,10 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
     chosen = next((c for c in spec.cases if case in (None, c.name)), None)
     if chosen is None:
         raise SystemExit(f"--case {case}: {name} has the cases {', '.join(c.name for c in spec.cases)}")
-    own = beside(raw, "raw.program.json") if raw else path
+    own = sibling(raw, "raw.program.json") if raw else path
     path = own if own.exists() else path
     program = Program.from_json(path.read_text(encoding="utf-8"), spec.signature())
-    schedules = tuned(path, program, chosen.name)
+    schedules = report_schedules(path, program, chosen.name)
     if not schedules:
         raise SystemExit(f"{path.name}: its report has no schedules at {chosen.name}; verify it again")
 

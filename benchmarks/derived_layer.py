@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.layer_profile.bench import Backward, on_known_schedules
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
-from coda_agent.comparison.interleaved import compiled
+from coda_agent.comparison.interleaved import compile_ahead
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.errors import relative, results
 from coda_agent.comparison.layers.fused import Attended, Fused, ResidualStream, Saved, unrotated
@@ -148,7 +148,7 @@ def measured(width: str) -> dict[str, Any]:
         raise LookupError(row.absent(PROGRAM))
     kernels = {call: on_known_schedules(call, k, width) for call, k in row.kernels.items()}
     request = LayerArms(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
-    compiled([request])
+    compile_ahead([request])
     drawn, runner = draw(row.shape, SEED), request.runner()
     layers = {name: variant(name, row.shape, drawn, runner) for name in (PROGRAM, COMPILE)}
     layers[ONE_PASS] = OnePass(row.shape, drawn.weights, drawn.next_norm, runner, unrotated)

@@ -52,11 +52,11 @@ def install() -> str:
         venv.create(place, clear=not there, with_pip=not there and not _OWN_PIP)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         # after its own packages
-        (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
+        (Path(_output(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
         # Without --quiet, pip names conflicting packages on its standard output.
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
-        _said(*filled, stderr=subprocess.STDOUT)
+        _output(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
         raise InvalidInput(
@@ -72,7 +72,7 @@ def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | st
     """The versions of distributions in that environment; or why it is unusable, with the remedy."""
     remedy = "coda-agent compare --install mends it"
     try:
-        found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))
+        found: dict[str, str] = json.loads(_output(interpreter, "-c", _VERSIONS, *packages))
     except OSError as error:
         return f"its environment does not run, {interpreter}: {error.strerror}: {remedy}"
     except subprocess.CalledProcessError as error:
@@ -87,5 +87,5 @@ def _interpreter() -> str:
     return str(folder() / "bin" / "python")
 
 
-def _said(*command: str, stderr: int = subprocess.PIPE) -> str:
+def _output(*command: str, stderr: int = subprocess.PIPE) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True).stdout

@@ -98,7 +98,7 @@ def run_interleaved(
     report(GATE, PREPARING)  # reported before it may kill the process
     import torch
 
-    with _heard(PREPARING):
+    with _heartbeat(PREPARING):
         stage = made()
     _release()
     prepared: dict[str, dict[str, Any]] = {}
@@ -107,7 +107,7 @@ def run_interleaved(
     for name in names:
         report(GATE, name)
         try:
-            with _heard(name):
+            with _heartbeat(name):
                 torch.cuda.empty_cache()  # not every library allocates through PyTorch
                 arms.append(_prepared(stage, name, prepared))
         except Exception as error:  # a library may raise anything; the arm's cell reports it
@@ -121,7 +121,7 @@ def run_interleaved(
     stage.forget_truth()
     _release()
     report(GATE, TIMING)
-    samples, conditions = _raced(arms, prepared, failed, reference_arm, rounds)
+    samples, conditions = _time_fitting(arms, prepared, failed, reference_arm, rounds)
     for name, found in prepared.items():
         found["milliseconds"] = milliseconds(samples[name])
     return {"arms": prepared, "failed": failed, "conditions": conditions}
@@ -159,7 +159,7 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
             raise WrongOutput(f"output {output!r} is off by {error:.3g} of the truth's RMS (limit {WORST})")
 
 
-def _raced(
+def _time_fitting(
     arms: list[timing.Arm], prepared: dict[str, Any], failed: dict[str, str], reference_arm: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
     """Samples of the arms that fit in memory together. If they do not fit, the arm with the most memory fails
@@ -180,7 +180,7 @@ def _raced(
 
 
 @contextmanager
-def _heard(words: str) -> Iterator[None]:
+def _heartbeat(words: str) -> Iterator[None]:
     """Report this message every BEAT seconds for at most LONGEST, since a compiler may be silent for longer
     than the parent waits. A kernel that hangs during preparation is detected after that."""
     done = threading.Event()
@@ -210,33 +210,33 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def compiled(sessions: Sequence[SessionArms]) -> dict[str, Any]:
+def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
     """Compile in parallel the objects that these sessions will load. A refusal is left to its arm, which
     meets it again."""
     words = f"compiling what {len(sessions)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
-    with _heard(words):
+    with _heartbeat(words):
         for arm in (arm for each in sessions for arm in each.compiles()):
-            jobs |= {pickle.dumps(job): job for job in _tried(arm) or ()}
+            jobs |= {pickle.dumps(job): job for job in _attempt(arm) or ()}
         workers.run_jobs(jobs.values())
     return {}
 
 
-def tuned(session: SessionArms) -> dict[str, Any]:
+def tune_ahead(session: SessionArms) -> dict[str, Any]:
     """Tune everything without known schedules, and store the result on disk, since this process has warm
     compilers. A refusal is left to its arm."""
     words = "tuning ahead of its first session"
     report(GATE, words)
-    with _heard(words):
-        new: list[Callable[[], object]] | None = _tried(partial(list, session.tunes()))
+    with _heartbeat(words):
+        new: list[Callable[[], object]] | None = _attempt(partial(list, session.tunes()))
         for arm in new or ():
-            _tried(arm)
+            _attempt(arm)
             _release()
     return {}
 
 
-def _tried(ahead: Callable[[], Made]) -> Made | None:
+def _attempt(ahead: Callable[[], Made]) -> Made | None:
     """The function's result; None if it fails. Raises a lost device's error."""
     try:
         return ahead()

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
     """An operator's accepted kernels by arm, with the schedules tuned at these sizes or none. An edited text
     is tuned over its report's schedules alone: on others nobody saw that it is right."""
-    found = {PROGRAM: tuned(spec, edited=False), EDITED: tuned(spec, edited=True)}
+    found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
-def tuned(spec: Spec, *, edited: bool) -> Incumbent | None:
+def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
     """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
     it to another text than the measured one. Raises KernelError."""
     found = accept.read(spec, edited=edited)
@@ -35,8 +35,8 @@ def tuned(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
-    """Why ``tuned`` gives None for an accepted kernel, and the remedy; None where it does not, or there is no
-    kernel. Raises KernelError."""
+    """Why ``accepted_kernel`` returns None for an accepted kernel, and the remedy; None where it does not, or
+    there is no kernel. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
@@ -52,7 +52,7 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 def written(spec: Spec) -> Program:
     """A model's program for an operator, accepted or not."""
-    with accept.settled(spec.name) as (_, program, *_):
+    with accept.consistent_files(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 

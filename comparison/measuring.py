@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.comparison import environment
 from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
+from coda_agent.comparison.interleaved import PREPARING, TIMING, compile_ahead, gpu, machine, tune_ahead
 from coda_agent.comparison.keys import keyed
 from coda_agent.comparison.results import ArmFailure, ArmResult, MeasuredMachine, Present, Results, Session
 from coda_agent.comparison.rows import Row
@@ -171,8 +171,8 @@ class _Measuring:
                 requests[f"{row.operator} {row.case}"] = row.task(tuple(arms), self.asked.rounds)[1]
         if not any(list(each.compiles()) for each in requests.values()):
             return
-        tasks: Sequence[Ahead] = [("compare", compiled, [*requests.values()])]
-        tasks = [*tasks, *((place, tuned, each) for place, each in requests.items())]
+        tasks: Sequence[Ahead] = [("compare", compile_ahead, [*requests.values()])]
+        tasks = [*tasks, *((place, tune_ahead, each) for place, each in requests.items())]
         try:
             with self._within(self._left() / 2):
                 while tasks:

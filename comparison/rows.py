@@ -198,7 +198,7 @@ class LayerRow:
         )
 
 
-def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
+def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
     rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises InvalidInput if nothing is
     left."""

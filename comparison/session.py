@@ -127,7 +127,7 @@ def prepare(arm: str, request: OperatorArms, inputs: Mapping[str, Tensor]) -> Pr
     if arm in pytorch.BASELINES:
         return Prepared(pytorch.calls(arm, spec, [inputs], sizes)[0], _as_given)
     if arm in quack_baseline.ARMS:
-        (call,) = quack_baseline.tuned(arm, spec, [inputs], sizes, request.quack).calls
+        (call,) = quack_baseline.tuned_calls(arm, spec, [inputs], sizes, request.quack).calls
         return Prepared(call, _as_given)
     return entries(arm)[spec.name].build(Given(inputs, sizes, spec.constants))
 

@@ -28,7 +28,7 @@ class Workers:
     def take(self, python: str | None) -> Worker:
         """A worker whose imports are done, if there is one; others begin theirs."""
         ready = self.ahead.get(python)
-        taken = ready.pop(0) if ready else _started(python)
+        taken = ready.pop(0) if ready else _start(python)
         self.begin()
         return taken
 
@@ -40,7 +40,7 @@ class Workers:
         """Start the next workers that are not running."""
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
-            ready += [_started(python) for _ in range(min(wanted, READY) - len(ready))]
+            ready += [_start(python) for _ in range(min(wanted, READY) - len(ready))]
 
     def close(self) -> None:
         """Stop the workers that no session took."""
@@ -48,5 +48,5 @@ class Workers:
             worker.close()
 
 
-def _started(python: str | None) -> Worker:
+def _start(python: str | None) -> Worker:
     return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=AHEAD)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coda_agent.fused import ops, schedules
-from coda_agent.primitives.compiler.jit import compiled
+from coda_agent.primitives.compiler.jit import compile_object
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -67,7 +67,7 @@ def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
 
 def _built(kernel: KernelSource, sizes: dict[str, int]) -> Build:
     lowered, chosen = kernel.lowered, dict(kernel.schedules)
-    refused = [g.step for g in lowered.gemms if not compiled(lowered, g, chosen[g.step], sizes)]
+    refused = [g.step for g in lowered.gemms if not compile_object(lowered, g, chosen[g.step], sizes)]
     return Build(kernel.program.signature.name, sizes, chosen, refused)
 
 

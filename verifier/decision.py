@@ -38,7 +38,7 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
     acceptance. InvalidMeasurement for a sample that is not a duration; ValueError for too few or unpaired
     samples."""
     pairs = _paired(arm, candidate)
-    found = _over(pairs)
+    found = _interval(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
     fields = (found.estimate, found.low, found.high)
     estimate, low, high = (round(value, 5) for value in fields)
@@ -49,7 +49,7 @@ def no_slower(kept: Rows, change: Rows) -> bool:
     """Whether a change is as fast as the incumbent: Student's interval is not below 1 (the bootstrap's is too
     narrow over three processes), and both intervals lie above the allowed loss. Without the second condition
     a slower kernel could pass as noise."""
-    found = _over(_paired(kept, change))
+    found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
 
@@ -58,7 +58,7 @@ def _paired(arm: Rows, candidate: Rows) -> Pairs:
     return list(zip(arm, candidate, strict=True))
 
 
-def _over(pairs: Pairs) -> statistics.Interval:
+def _interval(pairs: Pairs) -> statistics.Interval:
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
 
 

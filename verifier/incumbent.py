@@ -41,7 +41,7 @@ class Incumbent:
     ) -> Incumbent:
         """The incumbent with schedules as JSON data. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
-        return cls(kernel, tuned, raced(finalists))
+        return cls(kernel, tuned, parse_schedules(finalists))
 
     @property
     def proved(self) -> Known:
@@ -59,7 +59,7 @@ def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 
-def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
+def parse_schedules(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
     """Parse schedules by case and step from JSON data. Raises ProgramError."""
     return {
         case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}

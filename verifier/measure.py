@@ -40,7 +40,7 @@ from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, Schedules, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.telemetry import findings
 from coda_agent.verifier.gpu.worker import Lost, Task, Worker
-from coda_agent.verifier.incumbent import Incumbent, Known, raced, worth_racing
+from coda_agent.verifier.incumbent import Incumbent, Known, parse_schedules, worth_racing
 from coda_agent.verifier.report import (
     CANDIDATE,
     PROTOCOL,
@@ -109,8 +109,8 @@ def measure(
 
     ``known``: by case and step, schedules worth timing. ``kept``: the incumbent that the decision compares
     with, besides the baseline; without known schedules an edited text is tuned over those that ``kept`` was
-    just tuned to. ``quack``: by case, known schedules of QuACK's arms. ``ahead``: workers from ``started``,
-    which this function closes.
+    just tuned to. ``quack``: by case, known schedules of QuACK's arms. ``ahead``: workers from
+    ``start_workers``, which this function closes.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -154,7 +154,7 @@ class _Tuned:
         pass
 
 
-def started() -> list[Worker]:
+def start_workers() -> list[Worker]:
     """Start workers for a later measurement, which import meanwhile: the one that checks, and the first one
     that times."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
@@ -474,7 +474,9 @@ class _Session:
         if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
-        return worth_racing(by_step(rival["schedules"]), raced({case.name: rival["finalists"]})[case.name])
+        return worth_racing(
+            by_step(rival["schedules"]), parse_schedules({case.name: rival["finalists"]})[case.name]
+        )
 
     def _rival(self, case: Case) -> KernelCase | None:
         """The incumbent, tuned in the same measurement."""
@@ -504,7 +506,7 @@ class _Session:
         program = self.kernel.program
         gemms = lower(program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
-        named += self._kept("hidden", partial(_hidden, self.spec))["sizes"].items()
+        named += self._kept("hidden", partial(_new_hidden_sizes, self.spec))["sizes"].items()
         jobs = []
         for name, sizes in named:
             tried: Sequence[Schedules] = choices(program, gemms, sizes)
@@ -521,7 +523,7 @@ class _Session:
         return [s for i, s in enumerate(every) if s not in every[:i]]
 
 
-def _hidden(spec: Spec) -> dict[str, Any]:
+def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
     """New hidden sizes, one set with a single row, and their seeds."""
     from coda_agent.verifier.numerics.sizes import hidden
 

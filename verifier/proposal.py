@@ -417,7 +417,7 @@ def _edges(interval: tuple[float, float]) -> list[float]:
 # Judging
 
 
-def judged(
+def errors_of(
     proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
 ) -> dict[str, float]:
     """Judge the frame's outputs against fp64, on the tensors' device: their errors. Raises Failed."""

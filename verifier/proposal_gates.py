@@ -20,7 +20,7 @@ from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, s
 from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.measure import PATIENCE
-from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, errors_of
 from coda_agent.verifier.report import Checked, Measured, Measurement
 from coda_agent.verifier.spec.model import Spec
 
@@ -73,7 +73,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
         outputs = {"fused": found.values[2 * i].bfloat16()}
         if family != "accumulator":
             outputs["loaded"] = found.values[2 * i + 1]
-        errors = judged(proposal, spec, inputs, outputs, f"its arithmetic, {family} arguments")
+        errors = errors_of(proposal, spec, inputs, outputs, f"its arithmetic, {family} arguments")
         figures["worst_rms_ratio"][family] = errors["fused"]
 
 
@@ -108,7 +108,7 @@ def numerics(job: PrimitiveCase) -> dict[str, Any]:
             if family == "accumulator":
                 del made["loaded"]
             where = f"on the GPU, {family} arguments"
-            errors = judged(job.proposal, job.spec, inputs, made, where)
+            errors = errors_of(job.proposal, job.spec, inputs, made, where)
             known = outputs.setdefault(family, {"rms_ratio": 0.0, "ulps": 0.0})
             known["rms_ratio"] = max(known["rms_ratio"], errors["fused"])
             known["ulps"] = max(known["ulps"], errors.get("ulps", 0.0))

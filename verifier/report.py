@@ -221,7 +221,7 @@ Measurement = Measured | Unmeasured | Rejected
 MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field(discriminator="status")])
 
 
-def accepted(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
+def join(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
     """Join the check of a machine without a GPU with the GPU's measurement of the same identity.
 
     ValueError if their identities differ.
@@ -237,7 +237,7 @@ def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> 
     if found is None or not isinstance(report, Checked):
         return report
     if isinstance(found, Measured):
-        return accepted(report, found, None)
+        return join(report, found, None)
     if isinstance(found, Unmeasured):
         return report.model_copy(update={"unmeasured": f"checked; the measurement is void: {found.reason}"})
     return found.model_copy(update={"gates": report.gates + found.gates})

@@ -134,7 +134,9 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
         if timing.roofline_milliseconds != bound:
             told = timing.roofline_milliseconds
             found.append(f"{place} says a roofline of {told} ms, the program's is {bound}: measure again")
-        found += [f"{place}{words}: measure again" for words in (*_raced(timing, arms), *_sampled(timing))]
+        found += [
+            f"{place}{words}: measure again" for words in (*_arm_faults(timing, arms), *_sampled(timing))
+        ]
     return found
 
 
@@ -162,7 +164,7 @@ def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
     return found.keys() == steps and all(fields.keys() >= TILE_FIELDS for fields in told.values())
 
 
-def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
+def _arm_faults(t: Timing, arms: Sequence[str]) -> list[str]:
     """Arms that are missing in a case, or differ between cases."""
     found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
     if t.graph_milliseconds is None:
@@ -236,7 +238,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
-        return [f"{name}: the controls are none: {_first(error)}: measure again"]
+        return [f"{name}: the controls are none: {_first_fault(error)}: measure again"]
     tried = [[c for c in controls if c.process == process] for process in range(processes)]
     if not all(tried) or sum(map(len, tried)) != len(controls):
         return [f"{name}: the controls are not those of {processes} processes: measure again"]
@@ -306,7 +308,7 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
             [[c.same.estimate] * MIN_ROUNDS for c in controls], [[1.0] * MIN_ROUNDS] * len(controls)
         )
     except ValidationError as error:
-        return [f"gate benchmark does not say how the kernel did against itself: {_first(error)}"]
+        return [f"gate benchmark does not say how the kernel did against itself: {_first_fault(error)}"]
     except InvalidMeasurement:
         return ["the controls of a kernel against itself are no ratios"]
     agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
@@ -371,7 +373,7 @@ def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read
     except KeyError:
         raise _Lacking(f"gate {gate} has no figures for case {case}") from None
     except ValidationError as error:
-        raise _Lacking(f"gate {gate} has no figures for case {case}: {_first(error)}") from None
+        raise _Lacking(f"gate {gate} has no figures for case {case}: {_first_fault(error)}") from None
 
 
 def _figures(report: Accepted, gate: str) -> dict[str, Any]:
@@ -419,7 +421,7 @@ def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
     }
 
 
-def _first(error: ValidationError) -> str:
+def _first_fault(error: ValidationError) -> str:
     """The first fault of a file, and its position."""
     told = error.errors()[0]
     return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

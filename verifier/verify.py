@@ -53,7 +53,11 @@ def check(
     """Trace in the jail, then run contract, interpreter and a compile for sm_90a, without a GPU.
     ``schedules`` by step are the author's."""
     found = examine(spec, source, schedules=schedules, weak_jail=weak_jail, progress=progress)
-    return Verdict(found, None) if isinstance(found, Rejected) else compiled(spec, found, progress=progress)
+    return (
+        Verdict(found, None)
+        if isinstance(found, Rejected)
+        else compile_examined(spec, found, progress=progress)
+    )
 
 
 class Examined(NamedTuple):
@@ -84,12 +88,12 @@ def examine(
     return Examined(program, tuple(traced.lines), tuple(gates.passed))
 
 
-def compiled(spec: Spec, found: Examined, *, progress: Progress = silent) -> Verdict:
+def compile_examined(spec: Spec, found: Examined, *, progress: Progress = silent) -> Verdict:
     """Compile an examined program for sm_90a, without a GPU."""
     gates, kernel = Gates(progress, passed=[*found.gates]), KernelSource(found.program)
     try:
         with gates.gate("compile") as figures:
-            compile_gate(spec, kernel, _tried(found.program), figures, lines=found.lines)
+            compile_gate(spec, kernel, _schedules_to_compile(found.program), figures, lines=found.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, kernel, gates), found.program)
@@ -117,7 +121,7 @@ def check_edited(
         _check_program(spec, program, gates)
         with gates.gate("compile") as figures:
             kernel = KernelSource(program, edited=text)
-            compile_gate(spec, kernel, _tried(program, tuned), figures)
+            compile_gate(spec, kernel, _schedules_to_compile(program, tuned), figures)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, kernel, gates), program)
@@ -138,11 +142,11 @@ def verify(
     which stores finished stages in ``keep`` and starts from ``quack``'s known schedules."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
-    from coda_agent.verifier.measure import measure, started
+    from coda_agent.verifier.measure import measure, start_workers
 
     with ExitStack() as stack:
         # Their imports take as long as these gates.
-        ahead = [stack.enter_context(worker) for worker in started()]
+        ahead = [stack.enter_context(worker) for worker in start_workers()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
             return Verdict(report, program)
@@ -191,7 +195,7 @@ def check_program(spec: Spec, program: Program) -> Rejected | None:
     return None
 
 
-def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
+def _schedules_to_compile(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
     """The schedules for the compile gate, including the author's."""
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
 
@@ -302,11 +306,11 @@ def _static(spec: Spec, case: Case) -> tuple[tuple[str, int], ...]:
     return tuple((dim, case.sizes[dim]) for dim in spec.static)
 
 
-def _at(dims: Mapping[str, int]) -> str:
+def _at_dims(dims: Mapping[str, int]) -> str:
     return " at " + ", ".join(f"{dim} = {size}" for dim, size in dims.items()) if dims else ""
 
 
-def _compiled(
+def _compile_cases(
     kernel: KernelSource,
     dims: Mapping[str, int],
     schedules: Iterable[Schedule],
@@ -323,7 +327,7 @@ def _compiled(
         if error.code == CROWDED:
             line = lines[error.node] if error.node is not None and error.node < len(lines) else None
             raise Failed(error.code, str(error), line) from None
-        words = f"the lowered kernel does not compile for sm_90a{_at(dims)}: {error}"
+        words = f"the lowered kernel does not compile for sm_90a{_at_dims(dims)}: {error}"
         raise Failed("compiler", words, line_behind(str(error), lines)) from None
 
 
@@ -332,8 +336,8 @@ def _left_out(
 ) -> list[str]:
     """Findings on tiles whose epilogue leaves their mainloop too little shared memory."""
     return [
-        f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at(shown)}: the tiles that it reads and "
-        "returns leave that one no room in shared memory for the operands"
+        f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at_dims(shown)}: the tiles that it reads "
+        "and returns leave that one no room in shared memory for the operands"
         for gemm in lower(program).gemms
         for s in schedules
         if gemm.admits(s, dims) and not fits(program, gemm, s, dims)
@@ -354,7 +358,7 @@ def compile_gate(
     resources: list[tuple[dict[str, int], Resources]] = []
     figures["findings"] = []
     for dims in several:
-        found = _compiled(kernel, dims, schedules, lines)
+        found = _compile_cases(kernel, dims, schedules, lines)
         shown = dims if len(several) > 1 else {}
         resources += [(shown, r) for r in found if r.schedule or dims == several[0]]
         figures["findings"] += _left_out(kernel.program, dims, schedules, shown)
@@ -368,7 +372,7 @@ def compile_gate(
         for dims, r in resources
     ]
     figures["findings"] += [
-        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores{_at(dims)}"
+        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores{_at_dims(dims)}"
         for dims, r in resources
         if r.spill_loads
     ]

@@ -69,11 +69,13 @@ def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list
 
 
 @contextmanager
-def settled(name: str, directory: Path | None = None, *, edited: bool = False) -> Iterator[list[Path]]:
+def consistent_files(
+    name: str, directory: Path | None = None, *, edited: bool = False
+) -> Iterator[list[Path]]:
     """Within, a kernel's ``files``, by default in generated_kernels/, are from one acceptance: an interrupted
     one is completed first, and others wait. Raises OSError, FileNotFoundError without a directory."""
     *others, evidence = files(name, directory or KERNELS, edited=edited)
-    with atomic_files.settled(evidence.parent, evidence.name):
+    with atomic_files.consistent(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
@@ -81,7 +83,7 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
     """The accepted kernel of a spec, by default in generated_kernels/, or its edited text; None if there is
     none. ``verifier.provenance`` checks that the report covers these files. Raises KernelError."""
     try:
-        with settled(spec.name, directory, edited=edited) as (source, program, *_, evidence):
+        with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
             traced = Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
             return AcceptedKernel(KernelSource(traced, edited=text), report(evidence))
@@ -100,7 +102,7 @@ def superseded(edit: Accepted, own: Accepted) -> bool:
 def is_there(name: str) -> bool:
     """Whether generated_kernels/ has an accepted kernel of this name. Raises OSError."""
     try:
-        with settled(name) as (*_, evidence):
+        with consistent_files(name) as (*_, evidence):
             return evidence.is_file()
     except FileNotFoundError:
         return False
@@ -199,7 +201,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     name = outcome.report.identity.spec
     path, *_ = files(name, directory, edited=edited)
     try:
-        with settled(name, directory, edited=edited):
+        with consistent_files(name, directory, edited=edited):
             before = path.read_text(encoding="utf-8")
     except OSError:
         if not edited:

@@ -41,7 +41,7 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 
 @contextmanager
-def settled(directory: Path, name: str = "*") -> Iterator[None]:
+def consistent(directory: Path, name: str = "*") -> Iterator[None]:
     """Guarantee in the block that files come from one replacement. A replacement that was interrupted after
     its decision is completed first; one that was interrupted before it is discarded. Without ``name``, all
     replacements. Raises OSError, FileNotFoundError without ``directory``."""

@@ -137,7 +137,7 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
         last = view.last
         if last is None or not isinstance(last.checked, Checked) or last.measured:
             raise InvalidInput(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
-        kernel, kept, report = last.kernel(run.spec), _kept(run, view), last.checked
+        kernel, kept, report = last.kernel(run.spec), _incumbent(run, view), last.checked
         assert kernel is not None  # a checked one is there
         return PackedKernel(
             run=run.name,
@@ -145,7 +145,7 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
             spec_text=run.text,
             program=kernel.program.to_json(),
             identity=report.identity,
-            known=_known(run.spec, report.identity),
+            known=_known_schedules(run.spec, report.identity),
             quack=quack_tunings.quack(run.spec),
             kept=PackedIncumbent.of(kept) if kept else None,
             raw=kernel.edited or "",
@@ -183,7 +183,7 @@ def _objects(
     return packed(lowered)
 
 
-def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
+def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
     from coda_agent.verifier.incumbent import Incumbent
 
     at = view.standing
@@ -193,7 +193,7 @@ def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
     return task_of(run).rival()
 
 
-def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
+def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """The tuning of the spec's accepted kernel if program and text are the same, so that tuning only re-times
     its schedules."""
     try:
@@ -226,16 +226,16 @@ def measure(
 ) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Stages in
     ``out``.partial are not measured again. InvalidInput, naming ``path``, for another version's bundle."""
-    from coda_agent.verifier.measure import started
+    from coda_agent.verifier.measure import start_workers
 
-    done, here, waiting = BundleResults(results=()), [], started()
+    done, here, waiting = BundleResults(results=()), [], start_workers()
     try:
         checked = [verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
             # The next entry's workers import meanwhile.
-            here, waiting = waiting, started() if place < len(checked) else []
+            here, waiting = waiting, start_workers() if place < len(checked) else []
             keep, said = stages(out, entry, options), progress(entry.run)
-            found = whole(keep, partial(_measured, path, entry, spec, kernel, options, keep, said, here))
+            found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
             made = identity(spec, kernel)
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = BundleResults(results=(*done.results, result))
@@ -265,14 +265,14 @@ def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, An
     return found
 
 
-def measured(
+def measure_entry(
     path: Path, entry: PackedKernel, options: MeasureOptions, keep: Checkpoint, progress: Progress = silent
 ) -> Measurement:
     """Measure one entry on this process's GPU. ``path`` names its bundle in errors."""
-    return _measured(path, entry, *verified(path, entry), options, keep, progress, ())
+    return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ())
 
 
-def _measured(
+def _measure_on(
     path: Path,
     entry: PackedKernel,
     spec: Spec,
@@ -311,10 +311,10 @@ def _unpack(path: Path, entry: PackedKernel, kernel: KernelSource) -> None:
 
 
 def _schedules(path: Path, entry: PackedKernel) -> dict[str, Known]:
-    from coda_agent.verifier.incumbent import raced
+    from coda_agent.verifier.incumbent import parse_schedules
 
     try:
-        return raced(entry.known)
+        return parse_schedules(entry.known)
     except (ProgramError, ValueError) as error:
         raise InvalidInput(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"

@@ -236,7 +236,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
         raise InvalidInput(f"primitives already has {name!r}: nothing to merge")
     run = runs.reopen(latest(name))
     try:
-        outcome = loop.standing(run.journal, run.spec)
+        outcome = loop.result_of(run.journal, run.spec)
         text = str(run.journal.header[HEADER])
         recording = "" if "replays" in run.journal.header else accept.recorded(run.journal)
     finally:
@@ -247,7 +247,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
         raise InvalidInput(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
     path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
     write_atomic(path, patch(proposal, outcome.source, recording))
-    return path, outcome, lacking(answer(outcome.source, name, len(proposal.arguments)).page)
+    return path, outcome, missing_parts(answer(outcome.source, name, len(proposal.arguments)).page)
 
 
 def _computed(report: Accepted | Checked) -> bool:
@@ -255,7 +255,7 @@ def _computed(report: Accepted | Checked) -> bool:
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
-def lacking(page: str) -> str:
+def missing_parts(page: str) -> str:
     """What a page needs to have the right form; empty if nothing."""
     if formed(page):
         return ""

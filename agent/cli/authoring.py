@@ -24,7 +24,7 @@ from coda_agent.agent.options import (
     WeakJail,
     flags,
     grouped,
-    spelled,
+    typed_options,
 )
 from coda_agent.agent.reporting.safe_text import echo
 
@@ -64,9 +64,9 @@ def generate(
     limits = budget.limits().shared(candidates)
     header, provider = setup.new_author(loaded.name, authoring, limits, directory)
     header |= {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, loaded)}
-    setup.need_gpu(gpu, *spelled(measuring))
+    setup.need_gpu(gpu, *typed_options(measuring))
     if candidates > 1:
-        names = begun(partial(runs.create, loaded, text), header, candidates)
+        names = create_runs(partial(runs.create, loaded, text), header, candidates)
         _attend(names, flags(gpu, measuring), as_json)
     else:
         _go(runs.create(loaded, text, header), gpu, measuring, as_json, provider=provider)
@@ -91,7 +91,7 @@ def optimize(
     from coda_agent.verifier.loading import load
 
     path = Path(name)
-    if path.suffix != ".yaml" or runs.beside(path, load(path, check=False)) is None:
+    if path.suffix != ".yaml" or runs.derived_program(path, load(path, check=False)) is None:
         name = typed.name_in(typed.SPECS, name)
         path = typed.shipped(typed.SPECS / f"{name}.yaml")
         base(load(path, check=False))  # a missing kernel is reported first
@@ -99,7 +99,7 @@ def optimize(
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     header |= runs.derived_beside(path, spec)
     header |= {"improve": improve, "optimizes": name}
-    setup.need_gpu(gpu, *spelled(measuring))
+    setup.need_gpu(gpu, *typed_options(measuring))
     _go(runs.create(spec, typed.source(path), header), gpu, measuring, as_json, provider=provider)
 
 
@@ -134,7 +134,7 @@ def primitive(
         done = "--merge only writes a patch" if merge else "--reference only writes a proposal"
         asked = {"gpu": gpu is not None, "directory": directory, "json": as_json}
         asked["reference"] = merge and reference is not None
-        typed.refuse_unused(f"{done}; leave it out", *spelled(authoring, budget), **asked)
+        typed.refuse_unused(f"{done}; leave it out", *typed_options(authoring, budget), **asked)
     if merge:
         path, outcome, lacking = proposals.merge(name, out)
         echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
@@ -171,10 +171,10 @@ def resume(
         sweeps.resume(run[0], budget, measuring, gpu, ray, as_json, further.header(), readmit or ())
         return
     typed.refuse_unused("it is for a sweep; leave it out", ray=ray, readmit=readmit)
-    setup.need_gpu(gpu, *spelled(measuring))
+    setup.need_gpu(gpu, *typed_options(measuring))
     for name in run:
         header = setup.header_of(name)
-        setup.refuse_idle(header["provider"], *spelled(further))
+        setup.refuse_idle(header["provider"], *typed_options(further))
         setup.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
     if len(run) > 1:
         _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
@@ -183,7 +183,7 @@ def resume(
         _go(runs.reopen(run[0]), gpu, measuring, as_json, given)
 
 
-def begun(create: Callable[[dict[str, Any]], Run], header: dict[str, Any], number: int) -> list[str]:
+def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any], number: int) -> list[str]:
     """Create ``number`` runs without starting them; return their names."""
     names: list[str] = []
     directory = header["directory"]
@@ -211,16 +211,16 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
         raise
     none = best.past.status == UNDECIDED
     for ended in [*others, best] if none else others:
-        console.print(_told(ended.past), soft_wrap=True)
+        console.print(_result_line(ended.past), soft_wrap=True)
     if none:
         again = f"coda-agent resume {' '.join(names)}"
         echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
         raise typer.Exit(best.status if best.status > 0 else ABSENT)
     console.print(f"best run: {best.past.run}")
-    finish(setup.standing(best.past.run).report, as_json, best.past.run)
+    finish(setup.run_result(best.past.run).report, as_json, best.past.run)
 
 
-def _told(past: Past) -> str:
+def _result_line(past: Past) -> str:
     """The result of a run that is not the best."""
     words = f"{past.run}: {past.status} {past.why}".rstrip()
     return f"{words}, stopped: {past.stopped}" if past.stopped else words

@@ -104,7 +104,7 @@ def derive(
 def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
     """The kernel's file and its spec. For a spec: the kernel beside it, else the accepted one."""
     if given.suffix not in (".yaml", ".yml"):
-        return arguments.accepted(given, "program.json"), spec
+        return arguments.accepted_file(given, "program.json"), spec
     if spec:
         raise typer.BadParameter(f"--spec {spec}: {given} is a spec itself; give one of them")
     beside = [given.with_suffix(ending) for ending in (".program.json", ".py")]
@@ -194,6 +194,6 @@ def _written(derived: Derived, made: Pair | None, out: Path) -> list[str]:
         name = derived.head.signature.name
         texts |= {f"{name}.program.json": derived.head.to_json(), f"{name}.txt": reference(derived.head)}
     for name, text in texts.items():
-        with arguments.named(out / name):
+        with arguments.naming_file(out / name):
             (out / name).write_text(text, encoding="utf-8")
     return [str(out / name) for name in texts]

@@ -32,7 +32,7 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
     raise typer.Exit(REJECTED if report.status == "rejected" else OK)
 
 
-def explained(error: Exception) -> int:
+def print_error(error: Exception) -> int:
     """Print an expected error's message and return its exit status. Any other error is a bug, and
     propagates."""
     if isinstance(error, CodaError):

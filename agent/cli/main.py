@@ -18,12 +18,12 @@ from coda_agent.agent import arguments, setup
 from coda_agent.agent.cli.authoring import generate, optimize, primitive, resume
 from coda_agent.agent.cli.compare import compare
 from coda_agent.agent.cli.derive import derive
-from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
+from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, finish, print_error
 from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.sweep import Ray, fleet, sweep
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import build, tune
-from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, spelled
+from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, typed_options
 from coda_agent.agent.reporting.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
 
@@ -78,10 +78,10 @@ def verify(
     from coda_agent.verifier.verify import verify as run_gates
 
     arguments.refuse_no_source(kernel, "verify")
-    kernel = arguments.accepted(kernel, "py")
+    kernel = arguments.accepted_file(kernel, "py")
     source = arguments.kernel_source(kernel)  # a missing source is reported before its spec
     loaded = load(arguments.spec_for(kernel, spec))
-    setup.need_gpu(gpu, *spelled(measuring), *(["--again"] if again else ()))
+    setup.need_gpu(gpu, *typed_options(measuring), *(["--again"] if again else ()))
     options, here = measuring.options(), setup.use_gpu(gpu)
     with (
         progress.LiveView(setup.console(as_json)) as watch,
@@ -219,20 +219,20 @@ def report(
         raise typer.BadParameter("--jsonl takes one run")
     if jsonl:
         arguments.refuse_unused("--jsonl writes the events and no page; leave it out", out=out, json=as_json)
-        with arguments.named(jsonl):
+        with arguments.naming_file(jsonl):
             echo(accepting.export(run[0], jsonl))
     elif as_json:
         arguments.refuse_unused("--json prints instead of writing a page; leave one of the two out", out=out)
         echo(json.dumps(compared.as_dict(run), indent=1))
     else:
-        with arguments.named(out or folder(run[0])):
+        with arguments.naming_file(out or folder(run[0])):
             echo("\n".join(map(str, compared.write(run, out))))
 
 
 @app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
     """Show a run's kernel, its report and its changes. At a terminal, ask whether to accept it."""
-    outcome = setup.standing(run)
+    outcome = setup.run_result(run)
     if as_json:
         finish(outcome.report, as_json)
     from rich.syntax import Syntax
@@ -275,10 +275,10 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
             f"{accepting.ROOT} is an installed package, and kernels are accepted into a checkout: "
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
-    shown = shown or setup.standing(run)
+    shown = shown or setup.run_result(run)
     opened = runs.reopen(run)  # from here on the run cannot change
     try:
-        outcome = loop.standing(opened.journal, opened.spec)
+        outcome = loop.result_of(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
             raise Refused(f"run {run} changed while you read it; review it again: coda-agent review {run}")
         paths = accepting.accept(outcome, opened.journal, looked=looked)
@@ -342,7 +342,7 @@ def table(
         arguments.refuse_unused("--write puts the tables into FILE; leave one of the two out", json=as_json)
     found = tables.read()
     if write:
-        with arguments.named(write):
+        with arguments.naming_file(write):
             tables.write(write, found)
     elif as_json:
         echo(json.dumps(found.to_json(), indent=1))
@@ -395,7 +395,7 @@ def main() -> None:
             echo("coda-agent: interrupted", err=True)
         raise
     except Exception as error:
-        sys.exit(explained(error))
+        sys.exit(print_error(error))
 
 
 if __name__ == "__main__":

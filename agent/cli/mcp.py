@@ -32,7 +32,7 @@ from coda_agent.agent.providers import Tool, ToolCall
 from coda_agent.agent.providers.mcp import NAME, Submission
 from coda_agent.agent.run import run_summary, runs, tools
 from coda_agent.agent.run.budget import Spent
-from coda_agent.agent.run.loop import Loop, Outcome, extract, standing
+from coda_agent.agent.run.loop import Loop, Outcome, extract, result_of
 from coda_agent.agent.run.task import Measure
 from coda_agent.primitives.errors import Absent, CodaError
 from coda_agent.verifier.loading import load
@@ -122,7 +122,7 @@ class McpTools:
         """Check a draft of a run's kernel (the whole Python file) without using an attempt: trace, contract,
         numerics against PyTorch on the CPU, compilation for sm_90a."""
         with self._opened(run) as opened:
-            if over := _over(opened, standing(opened.journal, opened.spec)):
+            if over := _why_closed(opened, result_of(opened.journal, opened.spec)):
                 raise ToolError(over)
             return _used(opened, tools.CHECK, ctx, source=extract(_answer(source)))
 
@@ -133,14 +133,14 @@ class McpTools:
             submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
             outcome = _loop(opened, Progress(ctx), submission).run()
             if not submission.taken:  # nor was it taken before an interrupted attempt that is judged now
-                raise ToolError(_over(opened, outcome))
-            return _judged(opened, outcome)
+                raise ToolError(_why_closed(opened, outcome))
+            return _verdict_text(opened, outcome)
 
     def measure(self, run: str, ctx: Context) -> str:
         """Measure a run's checked kernel on this machine's H100: correct on the GPU, stable, and faster than
         torch.compile. Takes minutes."""
         with self._opened(run) as opened:
-            outcome = standing(opened.journal, opened.spec)
+            outcome = result_of(opened.journal, opened.spec)
             if outcome is None or not isinstance(outcome.report, Checked):
                 status = outcome.report.status if outcome else "without a verified kernel"
                 raise ToolError(f"run {run} is {status}: only a checked kernel can be measured")
@@ -150,7 +150,7 @@ class McpTools:
                 raise Absent(
                     f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"
                 )
-            return _judged(opened, _loop(opened, progress, measure=gates).run())
+            return _verdict_text(opened, _loop(opened, progress, measure=gates).run())
 
     def read(self, run: str, page: str, ctx: Context) -> str:
         """Read a page that a run's prompt names: a primitive's, such as per_row, or a worked example's, such
@@ -167,14 +167,17 @@ class McpTools:
 
     def report(self, run: str) -> dict[str, Any]:
         """The state of a run: status, gates passed, the verifier's message, attempts and tokens."""
-        read = run_summary.read(runs.runs_dir() / _known(run))
+        read = run_summary.read(runs.runs_dir() / _existing(run))
         reports = [attempt.report for attempt in read.attempts if attempt.report]
         judged = [report for report in reports if report.status == read.past.status]
         told = asdict(read.past) | {"attempts_at_most": read.header.get("attempts")}
         if not judged:
             return told
         found = judged[-1]
-        told |= {"gates": [g.model_dump(mode="json") for g in found.gates], "message": _words(run, found)}
+        told |= {
+            "gates": [g.model_dump(mode="json") for g in found.gates],
+            "message": _report_text(run, found),
+        }
         if isinstance(found, Accepted):
             shown = {"milliseconds", "ratios", "roofline_milliseconds"}
             told["timings"] = {t.case: t.model_dump(mode="json", include=shown) for t in found.timings}
@@ -184,7 +187,7 @@ class McpTools:
     def _opened(self, name: str) -> Iterator[runs.Run]:
         """A run of this server's kind. Raises JournalError if another process has it open."""
         with self.alone:
-            run = runs.reopen(_known(name))
+            run = runs.reopen(_existing(name))
             with run.journal:
                 provider = run.journal.header["provider"]
                 if provider != NAME:
@@ -231,7 +234,7 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
     return _loop(run, Progress(ctx)).desk.answer(place, ToolCall(place, tool.name, given))
 
 
-def _over(run: runs.Run, outcome: Outcome | None) -> str:
+def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
     """Why a run takes no more sources; empty if it does."""
     if outcome is None:
         return ""
@@ -251,12 +254,12 @@ def _answer(source: str) -> str:
     return answer
 
 
-def _judged(run: runs.Run, outcome: Outcome) -> str:
+def _verdict_text(run: runs.Run, outcome: Outcome) -> str:
     left = run.journal.header["attempts"] - outcome.authorship.attempts
-    return f"{_words(run.name, outcome.report)}\n\nAttempts left: {left}."
+    return f"{_report_text(run.name, outcome.report)}\n\nAttempts left: {left}."
 
 
-def _words(run: str, report: Accepted | Checked | Rejected) -> str:
+def _report_text(run: str, report: Accepted | Checked | Rejected) -> str:
     """The verifier's message, and the next step."""
     if isinstance(report, Rejected):
         return prompt.rejection(report)
@@ -279,7 +282,7 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
     return told | {"summary": spec.summary, "accepted": is_there(spec.name)}
 
 
-def _known(name: str) -> str:
+def _existing(name: str) -> str:
     """The name of an existing run, never a path."""
     known = runs.names()
     if name not in known:

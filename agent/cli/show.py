@@ -76,7 +76,7 @@ def show(
     from coda_agent.agent.show import sass as listing
     from coda_agent.primitives.runtime.sass import disassemble
 
-    kernel = arguments.accepted(kernel, "program.json")
+    kernel = arguments.accepted_file(kernel, "program.json")
     loaded, source = read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if options.case is not None and options.case not in sizes:
@@ -87,11 +87,13 @@ def show(
     listings = export = found = None
     if options.sass:
         chosen = options.case or loaded.cases[0].name
-        listings = disassemble(source.on(showing.tuned(kernel, source.program, chosen)), sizes[chosen])
+        listings = disassemble(
+            source.on(showing.report_schedules(kernel, source.program, chosen)), sizes[chosen]
+        )
     if options.counted:
         export_name = "raw.counters.csv" if source.edited else "counters.csv"
-        path = options.counters_from or showing.beside(kernel, export_name)
-        with arguments.named(path):
+        path = options.counters_from or showing.sibling(kernel, export_name)
+        with arguments.naming_file(path):
             export, found = counting.counted(source, loaded, kernel, path, options.case)
     if as_json:
         data = shown.to_dict()
@@ -114,7 +116,7 @@ def _refuse_idle(options: ShowOptions) -> None:
 
 def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, KernelSource]:
     """A kernel and its spec."""
-    from coda_agent.agent.show import beside, edited
+    from coda_agent.agent.show import edited, sibling
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.loading import load
 
@@ -122,7 +124,7 @@ def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Kerne
     source = arguments.kernel_source(kernel)  # a missing kernel is reported before its spec
     spec = load(arguments.spec_for(kernel, given), check=False)
     if text := edited(kernel):
-        kernel = beside(kernel, "raw.program.json")
+        kernel = sibling(kernel, "raw.program.json")
         source = arguments.kernel_source(kernel)
     return spec, KernelSource(_program(kernel, source, spec, weak_jail), edited=text)
 

@@ -22,7 +22,7 @@ from coda_agent.agent.options import (
     MeasuringOptions,
     WeakJail,
     grouped,
-    spelled,
+    typed_options,
 )
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.primitives.errors import Absent
@@ -81,7 +81,7 @@ def sweep(
             header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, loaded)}
         )
     if gpu is False:
-        setup.need_gpu(gpu, *spelled(measuring))
+        setup.need_gpu(gpu, *typed_options(measuring))
     made = sweeps.create(
         {"specs": [str(path.absolute()) for path in paths], "candidates": candidates,
          "limits": budget.limits().to_json(), "headers": headers}

@@ -13,7 +13,7 @@ import typer
 
 from coda_agent.agent import arguments, providers
 from coda_agent.agent import tips as log
-from coda_agent.agent.options import AuthoringOptions, BudgetOptions, WeakJail, grouped, spelled
+from coda_agent.agent.options import AuthoringOptions, BudgetOptions, WeakJail, grouped, typed_options
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.agent.tips import Added, Lesson, Tip, TipsError
 
@@ -88,7 +88,7 @@ def propose(
 
     found = learned(run)
     # Raise errors and ask before anything is written.
-    given = _asked(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
+    given = _ask_lessons(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
         try:
@@ -140,17 +140,17 @@ def measure(
     from coda_agent.verifier.measure import MeasureOptions
 
     specs = [arguments.spec_file(path) for path in specs]
-    tried = _tried(ids, specs)
+    tried = _measurable(ids, specs)
     setup.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
-    setup.refuse_idle(provider, *spelled(authoring))
+    setup.refuse_idle(provider, *typed_options(authoring))
     setup.refuse_uncounted(provider, budget.limits(), authoring.model)
     part = trials.part(budget.limits(), each * len(tried))
     options = authoring.header() | {"provider": provider, "limits": part.to_json(), "weak_jail": weak_jail}
     echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with QuietView(setup.console(True), speaks=providers.named(provider).by_hand) as watch:
+        with QuietView(setup.console(True), speaks=providers.provider_spec(provider).by_hand) as watch:
             measurer = setup.measurer(gpu, MeasureOptions(), watch)
             author = trials.Runs(tip, known, options, watch, each, measurer, echo)
             with _told_how_to_go_on():
@@ -173,7 +173,7 @@ def _told_how_to_go_on() -> Iterator[None]:
         raise
 
 
-def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
+def _measurable(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
     """The tips to measure. Raises TipsError before any run if one of them cannot be measured."""
     from coda_agent.agent.tips import trials
 
@@ -199,7 +199,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimit
 
 def _writer(authoring: AuthoringOptions, provider: str) -> str:
     """The author's name for the log, since another author may need other tips."""
-    known = authoring.author if providers.named(provider).by_hand else authoring.model
+    known = authoring.author if providers.provider_spec(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
 
@@ -208,7 +208,7 @@ def _provider(name: str, specs: list[Path]) -> str:
     from coda_agent.verifier.loading import load
 
     chosen = setup.choose_provider(name, load(specs[0], check=False).name)
-    if providers.named(chosen).replays:
+    if providers.provider_spec(chosen).replays:
         others = [spec.name for spec in providers.specs().values() if spec.offered and not spec.replays]
         raise TipsError(
             f"provider {str(chosen)!r}: a recording answers the same with a tip and without; use one of "
@@ -217,7 +217,7 @@ def _provider(name: str, specs: list[Path]) -> str:
     return chosen
 
 
-def _asked(found: RunLessons, failed: str | None) -> list[Lesson]:
+def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
     """A person's lessons from failures for which the run's author proposed no tip. Raises TipsError if nobody
     answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]

@@ -28,19 +28,19 @@ def tune(
     sizes: Annotated[list[str], typer.Argument(metavar="SIZES...", help="Such as M=4096,D=5120,F=13824.")],
 ) -> None:
     """Find the fastest schedules at these sizes, on this GPU, and keep them for fused."""
-    program = _read(arguments.accepted(kernel, "program.json"))
+    program = _read(arguments.accepted_file(kernel, "program.json"))
     wanted = [_sizes(program, text) for text in sizes]
     setup.use_gpu(True)
     import torch
 
     from coda_agent.fused import schedules
     from coda_agent.primitives.compiler.kernel_source import KernelSource
-    from coda_agent.primitives.runtime.tune import tuned
+    from coda_agent.primitives.runtime.tune import tuned_schedules
 
     rows, gpu = [], torch.cuda.get_device_name()
     for each in wanted:
         shapes = schedules.products(program, each)
-        for step, schedule in tuned(KernelSource(program), _drawn(program, each), each).items():
+        for step, schedule in tuned_schedules(KernelSource(program), _drawn(program, each), each).items():
             rows.append(schedules.TunedStep(gpu, program.signature.name, step, shapes[step], schedule))
     echo(f"{len(rows)} schedules in {schedules.keep(program.signature.name, rows)}")
 
@@ -79,7 +79,7 @@ def build(
 
 
 def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
-    program = _read(arguments.accepted(kernel, "program.json"))
+    program = _read(arguments.accepted_file(kernel, "program.json"))
     wanted = [_sizes(program, text) for text in sizes]
     from coda_agent.fused.ahead import Bound
 

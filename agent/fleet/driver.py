@@ -250,11 +250,11 @@ class _OnSlots:
 
 def spent_before(names: Sequence[str]) -> dict[str, Spent]:
     """By run, the spending so far."""
-    return {name: history.of(name).spent for name in names}
+    return {name: history.past_of(name).spent for name in names}
 
 
 def _checked(name: str) -> bool:
-    return history.of(name).status == "checked"
+    return history.past_of(name).status == "checked"
 
 
 class _Refused(Exception):

@@ -55,7 +55,7 @@ def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
     found = verify.Examined(
         Program.from_json(asked["program"], spec.signature()), tuple(asked["lines"]), gates
     )
-    verdict = verify.compiled(spec, found, progress=report)
+    verdict = verify.compile_examined(spec, found, progress=report)
     if isinstance(verdict.report, Rejected):
         return {"rejected": verdict.report.model_dump(mode="json")}
     return {"gate": verdict.report.gates[-1].model_dump(mode="json")}
@@ -81,7 +81,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
     entry = bundle.PackedKernel.model_validate(asked["entry"])
     with gpu_alone(lambda words: report("benchmark", words)):
-        found = bundle.measured(
+        found = bundle.measure_entry(
             Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report
         )
     return found.model_dump(mode="json")

@@ -107,7 +107,7 @@ class Pool:
                 use.now, use.busy = "", use.busy + end - use.since
                 self._changed.notify_all()
             spent = {"waited": round(use.since - asked, 3), "seconds": round(end - use.since, 3)}
-            self.record("lease", {"piece": piece, **_named(use.slot), **spent, "outcome": outcome})
+            self.record("lease", {"piece": piece, **_slot_fields(use.slot), **spent, "outcome": outcome})
 
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
@@ -144,7 +144,7 @@ class Pool:
             self.uses.pop(slot.name, None)
             if not forget:
                 self.left_out[slot.name] = reason
-        self.record("left", {**_named(slot), "reason": reason, "stays_out": not forget})
+        self.record("left", {**_slot_fields(slot), "reason": reason, "stays_out": not forget})
 
     def _take(self, gpu: bool, piece: str, deadline: float | None) -> SlotState:
         lonely = time.monotonic() + ALONE
@@ -190,12 +190,12 @@ class Pool:
             with self._changed:
                 self.uses[slot.name] = SlotState(slot, self.clock())
                 self._changed.notify_all()
-            self.record("joined", _named(slot))
+            self.record("joined", _slot_fields(slot))
         for node, reason in self.executor.refused().items():
             if node not in self.refusals:
                 self.refusals[node] = reason
                 self.record("refused", {"node": node, "reason": reason})
 
 
-def _named(slot: Slot) -> dict[str, str]:
+def _slot_fields(slot: Slot) -> dict[str, str]:
     return {"slot": slot.name, "node": slot.node, "kind": slot.kind}

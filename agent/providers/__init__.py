@@ -34,7 +34,7 @@ __all__ = [
     "Usage",
     "automatic",
     "make",
-    "named",
+    "provider_spec",
     "specs",
     "used_by",
 ]
@@ -233,7 +233,7 @@ def specs() -> Mapping[str, ProviderSpec]:
     return {spec.name: spec for spec in sorted(found, key=lambda spec: spec.name)}
 
 
-def named(name: str) -> ProviderSpec:
+def provider_spec(name: str) -> ProviderSpec:
     """The spec of the provider called `name`. Raises ProviderError for an unknown name."""
     if name not in specs():
         raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(specs())}")
@@ -256,7 +256,7 @@ def make(name: str, **options: Any) -> Provider:
 
     Raises ProviderError for an unknown name, a missing package, or options that the provider rejects.
     """
-    spec = named(name)
+    spec = provider_spec(name)
     try:
         return spec.make(**options)
     except ModuleNotFoundError as error:

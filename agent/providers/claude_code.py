@@ -132,7 +132,7 @@ class ClaudeCode:
         if status in (become.NOT_STARTED, become.NOT_FOUND) and not printed:
             return _not_started(charge, " ".join(words.split())[-WORDS:])
         said = _parse(printed)
-        told = _told(said.result, printed, words)
+        told = _message(said.result, printed, words)
         usage, dollars = _usage(said.result), _dollars(said.result)
         fault = self._cut(said, charge.max_tokens) or _fault(status, said, told)
         if fault is None:
@@ -236,12 +236,18 @@ def _parse(printed: str) -> Said:
     """Parse the output, one JSON object per line. Other lines are skipped."""
     lines = [found for line in printed.split("\n") if isinstance(found := _json(line), dict)]
     events = [line.get("event") for line in lines if line.get("type") == "stream_event"]
-    texts = [_at(event, "delta", "text") for event in events if _at(event, "delta", "type") == "text_delta"]
-    stops = [_at(event, "delta", "stop_reason") for event in events if _at(event, "type") == "message_delta"]
+    texts = [
+        _nested(event, "delta", "text") for event in events if _nested(event, "delta", "type") == "text_delta"
+    ]
+    stops = [
+        _nested(event, "delta", "stop_reason")
+        for event in events
+        if _nested(event, "type") == "message_delta"
+    ]
     return Said(
         result=next((line for line in reversed(lines) if line.get("type") == "result"), {}),
         text="".join(text for text in texts if isinstance(text, str)),
-        begun=sum(_at(event, "type") == "message_start" for event in events),
+        begun=sum(_nested(event, "type") == "message_start" for event in events),
         stops=tuple(stop for stop in stops if isinstance(stop, str)),  # null for a response that broke off
     )
 
@@ -253,14 +259,14 @@ def _json(line: str) -> Any:
         return None
 
 
-def _at(found: Any, *names: str) -> Any:
+def _nested(found: Any, *names: str) -> Any:
     """The value in nested objects; None if it is missing."""
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found
 
 
-def _told(answer: Mapping[str, Any], printed: str, words: str) -> str:
+def _message(answer: Mapping[str, Any], printed: str, words: str) -> str:
     """The command's own message, in one line, for an error."""
     told = str(answer.get("result") or answer.get("errors") or words or printed or "nothing")
     return " ".join(told.split())[-WORDS:]
@@ -303,10 +309,10 @@ def _fault(status: int, said: Said, told: str) -> Fault | None:
 
 
 def _usage(answer: Mapping[str, Any]) -> Usage:
-    return _counted(answer.get("usage"), COUNTS)
+    return _token_counts(answer.get("usage"), COUNTS)
 
 
-def _counted(found: Any, names: Sequence[str]) -> Usage:
+def _token_counts(found: Any, names: Sequence[str]) -> Usage:
     """Token counts by ``names``, in the order of Usage; 0 if missing or not a number."""
     counts: Mapping[str, Any] = found if isinstance(found, dict) else {}
     return Usage(*(n if isinstance(n := counts.get(name), int) else 0 for name in names))
@@ -317,7 +323,7 @@ def _dollars(answer: Mapping[str, Any]) -> float | None:
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)
-    parts = [price(name, _counted(counts, MODEL_COUNTS)) for name, counts in _models(answer).items()]
+    parts = [price(name, _token_counts(counts, MODEL_COUNTS)) for name, counts in _models(answer).items()]
     known = [part for part in parts if part is not None]
     return sum(known) if known and len(known) == len(parts) else None
 
@@ -325,7 +331,9 @@ def _dollars(answer: Mapping[str, Any]) -> float | None:
 def _model(answer: Mapping[str, Any]) -> str:
     """The model that wrote most of the answer: the command asks smaller models for chores."""
     models = _models(answer)
-    return max(models, key=lambda name: _counted(models[name], MODEL_COUNTS).output_tokens, default="Claude")
+    return max(
+        models, key=lambda name: _token_counts(models[name], MODEL_COUNTS).output_tokens, default="Claude"
+    )
 
 
 def _models(answer: Mapping[str, Any]) -> Mapping[str, Any]:

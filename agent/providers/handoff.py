@@ -86,9 +86,9 @@ class Handoff:
         prompt.parent.mkdir(parents=True, exist_ok=True)
         if not answer.exists():
             write_atomic(prompt, text)
-        elif prompt.exists() and _asked(_read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")) != _asked(
-            text
-        ):
+        elif prompt.exists() and _without_instructions(
+            _read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")
+        ) != _without_instructions(text):
             raise ProviderError(  # otherwise an old run's answer would count for this one
                 f"{answer} answers an older prompt ({prompt} has changed)",
                 "use a fresh directory, or remove both files",
@@ -112,20 +112,20 @@ class Handoff:
     def _whole(self, answer: Path, still: float) -> str:
         """The answer, if it is complete. ``still``: seconds since its last change."""
         content = _read(answer, LARGEST)
-        ended = _ended(content)
+        ended = _is_complete(content)
         if not ended and still < self._settle:
             return ""
         text = _text(answer, content)
         if ended:
             return _before_end(text)
-        return text if not _lacks(text) or still >= self._patience else ""
+        return text if not _unfinished(text) or still >= self._patience else ""
 
     def _late(self, answer: Path, there: bool) -> ProviderError:
         content = _read(answer, LARGEST) if there else b""
-        lacks = _lacks(_text(answer, content))
+        lacks = _unfinished(_text(answer, content))
         if not there:
             late, remedy = "did not come", "resume the run to wait again"
-        elif _ended(content):
+        elif _is_complete(content):
             late, remedy = f"has only the line {END}", "write the answer above it and resume the run"
         else:
             late = f"looks incomplete ({lacks or 'it was still changing'})"
@@ -172,7 +172,7 @@ def _refuse_other(path: Path, mode: int) -> None:
         raise ProviderError(f"{path} is {what}", "write the answer itself there and resume the run")
 
 
-def _ended(content: bytes) -> bool:
+def _is_complete(content: bytes) -> bool:
     """Whether the last line is END. The content may be cut within a character."""
     return content.removeprefix(codecs.BOM_UTF8).rstrip().rpartition(b"\n")[2].strip() == END.encode()
 
@@ -193,7 +193,7 @@ def _text(answer: Path, content: bytes) -> str:
     return text.replace("\r\n", "\n") if text.strip() else ""
 
 
-def _lacks(text: str) -> str:
+def _unfinished(text: str) -> str:
     """Why an answer looks unfinished; "" if it does not."""
     blocks, closed = _blocks(text)
     if not closed:
@@ -216,7 +216,7 @@ def _blocks(text: str) -> tuple[int, bool]:
     return blocks, not fence
 
 
-def _asked(prompt: str) -> str:
+def _without_instructions(prompt: str) -> str:
     """A prompt without the instructions for answering, which differ between versions."""
     return prompt.partition(HOW)[0]
 

@@ -83,14 +83,14 @@ class Asking:
         wished = retry_after or min(doubled, patience.longest) * random.uniform(0.75, 1.0)
         left, time_left = patience.total - self._taken(), self.time_left()
         seconds = max(0.0, min(wished, patience.longest, left, time_left))
-        ahead = f"asking again in {_spelled(seconds)}, for {_spelled(left)} at most"
+        ahead = f"asking again in {_duration(seconds)}, for {_duration(left)} at most"
         if time_left <= seconds:
-            ahead = f"the run's time ends in {_spelled(seconds)}"
+            ahead = f"the run's time ends in {_duration(seconds)}"
         say(f"\n[{why}; {ahead}]\n")
         patience.sleep(seconds)
 
     def __str__(self) -> str:
-        return f"{self.requests} requests in {_spelled(self._taken())}"
+        return f"{self.requests} requests in {_duration(self._taken())}"
 
     def _taken(self) -> float:
         return self._patience.clock() - self._began
@@ -150,7 +150,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
         yield
     except httpx2.RequestError:
         if late.is_set():
-            raise TookTooLong(f"no whole answer within {_spelled(seconds)}") from None
+            raise TookTooLong(f"no whole answer within {_duration(seconds)}") from None
         raise
     finally:
         timer.cancel()
@@ -168,5 +168,5 @@ def retry_after(headers: httpx2.Headers) -> float:
     return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else 0.0
 
 
-def _spelled(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

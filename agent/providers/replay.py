@@ -56,7 +56,7 @@ def _header(run: RunContext) -> dict[str, Any]:
     return {"replays": str(header["run"])}
 
 
-def _lacks(run: RunContext) -> str:
+def _no_recording(run: RunContext) -> str:
     return "" if run.recording.is_file() else f"no recorded run of {run.task} to replay"
 
 
@@ -66,5 +66,5 @@ SPEC = ProviderSpec(
     arguments=lambda header, run: {"path": run.recording},
     header=_header,
     replays=True,
-    auto=Auto(2, "a recorded run", _lacks),
+    auto=Auto(2, "a recorded run", _no_recording),
 )

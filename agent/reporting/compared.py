@@ -58,7 +58,9 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     found = members(given)
     if len(found) == 1:
         return [html_report.write(found[0], out)]
-    pages = {name: out.parent / f"{name}.html" if out else html_report.beside(folder(name)) for name in found}
+    pages = {
+        name: out.parent / f"{name}.html" if out else html_report.default_path(folder(name)) for name in found
+    }
     path = pages[found[0]].with_name(f"{found[0]}.compared.html")
     if out and len(given) == 1:
         pages[folder(given[0]).name] = out
@@ -73,10 +75,10 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
 
 def as_dict(given: Sequence[str]) -> dict[str, Any]:
     """The comparison as data, for programs."""
-    return {"runs": [_told(run_summary.read(folder(name))) for name in members(given)]}
+    return {"runs": [_run_fields(run_summary.read(folder(name))) for name in members(given)]}
 
 
-def _told(run: Account) -> dict[str, Any]:
+def _run_fields(run: Account) -> dict[str, Any]:
     header, past, best = run.header, run.past, _best(run)
     strategy = {
         key: header.get(key) for key in ("candidate", "candidates", "attempts", "improve", "provider")

@@ -31,12 +31,12 @@ def write(name: str, out: Path | None = None) -> Path:
     Raises JournalError if the run is missing or was written by another version, and OSError.
     """
     directory = folder(name)
-    path = out or beside(directory)
+    path = out or default_path(directory)
     write_atomic(path, page(read(directory)))
     return path
 
 
-def beside(directory: Path) -> Path:
+def default_path(directory: Path) -> Path:
     """The default path of a page: in the run's folder."""
     return directory / f"{directory.name}.html"
 
@@ -131,10 +131,10 @@ def _attempt(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
         "source": attempt.source,
         "before": before.number if before else None,
         "diff": _diff(before, attempt) if before else [],
-        "turns": [(turn.author, _words(turn)) for turn in attempt.turns],
+        "turns": [(turn.author, _prose(turn)) for turn in attempt.turns],
         "verdict": _verdict(report, attempt.source) if report else None,
         "voids": attempt.voids,
-        "measured": _measured(attempt.number, attempt.timings) if attempt.timings else None,
+        "measured": _case_charts(attempt.number, attempt.timings) if attempt.timings else None,
         "conditions": _conditions(report) if isinstance(report, Accepted) else None,
     }
 
@@ -157,7 +157,7 @@ def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
     return [(css[line[0]], line) for line in lines]
 
 
-def _words(turn: Turn) -> str:
+def _prose(turn: Turn) -> str:
     """The author's text around its code."""
     *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
@@ -192,7 +192,7 @@ def _gates(report: Verdict) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _measured(attempt: int, timings: Sequence[Timing]) -> dict[str, Any]:
+def _case_charts(attempt: int, timings: Sequence[Timing]) -> dict[str, Any]:
     charts = []
     for index, t in enumerate(() if unavailable() else timings):
         sizes = ", ".join(f"{dim} {size}" for dim, size in t.sizes.items())

@@ -24,14 +24,14 @@ def macro(name: str, *values: object) -> Markup:
     return getattr(module, name)(*values)
 
 
-def _shown(value: object) -> object:
+def _escaped(value: object) -> object:
     return value if isinstance(value, Markup) else visible(str(value))
 
 
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=True,
-    finalize=_shown,
+    finalize=_escaped,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

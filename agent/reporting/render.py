@@ -165,13 +165,13 @@ def _sees(t: Timing) -> str:
 def summary(report: Accepted | Checked | Rejected) -> Text:
     """The verdict in one line."""
     if isinstance(report, Accepted):
-        return Text(f"accepted: {_named(report.identity)}", "bold green")
+        return Text(f"accepted: {_identity(report.identity)}", "bold green")
     if isinstance(report, Checked):
-        return Text(f"{report.unmeasured} ({_named(report.identity)})", "bold cyan")
+        return Text(f"{report.unmeasured} ({_identity(report.identity)})", "bold cyan")
     return Text(f"rejected at {report.gate}: {report.code}", "bold red")
 
 
-def _named(identity: Identity) -> str:
+def _identity(identity: Identity) -> str:
     mark = f", raw CuTeDSL {identity.lowered_hash[:12]}" if identity.raw else ""
     return f"{identity.spec}, program {identity.program_hash[:12]}{mark}"
 

@@ -127,7 +127,7 @@ def as_dict(name: str) -> dict[str, Any]:
     """A sweep as data, for programs."""
     header, events = sweep.read(name)
     accounts = _accounts(events)
-    pasts = [history.of(run) if account is None else account.past for run, account in accounts.items()]
+    pasts = [history.past_of(run) if account is None else account.past for run, account in accounts.items()]
     return {
         "sweep": Path(name).name,
         "budget": header.get("limits", {}),
@@ -160,7 +160,7 @@ def write(name: str, out: Path | None = None) -> Path:
     links = {}
     for run, account in accounts.items():
         if account is not None:
-            own = html_report.beside(runs.folder(run))
+            own = html_report.default_path(runs.folder(run))
             write_atomic(own, html_report.page(account))
             links[run] = quote(os.path.relpath(own, path.parent))
     write_atomic(path, page(name, header, events, accounts, links))
@@ -175,7 +175,7 @@ def page(
     links: Mapping[str, str],
 ) -> str:
     """The page as text."""
-    pasts = [history.of(run) if account is None else account.past for run, account in accounts.items()]
+    pasts = [history.past_of(run) if account is None else account.past for run, account in accounts.items()]
     spent = sum((past.spent for past in pasts), Spent())
     specs = {past.spec for past in pasts}
     good = {past.spec for past in pasts if past.status == "accepted"}

@@ -163,7 +163,7 @@ class Tables:
 
     def parts(self) -> dict[str, str]:
         """Markdown by table name."""
-        return {"measured": _measured(self), "edited": _edited(self), "authoring": _authoring(self)}
+        return {"measured": _operator_tables(self), "edited": _edited(self), "authoring": _authoring(self)}
 
     def __str__(self) -> str:
         return "\n".join(self.parts().values())
@@ -179,7 +179,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     and OSError if an interrupted acceptance cannot be completed."""
     with ExitStack() as stack:
         with suppress(FileNotFoundError):  # no kernel accepted yet
-            stack.enter_context(atomic_files.settled(kernels))
+            stack.enter_context(atomic_files.consistent(kernels))
         found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: _order(report.identity.spec))
@@ -294,17 +294,17 @@ def _rates(runs: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
 # ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _measured(tables: Tables) -> str:
+def _operator_tables(tables: Tables) -> str:
     if not tables.reports:
         return "No kernel has been measured yet.\n"
-    return "\n".join([_taken(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
+    return "\n".join([_provenance(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
 
 
 def _processes(least: int, most: int) -> str:
     return "one process" if most == 1 else f"each of {_span(least, most)} processes"
 
 
-def _taken(reports: Sequence[Accepted]) -> str:
+def _provenance(reports: Sequence[Accepted]) -> str:
     """A line that says what was measured, on which devices and when; if reports differ, it lists every
     value."""
 

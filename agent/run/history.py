@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.providers import Usage
 from coda_agent.agent.run import record
 from coda_agent.agent.run.budget import Spent, spent
-from coda_agent.agent.run.journal import Event, JournalError, held
+from coda_agent.agent.run.journal import Event, JournalError, is_open
 from coda_agent.agent.run.loop import STOPPED
 from coda_agent.agent.run.runs import JOURNAL, names, runs_dir
 from coda_agent.agent.run.view import RunView
@@ -53,7 +53,7 @@ class Past:
 
 def past() -> list[Past]:
     """All runs, oldest first, including unreadable ones."""
-    return [of(name) for name in names()]
+    return [past_of(name) for name in names()]
 
 
 def as_dict(found: list[Past]) -> dict[str, Any]:
@@ -139,21 +139,21 @@ class Reading:
         except JournalError as error:
             return Past(self.run, "unreadable", str(error))
         if len(events) > len(self._events) or self._past is None:
-            self._events, self._past = events, told(self.run, header, events)
+            self._events, self._past = events, state_of(self.run, header, events)
         return attended(self._past, path)
 
 
-def of(name: str) -> Past:
+def past_of(name: str) -> Past:
     """One run; never raises."""
     return Reading(name).past()
 
 
 def attended(run: Past, journal: Path) -> Past:
     """Add whether a process works on the run; such a run is not stopped."""
-    return replace(run, running=True, stopped="") if held(journal) else run
+    return replace(run, running=True, stopped="") if is_open(journal) else run
 
 
-def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
+def state_of(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     """The state of a run by its journal."""
     run = RunView(events)
     status, why = UNDECIDED, ""

@@ -29,7 +29,7 @@ from coda_agent.primitives.system.files import parse, sync_directory
 
 __all__ = [
     *("DamagedError", "Event", "Journal", "JournalError", "Record", "Snapshot"),
-    *("GPU_SECONDS", "glance", "held", "read_export"),
+    *("GPU_SECONDS", "glance", "is_open", "read_export"),
 ]
 
 SCHEMA = 1
@@ -239,7 +239,7 @@ def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any],
         ) from error
 
 
-def held(path: Path) -> bool:
+def is_open(path: Path) -> bool:
     """Whether a living process has this journal open. Takes no lock from it."""
     try:
         lock = os.open(_lock_of(path), os.O_RDONLY)
@@ -336,7 +336,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-_ASKED = 0.2  # seconds, longer than `held` ever holds the lock
+_ASKED = 0.2  # seconds, longer than `is_open` ever holds the lock
 
 
 def _refuse_leftovers(path: Path) -> None:

@@ -127,13 +127,13 @@ class Loop:
                     limit = limit if kept else max(number + self.improve, made)
                     kept = outcome
                 if number >= limit:
-                    return _ended(outcome, kept)
+                    return _final(outcome, kept)
                 messages.append(tools.results(turn, words, self._reply(outcome, limit - number)))
         except (OutOfBudget, ProviderError) as ended:
             self._stopped(str(ended))
             if outcome is None or (kept is None and isinstance(ended, ProviderError)):
                 raise
-            return _ended(outcome, kept, str(ended))
+            return _final(outcome, kept, str(ended))
         except KeyboardInterrupt:
             with suppress(JournalError):  # a full disk may not have room for the event
                 self._stopped("interrupted")
@@ -311,7 +311,7 @@ def _tokens(text: str) -> list[str]:
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
-def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
+def _final(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
     """The result of an ended run: its incumbent, if any, with the spending of all attempts."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
@@ -350,7 +350,7 @@ class JournalPieces:
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
-def standing(journal: Record, spec: Spec) -> Outcome | None:
+def result_of(journal: Record, spec: Spec) -> Outcome | None:
     """A run's result by its journal: its accepted kernel, else its last verified attempt, if any."""
     run = RunView(journal.events())
     at = run.standing

@@ -17,7 +17,7 @@ from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
 from coda_agent.agent.show import counters
-from coda_agent.agent.tips import CUTEDSL, in_prompts, kept, read_tips
+from coda_agent.agent.tips import CUTEDSL, fitting, in_prompts, read_tips
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.ir import Program
@@ -113,7 +113,7 @@ class EditingTask:
     def of(cls, run: Run) -> EditingTask:
         """The task of a run: the kernel as it was when the run began."""
         # A replayed run begins from the program, as the recorded run did.
-        afresh = providers.named(run.journal.header["provider"]).replays
+        afresh = providers.provider_spec(run.journal.header["provider"]).replays
         derived = run.derived
 
         def begin() -> dict[str, Any]:
@@ -126,7 +126,7 @@ class EditingTask:
     def opening(self) -> prompt.Prompt:
         parts = [PACK.read_text(encoding="utf-8").strip()]
         known = [tip for tip in in_prompts(read_tips(), CUTEDSL) if self.spec.name not in tip.specs]
-        if useful := kept(known, TIPS_CHARACTERS):
+        if useful := fitting(known, TIPS_CHARACTERS):
             parts.append(prompt.lessons(useful))
         return prompt.Prompt("\n\n".join(parts), self._task())
 

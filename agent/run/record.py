@@ -230,7 +230,7 @@ _MOMENT = TypeAdapter(Moment)
 _NUMBERED = re.compile(r"(?:answer|report|measurement)/[1-9][0-9]{0,5}")
 
 
-def _measured(payload: Mapping[str, Any]) -> None:
+def _check_measurement(payload: Mapping[str, Any]) -> None:
     _check_report(MEASUREMENT.validate_python(uncharged(payload)))
 
 
@@ -244,7 +244,7 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "answer": _Answer.model_validate,
     "draft": _Judged.model_validate,
     "report": _Judged.model_validate,
-    "measurement": _measured,
+    "measurement": _check_measurement,
     "void": _void,
     "piece": _Piece.model_validate,
     "stopped": _Stopped.model_validate,
@@ -282,7 +282,7 @@ def opened(path: Path) -> Journal:
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
     """Header and events of an exported run, perhaps of an earlier protocol. Raises JournalError."""
     header, events = journal.read_export(path)
-    with _told(path, "header"):
+    with _checking(path, "header"):
         _Recorded.model_validate(header)
     for event in events:
         _check_event(path, event, _CHECKS | _KEPT)
@@ -293,7 +293,7 @@ def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
     """Raise DamagedError for a program in the journal at ``path`` that does not fit the spec."""
     for event in events:
         if event.kind in ("report", "base") and event.payload["program"]:
-            with _told(path, event.key):
+            with _checking(path, event.key):
                 Program.from_json(event.payload["program"], spec.signature())
 
 
@@ -312,7 +312,7 @@ def uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, header: Mapping[str, Any], events: Sequence[Event], new: Sequence[Event]) -> None:
-    with _told(path, "header"):
+    with _checking(path, "header"):
         _Header.model_validate(header)
     for event in new:
         _check_event(path, event, _CHECKS)
@@ -321,7 +321,7 @@ def _check(path: Path, header: Mapping[str, Any], events: Sequence[Event], new: 
     for event in events:
         payloads[event.key] = event.payload
         answered |= event.kind == "answer"
-        with _told(path, event.key):
+        with _checking(path, event.key):
             if event.kind == "report" and not answered:
                 raise ValueError("no answer precedes it")
             if event.kind == "measurement":
@@ -338,7 +338,7 @@ def _check_measured(payloads: Mapping[str, Mapping[str, Any]], event: Event) -> 
 
 
 def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., object]]) -> None:
-    with _told(path, f"event {event.seq}"):
+    with _checking(path, f"event {event.seq}"):
         head = event.key.partition("/")[0]
         if head != event.kind and (head in checks or event.kind in checks):
             raise ValueError(f"the key {event.key!r} does not match kind {event.kind!r}")
@@ -346,7 +346,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
             raise ValueError(f"the key {event.key!r} has no number")
         _MOMENT.validate_python(event.time)
         _Charged.model_validate(event.payload)
-    with _told(path, event.key):
+    with _checking(path, event.key):
         checks.get(event.kind, _Piece.model_validate)(event.payload)
 
 
@@ -365,7 +365,7 @@ def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
 
 
 @contextmanager
-def _told(path: Path, place: str) -> Iterator[None]:
+def _checking(path: Path, place: str) -> Iterator[None]:
     """Check a part of the record at ``path`` in the block. Raises DamagedError, which names the part."""
     try:
         yield

@@ -13,7 +13,7 @@ from typing import Any
 
 from coda_agent.agent.providers import Turn
 from coda_agent.agent.run import record
-from coda_agent.agent.run.history import Past, attended, told
+from coda_agent.agent.run.history import Past, attended, state_of
 from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.loop import extract
 from coda_agent.agent.run.runs import JOURNAL
@@ -84,7 +84,7 @@ def read(directory: Path) -> Account:
     grouped = _grouped(events)
     judged = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     return Account(
-        past=attended(told(directory.name, header, events), journal),
+        past=attended(state_of(directory.name, header, events), journal),
         header=header,
         spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
         edited=_edited(yaml, header),

@@ -63,7 +63,7 @@ def start(path: Path, options: Mapping[str, Any]) -> Run:
 
 def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
     """The header's field with the derived program beside a spec; empty if there is none. Raises SpecError."""
-    program = beside(path, spec)
+    program = derived_program(path, spec)
     return {DERIVED: program.to_json()} if program else {}
 
 
@@ -79,7 +79,7 @@ def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
-def beside(path: Path, spec: Spec) -> Program | None:
+def derived_program(path: Path, spec: Spec) -> Program | None:
     """The derived program beside the spec of a backward.  Raises SpecError if it belongs to another spec."""
     file = path.with_suffix(".program.json")
     if spec.forward is None or not file.is_file():

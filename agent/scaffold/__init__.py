@@ -64,7 +64,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
         draft.outputs[name] = _output(draft, options, name, found)
     draft.function = replace(function, notes=proven(draft))
     _initialise(draft, options)
-    draft.cases = _cases(draft, _measured(draft, options))
+    draft.cases = _cases(draft, _measured_sizes(draft, options))
     draft.spec(check=True)
     try:
         write_atomic(path, str(draft))
@@ -97,9 +97,9 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
 def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
     """Shapes and dtypes from options, annotations and the user."""
     inputs = {t.name: t for t in function.tensors}
-    _known("shape", options.shape, [*inputs, *function.outputs])
-    _known("dtype", options.dtype, [*inputs, *function.outputs])
-    _known("init", options.init, list(inputs))
+    _check_names("shape", options.shape, [*inputs, *function.outputs])
+    _check_names("dtype", options.dtype, [*inputs, *function.outputs])
+    _check_names("init", options.init, list(inputs))
     missing = [n for n, t in inputs.items() if not (options.ask or t.shape or n in options.shape)]
     if missing:
         remedy = " ".join(f"--shape {n}=..." for n in missing)
@@ -187,9 +187,9 @@ def _domain(name: str, entry: TensorDraft, init: str) -> str:
     return "positive" if above_zero else "finite"
 
 
-def _measured(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int]:
+def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int]:
     """The sizes of the measured case."""
-    _known("dim", options.dim, list(draft.dims))
+    _check_names("dim", options.dim, list(draft.dims))
     rows, heads = draft.rows(), draft.heads()
     sizes = {}
     for dim, words in draft.dims.items():
@@ -280,7 +280,7 @@ def _pair(kind: str, text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def _known(kind: str, given: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_names(kind: str, given: Mapping[str, str], names: Sequence[str]) -> None:
     for name in given:
         if name not in names:
             close = get_close_matches(name, names, n=1)

@@ -105,7 +105,7 @@ def read(target: str, wanted: Collection[str] = ()) -> Function:
         raise ScaffoldError(f"{target!r} names no function; write path/to/file.py:function")
     source = _text(path)
     tree = _parsed(path, source)
-    found = _found(path, tree, name)
+    found = _find(path, tree, name)
     return _Reader(path, source, tree, found, wanted).function()
 
 
@@ -129,7 +129,7 @@ def _parsed(path: Path, source: str) -> ast.Module:
         raise ScaffoldError(f"{path}: is not readable as Python: {error}") from None
 
 
-def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
+def _find(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name in defined:
         return defined[name]

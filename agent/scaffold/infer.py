@@ -38,7 +38,7 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
-    return {name: _found(draft, name, first[name], second[name]) for name in draft.outputs}
+    return {name: _inferred(draft, name, first[name], second[name]) for name in draft.outputs}
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
@@ -58,7 +58,7 @@ def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
     spec, sizes = draft.spec(), trial_sizes(draft)[0]
     inputs = {name: cast(tensor, torch.float64) for name, tensor in draw(spec, sizes, seed=0).items()}
     try:
-        outputs = _tried(draft, spec, inputs, sizes, swapped(spec.reference, swaps))
+        outputs = _outputs_of(draft, spec, inputs, sizes, swapped(spec.reference, swaps))
     except (ScaffoldError, NotImplementedError):
         return False
     shapes = {name: [dim(sizes) for dim in entry.shape] for name, entry in draft.outputs.items()}
@@ -82,14 +82,14 @@ def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Te
 
     own = draw(spec, sizes, seed=0)
     wide = {name: cast(tensor, torch.float64) for name, tensor in own.items()}
-    outputs = _tried(draft, spec, wide, sizes, spec.reference)
+    outputs = _outputs_of(draft, spec, wide, sizes, spec.reference)
     try:
-        return _tried(draft, spec, own, sizes, spec.baseline or spec.reference)
+        return _outputs_of(draft, spec, own, sizes, spec.baseline or spec.reference)
     except NotImplementedError:
         return outputs
 
 
-def _tried(
+def _outputs_of(
     draft: SpecDraft, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], text: str
 ) -> dict[str, Tensor]:
     import torch
@@ -113,7 +113,7 @@ def _tried(
     return outputs
 
 
-def _found(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Found:
+def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Found:
     from coda_agent.verifier.numerics.values import DTYPES as TORCH
 
     both = list(first.shape), list(second.shape)

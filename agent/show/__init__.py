@@ -32,23 +32,23 @@ def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) ->
     return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
-def beside(kernel: Path, suffix: str) -> Path:
+def sibling(kernel: Path, suffix: str) -> Path:
     """NAME.SUFFIX in the folder of a kernel's file."""
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
 def edited(kernel: Path) -> str | None:
     """The text of NAME.raw.py if the kernel is one of NAME.raw.*, else None. Raises OSError."""
-    return beside(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else None
+    return sibling(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else None
 
 
-def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
+def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules of a measured case by step, from the report beside a kernel's file (NAME.report.json, or
     NAME.raw.report.json), if it covers this program. KernelError for an unreadable report."""
     from coda_agent.agent.artifacts import accept, atomic_files
 
-    path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
-    with atomic_files.settled(path.parent, path.name):
+    path = sibling(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
+    with atomic_files.consistent(path.parent, path.name):
         if not path.exists():
             return {}
         report = accept.report(path)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.show import new_table, tuned
+from coda_agent.agent.show import new_table, report_schedules
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import StepFloor, roofline
 from coda_agent.primitives.errors import InvalidInput
@@ -378,7 +378,7 @@ def counted(
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}
-    return export, counters(source.on(tuned(kernel, source.program, at)), export, sizes.get(at))
+    return export, counters(source.on(report_schedules(kernel, source.program, at)), export, sizes.get(at))
 
 
 def words(found: Sequence[Counters]) -> str:

@@ -130,7 +130,7 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
     return [replace(tip, state=ACCEPTED) for tip in chosen]
 
 
-def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
+def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
     """Tips whose lessons fit into ``length`` characters, including list markers. The least helpful are
     dropped first, among equals the oldest."""
     tips = list(tips)

@@ -79,19 +79,19 @@ def learned(name: str) -> RunLessons:
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
-    judged = list(_judged(events))
+    judged = list(_judged_sources(events))
     versions = _versions(events)
     mended = _failures(header["spec"], versions, judged, _began_with(directory, events))
     failures = tuple(replace(failure, level=level) for failure in mended)
     spoken = [event.payload for event in events if event.kind == "tip"]
-    told = tuple(_told(said, header["spec"], versions, failures, level) for said in spoken)
+    told = tuple(_proposed(said, header["spec"], versions, failures, level) for said in spoken)
     return RunLessons(directory.name, failures, told)
 
 
 Report = Accepted | Checked | Rejected
 
 
-def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
+def _judged_sources(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
     """Reports with their sources, in order, including an attempt's measurement."""
     attempts = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     for event in events:
@@ -158,7 +158,7 @@ def _versions(events: Sequence[Event]) -> str:
     return "unknown"
 
 
-def _told(
+def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
     """An author's tip; its failure is the run's own if the tip's words name one."""

@@ -153,7 +153,7 @@ class Runs:
                 measure=self.measure,
                 limits=RunLimits.from_json(options["limits"]),
             )
-            needed, attempts, words = _ended(loop)
+            needed, attempts, words = _attempts_needed(loop)
         self.judged += attempts
         arm = "with" if self.tip.id in {tip.id for tip in tips} else "without"
         place = f"{len(self.taken)}/{self.total} {run.spec.name}"
@@ -187,7 +187,7 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     return asked == asdict(given)
 
 
-def _ended(loop: Loop) -> tuple[int | None, int, str]:
+def _attempts_needed(loop: Loop) -> tuple[int | None, int, str]:
     """The attempts that a run needed to pass (None: it did not), the judged attempts, and its end in words. A
     run that its budget ended did not pass; neither did one that awaits a requested measurement."""
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.layer_profile.traces import operators, regions, summary
 from coda_agent.comparison import kernels as accepted
 from coda_agent.comparison.competitors import PROGRAM
-from coda_agent.comparison.interleaved import compiled
+from coda_agent.comparison.interleaved import compile_ahead
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.session import LayerArms
 from coda_agent.comparison.rows import SPECS, LayerRow
@@ -78,7 +78,7 @@ class LayerStages:
             raise LookupError(row.absent(PROGRAM))
         kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.kernels.items()}
         request = LayerArms(row.shape, self.names, kernels, ROUNDS, True)
-        compiled([request])
+        compile_ahead([request])
         drawn, runner = draw(row.shape, SEED), request.runner()
         for name in self.names:
             layer = variant(name, row.shape, drawn, runner)
@@ -202,7 +202,7 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     ``case``, since a whole search takes minutes."""
     if kernel.source.schedules:
         return kernel
-    kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
+    kept = accepted.accepted_kernel(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
     if kept is None or case not in kept.schedules:
         return kernel
     raced = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))

@@ -242,7 +242,7 @@ def entry(mode: str, backend: str = "inductor") -> dict[str, Implementation]:
     """
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    return _entries(partial(_compiled, mode, backend))
+    return _entries(partial(_compiled_step, mode, backend))
 
 
 def eager() -> dict[str, Implementation]:
@@ -265,7 +265,7 @@ def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: G
 
 
 @cache
-def _compiled(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
+def _compiled_step(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
     """One compiled function for all sets of inputs of a case."""
     compiled: Callable[..., Several] = under_compile(FORMULATIONS[name].step, mode, backend)
     return compiled

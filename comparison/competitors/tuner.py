@@ -41,10 +41,10 @@ def prepare() -> None:
     check()
     os.environ |= {
         "QUACK_CACHE_AUTOTUNING": "1",  # the package disables this default of QuACK
-        "QUACK_CACHE_DIR": str(kept()),
+        "QUACK_CACHE_DIR": str(cache_folder()),
         "QUACK_COMPILE_WORKERS": str(cores()),
     }
-    importlib.import_module("quack.cache").CACHE_DIR = str(kept())  # type: ignore[attr-defined]
+    importlib.import_module("quack.cache").CACHE_DIR = str(cache_folder())  # type: ignore[attr-defined]
     shorten(*map(importlib.import_module, ("quack.autotuner", "quack.cache.async_compile")))
 
 
@@ -62,7 +62,7 @@ def check() -> None:
             )
 
 
-def kept() -> Path:
+def cache_folder() -> Path:
     """The folder of compiled kernels and choices: QuACK's keys contain neither the GPU nor the timing
     method."""
     import torch
@@ -75,14 +75,14 @@ def shorten(autotuner: Any, pool: Any) -> None:
     """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: fewer calls except in a final of the
     fastest, and a message for each timing."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
-    autotuner._bench_cuda_graph_l2_rotate = raced
+    autotuner._bench_cuda_graph_l2_rotate = time_configs
     kind._bench = _announced(kind._bench, count(1))
     kind.__call__ = _remembered(kind.__call__)
     kind.check_disk_cache = _decided(kind.check_disk_cache, autotuner, own)
-    pool.CompilePool.poll = _heard(pool.CompilePool.poll)
+    pool.CompilePool.poll = _reporting(pool.CompilePool.poll)
 
 
-def raced(
+def time_configs(
     fn: Callable[..., object],
     arg_sets: Sequence[Sequence[Any]],
     kwarg_sets: Sequence[Mapping[str, Any]],
@@ -166,7 +166,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
     try:
         found = {config: tuner._bench(*args, config=config, **kwargs) for config in finalists}
     finally:
-        autotuner._bench_cuda_graph_l2_rotate = raced
+        autotuner._bench_cuda_graph_l2_rotate = time_configs
         tuner._l2_cold_arg_sets = tuner._l2_cold_kwarg_sets = None
     tuner.configs_timings = found
     tuner.cache[key] = min(found, key=found.__getitem__)
@@ -182,7 +182,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
     return announced
 
 
-def _heard(poll: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(poll: Callable[..., Any]) -> Callable[..., Any]:
     """Report while the tuner waits for compilers, one after another."""
     said = time.monotonic()
 

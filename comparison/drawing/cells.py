@@ -69,7 +69,7 @@ def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
     return [_line(results, operator, case, columns) for operator, case in results.rows()]
 
 
-def standing(results: Results) -> list[Session]:
+def current_sessions(results: Results) -> list[Session]:
     """The sessions that cells come from: sessions whose arms have all changed since are left out."""
     return [session for name in results.rows() for session in _row(results, *name).standing()]
 
@@ -90,7 +90,7 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
     for column in (c for c in COLUMNS if c.name in columns):
         if arm := best[column.name]:
             cell = row.cell(arm, None if column.name == LLM else best[LLM])
-            cells[column.name] = _beside(cell, row, column.arms) if column.name == LLM else cell
+            cells[column.name] = _with_other_kernel(cell, row, column.arms) if column.name == LLM else cell
         else:
             failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
             known = [absent[a] for a in column.arms if a in absent]
@@ -98,7 +98,7 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
     return TableRow(operator, case, row.last.sizes, row.last.roofline, row.reference_arm, cells)
 
 
-def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
+def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
     """The cell with the time of the model's other kernel (program or edited text), for readers who want
     both."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]

@@ -138,13 +138,13 @@ def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
     apart = [
         f"{name}: of {_listed(found)} {SHARED[name].drawn}."
         for name in rivals
-        if name in SHARED and (found := _of(lines, name, SHARED[name].which))
+        if name in SHARED and (found := _operators(lines, name, SHARED[name].which))
     ]
     dash = f"{ABSENT}: no figure, for which the table has the reason."
     return [*marks(lines, rivals), *([dash] if lacking else []), *apart]
 
 
-def _of(lines: Sequence[TableRow], column: str, which: Callable[[str], bool]) -> list[str]:
+def _operators(lines: Sequence[TableRow], column: str, which: Callable[[str], bool]) -> list[str]:
     """The operators in ``which`` with cells in a column."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))

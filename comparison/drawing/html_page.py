@@ -31,10 +31,10 @@ from coda_agent.comparison.drawing.summary import (
     RowRatio,
     Summary,
     against,
+    conditions_text,
     findings,
-    measured,
     ordered,
-    shown,
+    ratio_text,
 )
 from coda_agent.comparison.results import Loss, Results
 
@@ -74,7 +74,7 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
     return render(
         "comparison.html",
         title=TITLE,
-        measured=measured(results),
+        measured=conditions_text(results),
         columns=legend(results, columns_of(found)),
         summaries=[_summary(against(found, column)) for column in rivals(found)],
         summary_headings=SUMMARY,
@@ -112,7 +112,7 @@ def _column(line: TableRow, name: str) -> tuple[str, ...]:
             "of one process": row.alone,
             "of a time that cannot be": row.doubted,
         }
-        ratio = ", ".join([shown(row.ratio), *(words for words, needed in parts.items() if needed)])
+        ratio = ", ".join([ratio_text(row.ratio), *(words for words, needed in parts.items() if needed)])
     losses = "\n".join(f"{output}: {_loss(loss)}" for output, loss in cell.losses.items())
     memory, notes = f"{cell.bytes / MIB:,.1f}", "; ".join(filter(None, noted(line, name, cell)))
     return name, cell.arm, number(cell.milliseconds), ratio, losses, memory, str(cell.processes), notes

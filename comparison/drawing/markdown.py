@@ -43,10 +43,10 @@ from coda_agent.comparison.drawing.summary import (
     Summary,
     against,
     below,
+    conditions_text,
     doubts,
     findings,
-    measured,
-    shown,
+    ratio_text,
 )
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
@@ -112,8 +112,12 @@ def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
     if not found:
         return f"{NOTHING}\n"
     tables, notes = sheets(found)
-    parts = [f"{plain(measured(results))}\n", _legend(results, columns_of(found)), *map(_sheet, tables)]
-    return "\n".join([*parts, *_notes(notes), *_told(found)])
+    parts = [
+        f"{plain(conditions_text(results))}\n",
+        _legend(results, columns_of(found)),
+        *map(_sheet, tables),
+    ]
+    return "\n".join([*parts, *_notes(notes), *_summaries(found)])
 
 
 def brief(results: Results, columns: Collection[str] = NAMES) -> str:
@@ -122,8 +126,8 @@ def brief(results: Results, columns: Collection[str] = NAMES) -> str:
     if not found:
         return f"{NOTHING}\n"
     notes = Notes()
-    parts = [f"{plain(measured(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
-    return "\n".join([*parts, *_told(found)])
+    parts = [f"{plain(conditions_text(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
+    return "\n".join([*parts, *_summaries(found)])
 
 
 def headline(results: Results, columns: Collection[str] = NAMES) -> str:
@@ -135,7 +139,7 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
     )
     rows = [
         [
-            _named(name),
+            _operator_code(name),
             f"{len(tally.rows)}",
             tally.average,
             human[name].average if name in human and not composed(name) else ABSENT,
@@ -235,7 +239,7 @@ def mark(row: RowRatio) -> str:
 
 def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
     """A sentence for each mark on these columns' ratios."""
-    rows = _raced(found, columns)
+    rows = _row_ratios(found, columns)
     beside = dict.fromkeys(
         BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
     )
@@ -254,10 +258,10 @@ def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
 
 def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
     """A warning about these columns' times, if any of their ratios is indirect."""
-    return [CLOCKS] if any(row.indirect for _, row in _raced(found, columns)) else []
+    return [CLOCKS] if any(row.indirect for _, row in _row_ratios(found, columns)) else []
 
 
-def _raced(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:
+def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:
     """All ratios of these columns."""
     return [
         (line, row)
@@ -344,7 +348,7 @@ def _milliseconds(line: TableRow, cell: Cell) -> str:
 
 def _ratio(line: TableRow, cell: Cell) -> str:
     row = RowRatio.of(line, cell)
-    return f"{shown(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
+    return f"{ratio_text(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
 
 
 def _over_roofline(line: TableRow) -> str:
@@ -388,7 +392,7 @@ def _sheet(sheet: Sheet) -> str:
     """A sheet as Markdown. Each operator is named in its first row only."""
     rows, last = [], ""
     for operator, case, entries in sheet.rows:
-        name = _named(operator) if operator != last else ""
+        name = _operator_code(operator) if operator != last else ""
         rows.append([name, plain(case), *map(_entry, entries)])
         last = operator
     headings = ["operator", "case", *sheet.columns]
@@ -400,14 +404,14 @@ def _entry(entry: CellText) -> str:
     return text + (f" <sup>{', '.join(map(str, entry.notes))}</sup>" if entry.notes else "")
 
 
-def _told(found: Sequence[TableRow]) -> list[str]:
+def _summaries(found: Sequence[TableRow]) -> list[str]:
     """The summaries and the paper's claims."""
     return [*(_summary(against(found, column)) for column in rivals(found)), _claims(findings(found))]
 
 
 def _summary(found: Summary) -> str:
     told = f"**{LLM} against {found.column}**\n\n{found}\n"
-    rows = [[_named(name), *rest] for name, *rest in summed(found)]
+    rows = [[_operator_code(name), *rest] for name, *rest in summed(found)]
     return f"{told}\n{markdown_table(SUMMARY, rows)}" if rows else told
 
 
@@ -423,5 +427,5 @@ VERDICT = (
 )
 
 
-def _named(operator: str) -> str:
+def _operator_code(operator: str) -> str:
     return f"`{operator}`" if re.fullmatch(r"\w+", operator) else plain(operator)

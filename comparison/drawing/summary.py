@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.agent.reporting.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
-from coda_agent.comparison.drawing.cells import Cell, TableRow, standing
+from coda_agent.comparison.drawing.cells import Cell, TableRow, current_sessions
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.statistics import Interval
@@ -137,7 +137,7 @@ class Tally:
     def average(self) -> str:
         """The mean as shown, without an interval if a row's interval would claim too much."""
         marks = doubts(self.rows)
-        return f"{self.mean.estimate:.3f} {marks}" if marks else shown(self.mean)
+        return f"{self.mean.estimate:.3f} {marks}" if marks else ratio_text(self.mean)
 
     def count(self, outcome: str) -> int:
         return sum(row.outcome == outcome for row in self.rows)
@@ -306,7 +306,7 @@ _WHY = {
 }
 
 
-def shown(ratio: Interval) -> str:
+def ratio_text(ratio: Interval) -> str:
     """A ratio with three decimals, or with enough to distinguish an interval that ends just short of 1 from
     one that contains 1."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
@@ -357,9 +357,9 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
     )
 
 
-def measured(results: Results) -> str:
+def conditions_text(results: Results) -> str:
     """Devices, versions and dates of the results; if sessions differ, it lists every value."""
-    sessions = standing(results)
+    sessions = current_sessions(results)
     if not sessions:
         return NOTHING
     conditions = [session.conditions for session in sessions]

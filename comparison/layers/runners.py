@@ -52,7 +52,7 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
     }
 
 
-def accepted(folder: Path, shape: Shape) -> dict[str, Program]:
+def accepted_programs(folder: Path, shape: Shape) -> dict[str, Program]:
     """The programs of ``calls``, by operator, from a folder of accepted kernels. OSError, ProgramError."""
     names = {call.operator for call in calls(shape).values()}
     return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}

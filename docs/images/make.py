@@ -25,7 +25,7 @@ from authoring import TOY, TOY_KERNEL, fenced, measured, slow  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from coda_agent.agent import setup  # noqa: E402
-from coda_agent.agent.cli.authoring import begun  # noqa: E402
+from coda_agent.agent.cli.authoring import create_runs  # noqa: E402
 from coda_agent.agent.options import AuthoringOptions  # noqa: E402
 from coda_agent.agent.reporting import html_report, progress  # noqa: E402
 from coda_agent.agent.run import history, runs  # noqa: E402
@@ -86,21 +86,23 @@ def candidates(spec: Path) -> list[str]:
     """One is mended and then improved, one is right and slow, one waits for its first answer."""
     limits = RunLimits(dollars=1.0, tokens=300_000).to_json()
     options = {"provider": "anthropic", "model": MODEL, "limits": limits, "improve": 1, "attempts": 2}
-    names = begun(spec, AuthoringOptions().header() | options, 3)
+    names = create_runs(spec, AuthoringOptions().header() | options, 3)
     good, wrong, faster = (answer(text) for text in (fenced(KERNEL), fenced(UNSCALED), SCHEDULED))
     log = StringIO()
     author(names[0], [wrong, good, faster], 1.3, log)
     author(names[1], [good, good], 0.9, log)
     waiting = (names[2], [fake_messages.stalls], 1.0, log)
     threading.Thread(target=author, args=waiting, daemon=True).start()
-    while not history.of(names[2]).spent.uncertain_tokens:
+    while not history.past_of(names[2]).spent.uncertain_tokens:
         time.sleep(0.1)
     return names
 
 
 def table(names: list[str], path: Path) -> None:
     says = ["ended", "ended", "waiting for an answer"]
-    rows = [(n, history.of(name), said) for n, (name, said) in enumerate(zip(names, says, strict=True), 1)]
+    rows = [
+        (n, history.past_of(name), said) for n, (name, said) in enumerate(zip(names, says, strict=True), 1)
+    ]
     console = Console(record=True, width=130, file=StringIO(), force_terminal=True)
     console.print(progress.table(rows))
     console.save_svg(str(path), title="coda-agent generate --candidates 3: stand-in figures, no measurement")

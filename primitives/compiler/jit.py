@@ -183,7 +183,7 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
     return lowered.module, kernel.name, tuple(arguments)
 
 
-def compiled(
+def compile_object(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
     """Whether a step at one schedule, with all vector kernels, compiles: True, False for a refused schedule,

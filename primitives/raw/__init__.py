@@ -88,7 +88,7 @@ def load(wanted: Wanted) -> Callable[..., Any]:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
             raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
         try:  # the cache is a folder that others may write to: check the bytes that are loaded
-            inspect(child.left(path))
+            inspect(child.read_untrusted(path))
         except RawError as error:
             raise CompileError(f"{path}: {error.message}", error.code) from None
         _loaded[path] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[FUNCTION]
@@ -103,7 +103,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
     compile: by name, as base64 of zlib."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
-        path.name: base64.b64encode(zlib.compress(child.left(path), 9)).decode() for path in sorted(files)
+        path.name: base64.b64encode(zlib.compress(child.read_untrusted(path), 9)).decode()
+        for path in sorted(files)
     }
 
 
@@ -146,7 +147,7 @@ def build(wanted: Wanted, scratch: Path) -> Built:
     notes = path.with_suffix(".json")
     if not notes.exists():
         try:
-            told, data = _compiled(wanted, scratch)
+            told, data = _compile_confined(wanted, scratch)
             inspect(data)
             told = told | {"own_launch": same_host(data, _before(wanted, scratch))}
         except RawError as error:
@@ -155,7 +156,7 @@ def build(wanted: Wanted, scratch: Path) -> Built:
             child.empty(scratch)
         write_atomic(path, data)
         write_atomic(notes, json.dumps(told))
-    return Built(inspect(child.left(path)), *_notes(json.loads(notes.read_text(encoding="utf-8"))))
+    return Built(inspect(child.read_untrusted(path)), *_notes(json.loads(notes.read_text(encoding="utf-8"))))
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
@@ -166,8 +167,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
     honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))
     path = honest.path()
     if not path.exists():
-        write_atomic(path, _compiled(honest, scratch)[1])
-    return child.left(path)
+        write_atomic(path, _compile_confined(honest, scratch)[1])
+    return child.read_untrusted(path)
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
@@ -183,7 +184,7 @@ def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
     """``build`` without caching the object: the cubin, and the path of the text. The compile runs inside the
     context that ``within`` returns for that path. Raises CompileError."""
     try:
-        _, data = _compiled(wanted, scratch, within)
+        _, data = _compile_confined(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
     except RawError as error:
         raise CompileError(error.message, error.code, error.line) from None
@@ -193,7 +194,9 @@ def _source(wanted: Wanted, scratch: Path) -> Path:
     return scratch / f"{wanted.lowered.module}.py"
 
 
-def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tuple[dict[str, Any], bytes]:
+def _compile_confined(
+    wanted: Wanted, scratch: Path, within: Within = nullcontext
+) -> tuple[dict[str, Any], bytes]:
     """The child's notes on a successful compile, and the object. RawError otherwise."""
     child.empty(scratch)
     _import_compilers()
@@ -205,7 +208,7 @@ def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tu
         case {"stages": stages, "seconds": float(seconds)} if (
             _three(stages) and 0 <= seconds <= child.SECONDS
         ):
-            return {"stages": stages, "seconds": round(seconds, 3)}, child.left(target)
+            return {"stages": stages, "seconds": round(seconds, 3)}, child.read_untrusted(target)
     if refused := child.refusal(answer, wanted.lowered.text):
         raise refused
     raise RawError("forged", f"the compiling child said {str(answer)[:200]!r}, which is no answer")

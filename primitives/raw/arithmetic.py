@@ -428,7 +428,7 @@ def _main(scratch: str, parent: int) -> None:
         child.demand(layers, missing)
         said = _read(request)
     except RawError as error:
-        said = child.told(error)
+        said = child.refusal_fields(error)
     print(json.dumps(said), flush=True)
 
 

@@ -38,7 +38,7 @@ def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
         said = _read(answers, time.monotonic() + SECONDS, scratch)
     finally:
         os.close(answers)
-        status = _ended(child)
+        status = _reap(child)
     if said is None:
         raise RawError("slow_compile", f"the compile did not end within {SECONDS:g} s", None)
     if len(said) > MOST_ANSWER:
@@ -56,7 +56,7 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         demand(*confine(parent, scratch, keep=(answer,)))
         found: object = work()
     except RawError as error:
-        found = told(error)
+        found = refusal_fields(error)
     # the author reads whatever an edited text raises, including SystemExit
     except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
@@ -93,7 +93,7 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
         )
 
 
-def told(error: RawError) -> dict[str, Any]:
+def refusal_fields(error: RawError) -> dict[str, Any]:
     """A refusal in the form that ``refusal`` reads."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
@@ -119,7 +119,7 @@ def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
         ready = poll.poll(min(left, GLANCE) * 1000)
-        if _held(scratch) > MOST_FILES:
+        if _bytes_in(scratch) > MOST_FILES:
             raise RawError("files", f"the compile wrote over {MOST_FILES} bytes to files", None)
         if ready:
             chunk = os.read(descriptor, 1 << 16)
@@ -129,7 +129,7 @@ def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
     return None
 
 
-def _held(scratch: Path) -> int:
+def _bytes_in(scratch: Path) -> int:
     """Bytes of a child's files. RawError if some cannot be listed."""
     held = 0
     for place, _, names in os.walk(scratch, onerror=_hidden):
@@ -147,7 +147,7 @@ def _hidden(error: OSError) -> None:
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
 
-def _ended(child: int) -> int:
+def _reap(child: int) -> int:
     """Kill the rest of the child and its group, and reap it."""
     for kill in (os.killpg, os.kill):  # it leads its own group once it is confined
         with suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ def _ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def left(path: Path) -> bytes:
+def read_untrusted(path: Path) -> bytes:
     """The contents of a file that an untrusted process may have made."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -41,7 +41,7 @@ from coda_agent.primitives.compiler.probe_schedules import (
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system import deadline, subprocesses
-from coda_agent.primitives.system.files import cache_dir, kept
+from coda_agent.primitives.system.files import cache_dir, cached_json
 from coda_agent.primitives.target import TARGET
 
 CROWDED = "shared_memory"  # the code of a step that fits no tile
@@ -80,16 +80,16 @@ def report(
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
-    tried = _tried(program, lowered, sizes, tuple(schedules))
+    tried = _compile_all(program, lowered, sizes, tuple(schedules))
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
     asked = kernel.to_json() | {"sizes": static, "schedules": tried}
-    rows = kept("resources", key, lambda: _run_child(json.dumps(asked)))
+    rows = cached_json("resources", key, lambda: _run_child(json.dumps(asked)))
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 
-def _tried(
+def _compile_all(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
     """The schedules to compile each step on; none if no tile holds its heads."""
@@ -226,10 +226,12 @@ def _resources(
         found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
-    return _measured(scratch, kernel.name, fields, partial(compile_kernel, lowered, kernel, schedule, sizes))
+    return _resources_of(
+        scratch, kernel.name, fields, partial(compile_kernel, lowered, kernel, schedule, sizes)
+    )
 
 
-def _measured(
+def _resources_of(
     scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]
 ) -> Resources:
     start = time.monotonic()

@@ -32,7 +32,7 @@ from coda_agent.primitives.runtime.launchable import (
     check_updates,
     dense,
 )
-from coda_agent.primitives.runtime.tune import cached, to_compile, tuned
+from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedules
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
@@ -124,7 +124,7 @@ class Kernel:
         schedules = self.source.fixed
         if not steps <= schedules.keys():
             self._expect_proved(sizes)
-            schedules = tuned(self.source, inputs, sizes, self.known) | schedules
+            schedules = tuned_schedules(self.source, inputs, sizes, self.known) | schedules
         return Plan(self.source.on(schedules), sizes, device)
 
     def _expect_proved(self, sizes: Mapping[str, int]) -> None:

@@ -32,7 +32,7 @@ from coda_agent.primitives.compiler.probe_schedules import probes
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
 from coda_agent.primitives.system import subprocesses
-from coda_agent.primitives.system.files import kept
+from coda_agent.primitives.system.files import cached_json
 
 FORMAT = 3  # version of the kept listings
 LOWERED = ""  # the file name of the lowered text itself
@@ -123,7 +123,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     own = kernel.program._replace(schedule={}).hash  # a text does not state its tiles' dtypes
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
-    rows = kept("sass", key, lambda: _run_child(json.dumps(asked)))
+    rows = cached_json("sass", key, lambda: _run_child(json.dumps(asked)))
     text = lowered.text.splitlines()
     return tuple(_listing(row, text) for row in rows)
 

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.cubin import deepest_stack
-from coda_agent.primitives.compiler.jit import compiled, import_quack, refuse
+from coda_agent.primitives.compiler.jit import compile_object, import_quack, refuse
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, probes
@@ -186,13 +186,13 @@ def revisited(
 
 
 def within_reach(gemm: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
-    """All schedules that ``tuned`` may choose when these are known, for compiling ahead of it."""
+    """All schedules that ``tuned_schedules`` may choose when these are known, for compiling ahead of it."""
     start = _fitting(gemm, sizes)
     again = revisited(gemm, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
 
 
-def tuned(
+def tuned_schedules(
     kernel: KernelSource,
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
@@ -270,8 +270,8 @@ def _searched(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The earlier choice of ``tuned``; for an edited text only among its ``known`` schedules, if any: it may
-    have been tuned over more."""
+    """The earlier choice of ``tuned_schedules``; for an edited text only among its ``known`` schedules, if
+    any: it may have been tuned over more."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -309,7 +309,7 @@ def compile_all(
     """Fill the object cache with these (step, schedule) in parallel; return whether each compiled. Worker
     processes compile only what is missing."""
     wanted = _tasks(kernel, sizes, schedules)
-    new = _lacking(kernel, sizes, wanted)
+    new = _uncompiled(kernel, sizes, wanted)
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
 
@@ -318,7 +318,7 @@ def to_compile(
     kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
 ) -> list[workers.Job]:
     """The jobs that ``compile_all`` would give to worker processes."""
-    return [(_compile_one, w) for w in _lacking(kernel, sizes, _tasks(kernel, sizes, schedules))]
+    return [(_compile_one, w) for w in _uncompiled(kernel, sizes, _tasks(kernel, sizes, schedules))]
 
 
 def _tasks(
@@ -330,13 +330,13 @@ def _tasks(
     return [(text, static, step, s._replace(swizzle=8), kernel.edited) for step, s in schedules]
 
 
-def _lacking(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
+def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
     """The ones that neither this process nor the cache knows."""
     lowered = kernel.lowered
     gemms = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     for w in asked:
-        if (verdict := compiled(lowered, gemms[w[2]], w[3], sizes)) is not None:
+        if (verdict := compile_object(lowered, gemms[w[2]], w[3], sizes)) is not None:
             _compiled[w] = verdict
     return [w for w in asked if w not in _compiled]
 

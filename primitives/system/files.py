@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
+def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
     """The cached JSON value of a kind under a key; computed by ``make`` if missing or damaged. Raises
     CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

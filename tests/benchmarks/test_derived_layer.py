@@ -12,7 +12,7 @@ from benchmarks import derived_layer
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
 from coda_agent.comparison.layers.errors import relative, results, truth
 from coda_agent.comparison.layers.fused import unrotated
-from coda_agent.comparison.layers.runners import Interpreted, accepted
+from coda_agent.comparison.layers.runners import Interpreted, accepted_programs
 from coda_agent.comparison.layers.shape import Shape, draw
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program
@@ -26,7 +26,7 @@ def call(program: Program, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_gradients_are_the_plain_layers() -> None:
     drawn = draw(SMALL, 5, "cpu")
-    kernels = Interpreted(accepted(Path("generated_kernels"), SMALL))
+    kernels = Interpreted(accepted_programs(Path("generated_kernels"), SMALL))
     given = (SMALL, drawn.weights, drawn.next_norm, kernels, unrotated)
     one_pass, derived = derived_layer.OnePass(*given), derived_layer.ByDerivation(*given)
     programs = derived_layer.backwards(SMALL)

@@ -19,7 +19,7 @@ from benchmarks.layer_profile.measuring import TimeBudget, run
 from benchmarks.layer_profile.page import write
 from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
 from coda_agent.comparison.layers import variant
-from coda_agent.comparison.layers.runners import Interpreted, accepted, calls
+from coda_agent.comparison.layers.runners import Interpreted, accepted_programs, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.schedule import Schedule
@@ -223,7 +223,7 @@ def test_without_operators_products_are_not_told_apart() -> None:
 
 def test_our_parts_are_those_of_the_programs() -> None:
     shape = WIDTHS["1B"]
-    programs = accepted(KERNELS, shape)
+    programs = accepted_programs(KERNELS, shape)
     kernels = {c: Kernel(KernelSource(programs[c.operator], {0: Schedule()})) for c in calls(shape).values()}
     parts = benches.backward_parts(shape, kernels)
     assert [(p["place"], p["kind"]) for p in parts] == [(p["place"], p["kind"]) for p in PARTS]
@@ -234,7 +234,7 @@ def test_our_parts_are_those_of_the_programs() -> None:
 
 def test_kernels_without_schedules_race_those_of_the_width() -> None:
     call = calls(WIDTHS["7B"])["qkv_backward"]
-    unknown = Kernel(KernelSource(accepted(KERNELS, WIDTHS["7B"])[call.operator]))
+    unknown = Kernel(KernelSource(accepted_programs(KERNELS, WIDTHS["7B"])[call.operator]))
     found = benches.on_known_schedules(call, unknown, "7B")
     assert not found.source.schedules and found.known and len(found.known[0]) > 1
     fixed = Kernel(KernelSource(unknown.program, {0: Schedule()}))

@@ -130,9 +130,9 @@ def test_a_race_is_thirty_calls_of_long_ones_fewer_and_goes_round_the_sets(
 
     numbers = range(sets)
     given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
-    assert tuner.raced(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
+    assert tuner.time_configs(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
     assert len(seen) == 2 + calls and set(seen) == set(numbers)  # two that tell how long one takes
-    assert tuner.raced(kernel, *given) == milliseconds
+    assert tuner.time_configs(kernel, *given) == milliseconds
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_without_room_for_a_final_the_first_race_decides(
 def test_waiting_for_compilers_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(tuner, "report", lambda gate, words: heard.append(words))
-    poll = tuner._heard(lambda pool, sha: (sha, None))
+    poll = tuner._reporting(lambda pool, sha: (sha, None))
     assert poll(None, "a") == ("a", None) and not heard
     monkeypatch.setattr(tuner, "SECONDS", -1.0)
     assert poll(None, "b") == ("b", None) and heard == ["compiling"]
@@ -254,7 +254,7 @@ def test_what_its_tuner_keeps_is_of_this_gpu(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert tuner.kept() == tmp_path / "upstream" / "NVIDIA-H100-80GB-HBM3-20-calls-8-finalists"
+    assert tuner.cache_folder() == tmp_path / "upstream" / "NVIDIA-H100-80GB-HBM3-20-calls-8-finalists"
 
 
 # ── The toolkit that FlashInfer builds with ───────────────────────────────────────────────────────────────
@@ -356,7 +356,7 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
         return function
 
     monkeypatch.setattr("coda_agent.verifier.baselines.pytorch.under_compile", under_compile)
-    quack_epilogue._compiled.cache_clear()
+    quack_epilogue._compile.cache_clear()
 
     def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
         return x * by
@@ -366,7 +366,7 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
     assert len(made) == 2
     fused(scaled)(torch.ones(4), 5)
     assert len(made) == 3
-    quack_epilogue._compiled.cache_clear()
+    quack_epilogue._compile.cache_clear()
 
 
 def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
@@ -382,10 +382,10 @@ def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
     step: Any = pytorch.under_compile
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pytorch, "under_compile", lambda f, mode: step(f, mode, backend))
-        quack_epilogue._compiled.cache_clear()
+        quack_epilogue._compile.cache_clear()
         for rows in (*range(2, 14), 2):
             assert fused(_doubled)(torch.ones(rows)).sum() == 2 * rows
-        quack_epilogue._compiled.cache_clear()
+        quack_epilogue._compile.cache_clear()
     assert seen == [torch.Size([rows]) for rows in range(2, 14)]
     assert all(type(size) is int for shape in seen for size in shape)
 

@@ -28,7 +28,7 @@ from coda_agent.comparison.competitors import (
     REFERENCE_ARM,
     UPSTREAM,
 )
-from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines, standing
+from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, current_sessions, lines
 from coda_agent.comparison.measuring import OutOfTime, measure
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, read, write
 from coda_agent.primitives.compiler.roofline import roofline
@@ -377,7 +377,7 @@ def test_where_only_the_reference_arm_is_as_it_was_its_sessions_are_told() -> No
     found = Results(sessions=(sat,), present={sat.operator: {sat.case: now}})
     (line,) = lines(found)
     assert line.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(line.cells[MATMUL], Cell)
-    assert standing(found) == [sat]
+    assert current_sessions(found) == [sat]
 
 
 def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> None:
@@ -397,19 +397,19 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
     assert found.sessions[0].arms[PROGRAM].key.count("text ") == 5  # any of its kernels makes it another
-    (both,) = rows.chosen((LAYER_BOTH,), ("1B",), everything=False, quick=False)
+    (both,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 
 
 def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
     """Another kernel of the backward does not make its figures stale, and none is compiled for it."""
-    forward, both = rows.chosen((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
+    forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
     assert (len(forward.made_of(PROGRAM)), len(both.made_of(PROGRAM))) == (5, 8)
     assert "gradient" in both.note(PROGRAM) and not forward.note(PROGRAM)
 
 
 def test_the_usual_rows() -> None:
-    usual = rows.chosen((), (), everything=False, quick=False)
+    usual = rows.choose_rows((), (), everything=False, quick=False)
     assert len([row for row in usual if row.case.startswith("square")]) == 9
     assert len([row for row in usual if row.case in ("1B", "7B", "70B")]) == 36  # with layers
     for row in usual:
@@ -418,19 +418,19 @@ def test_the_usual_rows() -> None:
             assert isinstance(row, rows.OperatorRow)
             assert roofline(kernels.written(row.spec), row.sizes).flops == 2 * n**3
             assert row.least(H100) >= 2 * n**3 / H100["tensor"]
-    assert len(rows.chosen((), (), everything=False, quick=True)) == 3
-    everything = rows.chosen((), (), everything=True, quick=False)
+    assert len(rows.choose_rows((), (), everything=False, quick=True)) == 3
+    everything = rows.choose_rows((), (), everything=True, quick=False)
     assert len({row.operator for row in everything}) == 32
     with pytest.raises(InvalidInput, match="there is no gemm_nothing"):
-        rows.chosen(("gemm_nothing",), (), everything=False, quick=False)
+        rows.choose_rows(("gemm_nothing",), (), everything=False, quick=False)
     with pytest.raises(InvalidInput, match="these operators have the cases 1B, 7B"):
-        rows.chosen(("gemm_rope",), ("2B",), everything=False, quick=False)
+        rows.choose_rows(("gemm_rope",), ("2B",), everything=False, quick=False)
 
 
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
     """Nothing is known of other sizes; but of an edited text, on which schedules it is right."""
     spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
-    program, edited = (kernels.tuned(spec, edited=edited) for edited in (False, True))
+    program, edited = (kernels.accepted_kernel(spec, edited=edited) for edited in (False, True))
     assert program and edited
     at_7b = kernels.by_arm(spec, spec.case("7B").sizes)
     assert at_7b[PROGRAM].source.schedules == program.schedules["7B"]
@@ -448,6 +448,8 @@ def test_quacks_arms_come_with_what_they_were_tuned_to(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         quack_tunings, "quack", lambda spec: {"7B": tuned} if spec.name == "gemm_swiglu" else {}
     )
-    chosen = rows.chosen(("gemm_swiglu", "gemm_rope"), ("7B", "square 8192"), everything=False, quick=False)
+    chosen = rows.choose_rows(
+        ("gemm_swiglu", "gemm_rope"), ("7B", "square 8192"), everything=False, quick=False
+    )
     given = {(row.operator, row.case): row.task((OWN_TUNER,), 12)[1].quack for row in chosen}
     assert given.pop(("gemm_swiglu", "7B")) is tuned and len(given) == 3 and set(given.values()) == {None}

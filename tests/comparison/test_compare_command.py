@@ -102,7 +102,7 @@ def test_layer_is_both_of_a_layer_to_draw_and_to_measure(command: Callable[..., 
     _, said, _ = command("--from", tmp_path, "--out", tmp_path / "drawn", "--only", "layer", "--json")
     assert [row["operator"] for row in json.loads(said)["rows"]] == named
     asked = Choice(only=["gemm_rope", "layer"]).operators
-    found = rows.chosen(asked, ("1B",), everything=False, quick=False)
+    found = rows.choose_rows(asked, ("1B",), everything=False, quick=False)
     assert [row.operator for row in found] == ["gemm_rope", *named]
 
 

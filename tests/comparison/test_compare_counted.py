@@ -31,7 +31,14 @@ from coda_agent.comparison.drawing.cells import Cell, Empty, TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from coda_agent.comparison.drawing.html_page import page
 from coda_agent.comparison.drawing.markdown import brief, markdown, sheets, summed
-from coda_agent.comparison.drawing.summary import CLAIMS, RowRatio, against, findings, measured, shown
+from coda_agent.comparison.drawing.summary import (
+    CLAIMS,
+    RowRatio,
+    against,
+    conditions_text,
+    findings,
+    ratio_text,
+)
 from coda_agent.comparison.drawing.terminal import NAME
 from coda_agent.comparison.results import (
     LAYER_BOTH,
@@ -332,7 +339,7 @@ def test_the_claim_of_rmsnorms_backward_is_about_weights_that_are_square() -> No
     ]
     (finding,) = (finding for finding in findings(made) if finding.claim == claim)
     assert (finding.measured, finding.verdict) == ("1.500 to 1.600 in 2 rows", "within")
-    chosen = rows.chosen((), (), everything=False, quick=False)
+    chosen = rows.choose_rows((), (), everything=False, quick=False)
     usual = {row.case: row.sizes for row in chosen if row.operator == name}
     assert set(claim.cases) <= set(usual)
     assert [(usual[case]["K"], usual[case]["N"]) for case in claim.cases] == [(2048, 2048), (4096, 4096)]
@@ -352,7 +359,7 @@ def test_the_claim_of_rmsnorms_backward_is_about_weights_that_are_square() -> No
     ],
 )
 def test_an_interval_shows_on_which_side_of_1_it_ends(low: float, high: float, told: str) -> None:
-    assert shown(interval(0.999, low, high)) == told
+    assert ratio_text(interval(0.999, low, high)) == told
 
 
 def test_a_terminal_says_that_an_anchored_times_clock_may_be_another() -> None:
@@ -366,7 +373,7 @@ def test_a_terminal_says_that_an_anchored_times_clock_may_be_another() -> None:
 
 def test_charts_say_what_was_measured_and_what_their_marks_mean() -> None:
     results = comparison.results([("gemm_swiglu_bwd", "70B"), ("gemm_rope", "7B")])
-    told = measured(results)
+    told = conditions_text(results)
     for name in ("speedup.svg", "roofline.svg"):
         words = " ".join(drawn_words(lines(results), name, told))
         assert told in words and "made-up GPU" in words and "2001-02-03" in words

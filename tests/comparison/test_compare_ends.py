@@ -26,7 +26,7 @@ from coda_agent.comparison.competitors import (
     UPSTREAM,
 )
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
-from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, tuned
+from coda_agent.comparison.interleaved import PREPARING, TIMING, compile_ahead, tune_ahead
 from coda_agent.comparison.interleaved import gpu as gpu_task
 from coda_agent.comparison.measuring import OutOfTime, measure
 from coda_agent.comparison.results import LAYER_FORWARD, Results, read, write
@@ -151,7 +151,7 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         found = usual(python, task, asked, **more)
-        if task is not tuned and arm in getattr(asked, "arms", ()):
+        if task is not tune_ahead and arm in getattr(asked, "arms", ()):
             more["progress"]("compare", TIMING)
             raise Lost("illegal_address", "somebody wrote astray")
         return found
@@ -176,7 +176,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
         found = usual(python, task, asked, **more)
         if task is gpu_task:
             gpu.now += 1.0
-        if task is not tuned and LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
+        if task is not tune_ahead and LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
             more["progress"]("compare", LIGER)
             gpu.now += 499.5
             raise Late
@@ -201,9 +201,9 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
-        if task is compiled or hasattr(asked, "arms"):
-            left.append((task is compiled, deadline.within(math.inf) - time.monotonic()))
-        if task is compiled:
+        if task is compile_ahead or hasattr(asked, "arms"):
+            left.append((task is compile_ahead, deadline.within(math.inf) - time.monotonic()))
+        if task is compile_ahead:
             raise Late
         return usual(python, task, asked, **more)
 

@@ -59,7 +59,7 @@ def publish(folder: Path, name: str = NAME, version: str = VERSION, needs: Seque
 
 
 def purelib(python: str) -> Path:
-    return Path(environment._said(python, "-c", environment._PURELIB).strip())
+    return Path(environment._output(python, "-c", environment._PURELIB).strip())
 
 
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
@@ -135,7 +135,7 @@ def test_a_broken_environment_is_its_columns_cell_and_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = str(tmp_path / "python")
-    wanted = tuple(rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False))
+    wanted = tuple(rows.choose_rows(("gemm_swiglu",), ("1B",), everything=False, quick=False))
     for there, why in ((False, "does not run"), (True, "finds no coda-kernels")):
         with stood_in(monkeypatch) as gpu:
             monkeypatch.setattr(environment, "versions", versions)

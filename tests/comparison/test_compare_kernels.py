@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def asked(*names: str) -> ComparisonRequest:
-    chosen = rows.chosen(names, ("1B",), everything=False, quick=False)
+    chosen = rows.choose_rows(names, ("1B",), everything=False, quick=False)
     return ComparisonRequest(tuple(chosen), (EAGER, PROGRAM, EDITED), 1, 12)
 
 

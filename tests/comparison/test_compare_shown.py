@@ -36,8 +36,8 @@ from coda_agent.comparison.drawing.summary import (
     CLAIMS,
     NOTHING,
     against,
+    conditions_text,
     findings,
-    measured,
     ordered,
     together,
 )
@@ -190,11 +190,11 @@ def test_what_was_measured_leaves_out_what_has_become_another() -> None:
     old = session({PROGRAM: arm(2.0, key="0")}, conditions={"gpu": "old GPU"}, process=0)
     new = session({PROGRAM: arm(2.0)}, process=1, date="2001-02-05T00:00:00+00:00")
     bare = session({COMPILE: arm(2.0)}, conditions={}, process=2)
-    assert measured(Results(sessions=(old, new, bare))) == (
+    assert conditions_text(Results(sessions=(old, new, bare))) == (
         "1 row on made-up GPU (driver 1.2.3, PyTorch 9.9.9, CUDA 99.0, liger-kernel 0.0.2, "
         "quack-kernels 0.0.1), 2001-02-03 to 2001-02-05, 8 rounds in each of 2 processes a row."
     )
-    assert measured(Results(sessions=(bare,))).startswith(
+    assert conditions_text(Results(sessions=(bare,))).startswith(
         "1 row on an unknown device, 2001-02-03, 8 rounds in one process"
     )
 

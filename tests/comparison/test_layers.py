@@ -24,7 +24,14 @@ from coda_agent.comparison.layers.errors import relative, results, truth
 from coda_agent.comparison.layers.fused import Fused, packed, table, unpacked, unrotated
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
-from coda_agent.comparison.layers.runners import Interpreted, KernelCall, Launched, Tensors, accepted, calls
+from coda_agent.comparison.layers.runners import (
+    Interpreted,
+    KernelCall,
+    Launched,
+    Tensors,
+    accepted_programs,
+    calls,
+)
 from coda_agent.comparison.layers.session import LayerArms, _Stage, measure_layer
 from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
 from coda_agent.comparison.rows import LayerRow
@@ -37,7 +44,7 @@ pytestmark = pytest.mark.slow
 KERNELS = ROOT / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
-PROGRAMS = accepted(KERNELS, SMALL)
+PROGRAMS = accepted_programs(KERNELS, SMALL)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
 WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
 

@@ -281,7 +281,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     there = quack._stages(
         spec, coda_agent.verifier.numerics.inputs.draw(spec, sizes, 0, device="cuda"), sizes, ""
     )
-    write_atomic(quack._kept(spec, sizes, OUR_SEARCH, there), "[]")
+    write_atomic(quack._cache_path(spec, sizes, OUR_SEARCH, there), "[]")
     assert tuned(new) == [EDITED, OWN_TUNER]
     kept(both[EDITED], ONE)
     raced = asdict(quack.config(128, 128, True))
@@ -327,7 +327,7 @@ def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
 
 def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the very schedules that it had."""
-    chosen = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
+    chosen = rows.choose_rows(("gemm_swiglu",), ("1B",), everything=False, quick=False)
     usual = kernels.by_arm
 
     def changed(*given: Any) -> dict[str, Kernel]:
@@ -338,6 +338,6 @@ def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.Mo
         asked = ComparisonRequest(tuple(chosen), (EAGER, PROGRAM), 1, 12)
         first = measure(asked, Results(), lambda made: None)
         monkeypatch.setattr(kernels, "by_arm", changed)
-        other = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
+        other = rows.choose_rows(("gemm_swiglu",), ("1B",), everything=False, quick=False)
         measure(replace(asked, rows=tuple(other)), first, lambda made: None)
         assert [arms for _, arms in gpu.sat] == [(REFERENCE_ARM, PROGRAM, EAGER), (REFERENCE_ARM, PROGRAM)]

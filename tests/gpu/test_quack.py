@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coda_agent.verifier.baselines import quack
 from coda_agent.verifier.baselines.pytorch import products
-from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL, OWN_TUNER, chained, config, tuned
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL, OWN_TUNER, chained, config, tuned_calls
 from coda_agent.verifier.baselines.quack_library import LIBRARY, quack_library
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import error_gate, reference
@@ -91,11 +91,11 @@ def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatc
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
     inputs = draw(spec, sizes, 0, device="cuda")
-    (call,), finalists = tuned(arm, spec, [inputs], sizes)
+    (call,), finalists = tuned_calls(arm, spec, [inputs], sizes)
     judge(spec, call(), inputs, sizes)
     (kept,) = (tmp_path / "tuning").iterdir()
     written = os.stat(kept).st_mtime_ns
-    (call,), told = tuned(arm, spec, [inputs], sizes)
+    (call,), told = tuned_calls(arm, spec, [inputs], sizes)
     judge(spec, call(), inputs, sizes)
     assert os.stat(kept).st_mtime_ns == written  # found again, not searched again
     assert told == finalists and all(finalists)
@@ -107,7 +107,7 @@ def test_what_was_raced_last_is_raced_again_alone(arm, tmp_path, monkeypatch):
     sizes = dict(spec.case("ragged").sizes)
     inputs = draw(spec, sizes, 0, device="cuda")
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "first"))
-    first = tuned(arm, spec, [inputs], sizes).finalists
+    first = tuned_calls(arm, spec, [inputs], sizes).finalists
     raced, race = [], quack._race
 
     def watched(*given):
@@ -118,7 +118,7 @@ def test_what_was_raced_last_is_raced_again_alone(arm, tmp_path, monkeypatch):
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "second"))
     here = {"gpu": torch.cuda.get_device_name(), "version": version("quack-kernels")}
     known = QuackTuned.model_validate(here | {"arms": {arm: first}})
-    (call,), again = tuned(arm, spec, [inputs], sizes, known)
+    (call,), again = tuned_calls(arm, spec, [inputs], sizes, known)
     assert raced == first and len(first) == 2
     assert all(after[0] in before for before, after in zip(first, again, strict=True))
     if arm == OWN_TUNER:
@@ -131,7 +131,7 @@ def test_the_bare_matmuls_are_those_of_the_formulation(name, tmp_path, monkeypat
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in (0, 1)]
-    for inputs, call in zip(sets, tuned(MATMUL, spec, sets, sizes).calls, strict=True):
+    for inputs, call in zip(sets, tuned_calls(MATMUL, spec, sets, sizes).calls, strict=True):
         made = call()
         torch.cuda.synchronize()
         for found, product in zip(made.values(), products(spec, inputs, sizes), strict=True):

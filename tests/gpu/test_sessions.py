@@ -25,7 +25,7 @@ def test_the_machine_reaches_no_more_than_it_can() -> None:
 
 
 def test_an_operators_arms_sit_together() -> None:
-    (row,) = rows.chosen(("gemm_swiglu",), ("decode",), everything=False, quick=False)
+    (row,) = rows.choose_rows(("gemm_swiglu",), ("decode",), everything=False, quick=False)
     task, request = row.task((REFERENCE_ARM, EAGER, COMPILE, OWN_TUNER, PROGRAM), 12)
     found = sat(task, request)
     assert not found["failed"] and set(found["arms"]) == set(request.arms)
@@ -39,7 +39,7 @@ def test_an_operators_arms_sit_together() -> None:
 
 
 def test_a_layers_variants_sit_together() -> None:
-    (row,) = rows.chosen((LAYER_BOTH,), ("1B",), everything=False, quick=False)
+    (row,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     task, request = row.task((EAGER, COMPILE, PROGRAM), 12)
     found = sat(task, request)
     assert not found["failed"] and set(found["arms"]) == {EAGER, COMPILE, PROGRAM}

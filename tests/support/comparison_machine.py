@@ -11,7 +11,7 @@ import pytest
 from coda_agent.comparison import environment, keys, measuring, rows, workers
 from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, PROGRAM, REFERENCE_ARM, UPSTREAM
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
-from coda_agent.comparison.interleaved import compiled, machine, tuned
+from coda_agent.comparison.interleaved import compile_ahead, machine, tune_ahead
 from coda_agent.comparison.interleaved import gpu as gpu_task
 from coda_agent.comparison.measuring import ComparisonRequest
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
@@ -33,7 +33,7 @@ SPEEDS = {
 
 
 def asked(*names: str, processes: int = 1, arms: tuple[str, ...] = ARMS, **more: Any) -> ComparisonRequest:
-    chosen = rows.chosen(names or ("gemm_swiglu",), ("1B",), everything=False, quick=False)
+    chosen = rows.choose_rows(names or ("gemm_swiglu",), ("1B",), everything=False, quick=False)
     return ComparisonRequest(tuple(chosen), arms, processes, 12, **more)
 
 
@@ -90,12 +90,12 @@ class Machine:
         if task is machine:
             self.ceilings += 1
             return {"gpu": self.name, "ceilings": H100}
-        if task is compiled:
+        if task is compile_ahead:
             self.compiled.append([seats.arms for seats in asked])
             if self.compiler_dies:
                 raise Lost("crashed", "the compiler died")
             return {}
-        if task is tuned:
+        if task is tune_ahead:
             self.tuned.append(asked.arms)
             progress("compare", "tuning")
             if self.tuning_kills & set(asked.arms):

@@ -25,7 +25,7 @@ from coda_agent.agent.providers.replay import Replay
 from coda_agent.agent.reporting.table import edited
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import read_export
-from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.agent.run.loop import Loop, result_of
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.loading import load
@@ -50,7 +50,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("accepted")
     run = runs.reopen(accepted_run(write_toy(directory)))
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         accept(outcome, run.journal, directory, directory)
     return directory

@@ -27,7 +27,7 @@ from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, errors_of
 from coda_agent.verifier.proposal_gates import PrimitiveCase
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.file import SpecError
@@ -228,13 +228,13 @@ def test_ulps_are_the_owners(tmp_path: Path) -> None:
     truth = made.truth(inputs["x"].double())
     outputs = {"fused": truth.bfloat16(), "loaded": (truth * (1 + 40 * 2.0**-23)).float()}
     with pytest.raises(Failed, match="of 4 allowed"):
-        judged(made, spec, inputs, outputs, "here")
+        errors_of(made, spec, inputs, outputs, "here")
     wide = made.model_copy(update={"ulps": 128.0})
-    off = judged(wide, spec, inputs, outputs, "here")["ulps"]
+    off = errors_of(wide, spec, inputs, outputs, "here")["ulps"]
     assert 15 < off < 128
     with pytest.raises(Failed, match="units in the last place off"):
-        judged(made.model_copy(update={"ulps": off - 1}), spec, inputs, outputs, "here")
-    assert judged(made.model_copy(update={"ulps": off + 1}), spec, inputs, outputs, "here")["ulps"] == off
+        errors_of(made.model_copy(update={"ulps": off - 1}), spec, inputs, outputs, "here")
+    assert errors_of(made.model_copy(update={"ulps": off + 1}), spec, inputs, outputs, "here")["ulps"] == off
 
 
 # the gates of a GPU, with a plan that stands in for it

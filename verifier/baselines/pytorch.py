@@ -28,7 +28,7 @@ Sets = Sequence[Mapping[str, "Tensor"]]
 Builder = Callable[[Spec, Sets, Mapping[str, int]], Sequence[Callable[[], object]]]
 
 
-def compiled(
+def compiled_call(
     spec: Spec,
     inputs: Mapping[str, Tensor],
     sizes: Mapping[str, int],
@@ -40,13 +40,13 @@ def compiled(
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs).
     """
-    return _bind(_compiled(spec, sizes, mode, backend), spec, inputs)
+    return _bind(_compiled_step(spec, sizes, mode, backend), spec, inputs)
 
 
 _steps: dict[tuple[Any, ...], Step] = {}
 
 
-def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
+def _compiled_step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
     """The compiled function of a case, compiled once per process for all its bindings."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
@@ -139,7 +139,7 @@ def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
 def _compiled_once(
     spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str
 ) -> list[Callable[[], dict[str, Tensor]]]:
-    step = _compiled(spec, sizes, mode)
+    step = _compiled_step(spec, sizes, mode)
     return [_bind(step, spec, inputs) for inputs in sets]
 
 

@@ -5,7 +5,7 @@ matmuls.
 set that our own kernels choose from: every cluster and rasterisation. ``QuACK matmul`` is the first without
 an epilogue: its mainloop, which is also ours, on the products alone. All are timed by our clock, from a cold
 L2. If the last tuning round of an earlier measurement is known, only its schedules are timed. Importing this
-module imports nothing heavy; ``tuned`` does.
+module imports nothing heavy; ``tuned_calls`` does.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Tuned(NamedTuple):
     finalists: list[list[Config]]
 
 
-def tuned(
+def tuned_calls(
     arm: str,
     spec: Spec,
     sets: Sequence[Tensors],
@@ -141,7 +141,7 @@ def tuned(
     """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
-    path = _kept(spec, sizes, arm, first)
+    path = _cache_path(spec, sizes, arm, first)
     if kept := read_json(path):
         ranked = _from_json(kept)
     else:
@@ -154,15 +154,15 @@ def tuned(
 
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
-    """Whether ``tuned`` can skip the search: its choice is on disk or in ``known``. Needs small inputs on the
-    GPU. ValueError if QuACK has no epilogue for the spec."""
+    """Whether ``tuned_calls`` can skip the search: its choice is on disk or in ``known``. Needs small inputs
+    on the GPU. ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
         return True
     small = dict(_small(spec, sizes))
     stages = _stages(spec, draw(spec, small, 0, device="cuda"), small, arm)
-    return _kept(spec, sizes, arm, stages).exists()
+    return _cache_path(spec, sizes, arm, stages).exists()
 
 
 def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
@@ -227,7 +227,7 @@ def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
     return list(dict.fromkeys(reached[c] for c in known if c in reached))
 
 
-def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
+def _cache_path(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
     epilogues = [stage.mod.semantic_digest for stage in stages]
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
     if arm == MATMUL:  # specs with the same products share it
@@ -274,7 +274,7 @@ def _race(
 ) -> list[tuple[GemmConfig, float]]:
     """Schedules by time, fastest first; those that the library or the compiler refuses are left out."""
     prepared = []
-    for each in _compiled(spec, sizes, arm, index, stage, configs):
+    for each in _compilable(spec, sizes, arm, index, stage, configs):
         with contextlib.suppress(*refusals()):
             prepared.append((each, stage.prepare(each)))
     return race_calls(prepared, rounds)
@@ -287,7 +287,7 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Jobs that fill QuACK's object cache with the first schedules that ``tuned`` times: its earlier
+    """Jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times: its earlier
     finalists, or its first round. Needs small inputs on the GPU. ValueError if QuACK has no epilogue for the
     spec."""
     from coda_agent.verifier.numerics.inputs import draw
@@ -312,7 +312,7 @@ def _untried(
     return [c for c, note in notes.items() if not note.exists()], notes
 
 
-def _compiled(
+def _compilable(
     spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> Configs:
     """Fill QuACK's object cache; return the configs that compile.

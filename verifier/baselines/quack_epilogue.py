@@ -101,13 +101,13 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     each shape of its arguments. By default a second shape would make it dynamic, which is slower."""
 
     def call(*given: Any) -> Any:
-        return _compiled(function, tuple(getattr(each, "shape", each) for each in given))(*given)
+        return _compile(function, tuple(getattr(each, "shape", each) for each in given))(*given)
 
     return call
 
 
 @cache
-def _compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
     """``shapes``: of tensors; other arguments unchanged."""
     from coda_agent.verifier.baselines.pytorch import under_compile
 

@@ -71,7 +71,7 @@ def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
     rivals = [_prepared(name, job, partial(_rival, name, job, sets, race.quack)) for name in race.arms]
     arms += [arm for arm, _ in rivals]
     if race.kept is not None:
-        arms.append(_prepared(KEPT, job, partial(_kept, race.kept, sets)))
+        arms.append(_prepared(KEPT, job, partial(_incumbent_arm, race.kept, sets)))
     report("benchmark", f"case {job.case}: {RACES}")
     arms.append(_graphed(sets))
     if race.controlled:
@@ -84,7 +84,9 @@ def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
     parts = _parts(sets, race.cold)
     told = time.monotonic()
     graph = samples.pop(GRAPH)
-    controls = _judged(samples[CANDIDATE], samples.pop(SAME), samples.pop(LATE)) if race.controlled else {}
+    controls = (
+        _controls_verdict(samples[CANDIDATE], samples.pop(SAME), samples.pop(LATE)) if race.controlled else {}
+    )
     return controls | {
         "samples": {name: milliseconds(s) for name, s in samples.items()},
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
@@ -149,7 +151,7 @@ def _controls(sets: _Sets) -> list[timing.Arm]:
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
 
 
-def _judged(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
+def _controls_verdict(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
     """The controls' verdict on this process, and ``again``: the candidate against itself, milliseconds by
     round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
@@ -288,12 +290,12 @@ def _rival(
     from coda_agent.verifier.baselines import quack as quack_baseline
 
     if name in quack_baseline.ARMS:
-        found = quack_baseline.tuned(name, job.spec, sets.inputs, job.sizes, known)
+        found = quack_baseline.tuned_calls(name, job.spec, sets.inputs, job.sizes, known)
         return sets.arm(name, found.calls), found.finalists
     return sets.arm(name, pytorch.calls(name, job.spec, sets.inputs, job.sizes)), []
 
 
-def _kept(job: KernelCase, sets: _Sets) -> timing.Arm:
+def _incumbent_arm(job: KernelCase, sets: _Sets) -> timing.Arm:
     (plan,) = job.plans()
     outputs = [plan.in_place(i) for i in sets.inputs]
     calls = [partial(plan.run, i, o) for i, o in zip(sets.inputs, outputs, strict=True)]

@@ -116,7 +116,8 @@ class InputDraw:
         allowed = limits.of_stored(self.family)
         found = error_gate.compare(self.job.spec, outputs, self.truth, self.yardstick, allowed, self.exact)
         errors = [error for error in found if error.name not in self.undefined]
-        where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {named(plan.schedules)}"
+        schedule = schedules_json(plan.schedules)
+        where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {schedule}"
         judge(errors, where)
         return errors
 
@@ -125,16 +126,16 @@ def tune(job: KernelCase) -> dict[str, Any]:
     """The fastest schedules by step, the finalists, and the seconds of tuning; from the cache, unless
     ``afresh``. The inputs are discarded: the benchmark draws its own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
-    from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned
+    from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
 
     start = time.monotonic()
     seed, inputs = job.draw()
     try:
-        chosen = tuned(job.kernel, inputs, job.sizes, job.known, afresh=job.afresh)
+        chosen = tuned_schedules(job.kernel, inputs, job.sizes, job.known, afresh=job.afresh)
     except (LaunchError, NoSchedule) as error:
         raise Failed("no_schedule", f"case {job.case}: {error}") from None
     return {
-        "schedules": named(chosen),
+        "schedules": schedules_json(chosen),
         "finalists": {
             str(step): [dict(s.to_json()) for s in raced]
             for step, raced in finalists(job.kernel, job.sizes).items()
@@ -158,7 +159,7 @@ def numerics(job: KernelCase) -> dict[str, Any]:
     seeds: dict[str, int] = {}
     for family in job.families:
         report("numerics", f"case {job.case}, inputs {family!r}")
-        seeds[f"numerics/{family}"], errors = _tried(job, plans, family)
+        seeds[f"numerics/{family}"], errors = _errors_on_draw(job, plans, family)
         for error in errors:
             known = (beyond if family in STRETCHED else typical).setdefault(error.name, {})
             for key in ("rms_ratio", "tile_ratio", "element_ratio"):
@@ -167,7 +168,7 @@ def numerics(job: KernelCase) -> dict[str, Any]:
     return figures | ({"beyond": beyond} if beyond else {})
 
 
-def _tried(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
+def _errors_on_draw(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
     """One trial: its seed and each plan's errors. Its tensors are freed before the next."""
     trial = InputDraw(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
@@ -213,7 +214,7 @@ def _place(job: KernelCase) -> str:
     return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
 
 
-def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
+def schedules_json(schedules: Schedules) -> dict[str, dict[str, Any]]:
     """Schedules in the form of reports."""
     return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 

@@ -57,14 +57,14 @@ def _autograd(
     """The true gradients, and the tensors that the forward stores."""
     known = assigned(before.reference)
     into = {name[2:]: name for name in leaves if name.startswith("d_") and name[2:] in known}
-    asked = {name: leaves[name].clone().requires_grad_() for name in map(_of, _gradients(spec))}
+    asked = {name: leaves[name].clone().requires_grad_() for name in map(_differentiated, _gradients(spec))}
     outputs = dict.fromkeys((*before.outputs, *into), ANYTHING)
     with torch.inference_mode(False), torch.enable_grad():
         values = run(before.model_copy(update={"outputs": outputs}), {**leaves, **asked}, sizes)
         total = torch.stack([(values[y] * leaves[d]).sum() for y, d in into.items()]).sum()
         found = torch.autograd.grad(total, list(asked.values()), allow_unused=True)
     by_input = dict(zip(asked, found, strict=True))
-    truth = {d: _or_zeros(by_input[_of(d)], leaves[_of(d)]) for d in _gradients(spec)}
+    truth = {d: _or_zeros(by_input[_differentiated(d)], leaves[_differentiated(d)]) for d in _gradients(spec)}
     return truth, {name: values[name].detach() for name in before.outputs}
 
 
@@ -85,7 +85,7 @@ def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
     """A gradient that is the sum of its parts: all of them for a scalar, else over heads."""
     if not name.endswith(PARTS):
         return found
-    own = known[_of(name)]
+    own = known[_differentiated(name)]
     return found.unflatten(-1, (-1, own.shape[-1])).sum(-2) if own.dim() else found.sum()
 
 
@@ -93,10 +93,10 @@ def _gradients(spec: Spec, *parts: Spec) -> list[str]:
     """The gradients that the texts of a backward assign, returned or not."""
     parts = parts or (*([spec.head] if spec.head else []), spec)
     names = sorted({name for part in parts for name in assigned(part.reference)})
-    return [name for name in names if name.startswith("d_") and _of(name) in spec.drawn]
+    return [name for name in names if name.startswith("d_") and _differentiated(name) in spec.drawn]
 
 
-def _of(gradient: str) -> str:
+def _differentiated(gradient: str) -> str:
     return gradient[2:].removesuffix(PARTS)
 
 

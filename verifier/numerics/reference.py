@@ -53,11 +53,11 @@ def function(spec: Spec, text: str | None = None) -> Function:
     Returns the outputs by name. It has no casts and no side effects; ``torch.compile`` takes it.
     """
     arguments = (*spec.inputs, *spec.dims, *spec.constants)
-    return _compiled(text or spec.reference, arguments, tuple(spec.outputs))
+    return _compile(text or spec.reference, arguments, tuple(spec.outputs))
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -> Function:
+def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -> Function:
     result = ", ".join(f"{name!r}: {name}" for name in outputs)
     shell = ast.parse(f"def reference(*, {', '.join(arguments)}):\n    return {{{result}}}")
     head = shell.body[0]
@@ -98,7 +98,7 @@ def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
     return {name: known[name] for name in spec.inputs}
 
 
-def tried(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
+def tiny_inputs(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Tiny sizes, and the spec's inputs there in fp64: from ``inputs.trial``, with a forward's results for
     them."""
     sizes, known = trial(spec)
@@ -140,7 +140,7 @@ def row_dim(spec: Spec) -> RowDim | None:
     outputs with the dim are concatenated, the others are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
-    sizes, inputs = tried(spec)
+    sizes, inputs = tiny_inputs(spec)
     for name in dict.fromkeys(n for t in tensors for n in spec.dims if _leads(t, n)):
         inner = {n for t in tensors for d in (t.shape[1:] if _leads(t, name) else t.shape) for n in d.names}
         if name in inner:
@@ -192,7 +192,7 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     largest = max((a(sizes) * b(sizes) for a in extents for b in extents if not a.names & b.names), default=0)
     if largest * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
         return None
-    made = _made(spec, sizes)
+    made = _tensor_shapes(spec, sizes)
     elements = max([declared, *(shape.numel() for shape in made)])
     if elements * 8 * TEMPORARIES <= BLOCK_BYTES or (row := row_dim(spec)) is None:
         return None
@@ -204,7 +204,7 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     return row, max(128, fit // 128 * 128)
 
 
-def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
+def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
     """Shapes of all tensors that the reference makes, computed without numbers: logits that it does not
     return need memory too. It stops where the path depends on numbers."""
     inputs = {
@@ -247,10 +247,12 @@ def _whole(
     text: str | None = None,
 ) -> dict[str, Tensor]:
     outputs = run(spec, {name: cast(t, dtype) for name, t in inputs.items()}, sizes, text)
-    return {name: _held(spec, name, value).to(dtypes[name], copy=True) for name, value in outputs.items()}
+    return {
+        name: _saturated(spec, name, value).to(dtypes[name], copy=True) for name, value in outputs.items()
+    }
 
 
-def _held(spec: Spec, name: str, value: Tensor) -> Tensor:
+def _saturated(spec: Spec, name: str, value: Tensor) -> Tensor:
     """An output's values within its declared dtype's range: an fp8 output saturates, whatever computes it."""
     return saturated(value, spec.outputs[name].dtype)
 
@@ -283,14 +285,14 @@ def _in_blocks(
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
             if _leads(spec.outputs[name], row.name):
-                result[name][start:stop] = _held(spec, name, value)
+                result[name][start:stop] = _saturated(spec, name, value)
             else:
                 result[name] += value
 
     total = sizes[row.name]
     for start in range(0, total, rows):
         block(start, min(start + rows, total))
-    summed = {n: _held(spec, n, t) for n, t in result.items() if not _leads(spec.outputs[n], row.name)}
+    summed = {n: _saturated(spec, n, t) for n, t in result.items() if not _leads(spec.outputs[n], row.name)}
     return {name: value.to(dtypes[name]) for name, value in (result | summed).items()}
 
 

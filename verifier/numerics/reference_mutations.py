@@ -66,7 +66,7 @@ def slips(spec: Spec, text: str) -> Texts:
 
 def _wrong_sums(text: str) -> Texts:
     """Drop a term, or flip its sign."""
-    for at, node in _found(text, ast.BinOp):
+    for at, node in _nodes(text, ast.BinOp):
         if not isinstance(node.op, ast.Add | ast.Sub):
             continue
         shown, other = ast.unparse(node), ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
@@ -78,7 +78,7 @@ def _wrong_sums(text: str) -> Texts:
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
     """Drop a factor; drop a quotient's divisor, or multiply by it. A product of dims alone is a shape."""
-    for at, node in _found(text, ast.BinOp):
+    for at, node in _nodes(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
             continue
@@ -93,7 +93,7 @@ def _wrong_products(spec: Spec, text: str) -> Texts:
 
 def _wrong_ends(text: str) -> Texts:
     """Make a reduction miss the last value, or include the zeros that fill its last tile."""
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         axis = ast.unparse(node.args[-1]) if node.args else ""
         if _name(node) not in REDUCTIONS or axis not in PADDED:
             continue
@@ -110,7 +110,7 @@ def _wrong_ends(text: str) -> Texts:
 
 def _wrong_choices(text: str) -> Texts:
     """Take one branch regardless of the condition, swap the branches, or move a comparison's boundary."""
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         if _name(node) != "where" or len(node.args) != 3:
             continue
         shown, (condition, yes, no) = ast.unparse(node), node.args
@@ -119,7 +119,7 @@ def _wrong_choices(text: str) -> Texts:
         swapped = ast.Call(func=node.func, args=[condition, no, yes], keywords=[])
         yield f"{shown!r} swapped", _replaced(text, at, swapped)
     ends = {ast.GtE: ast.Gt, ast.Gt: ast.GtE, ast.LtE: ast.Lt, ast.Lt: ast.LtE}
-    for at, compared in _found(text, ast.Compare):
+    for at, compared in _nodes(text, ast.Compare):
         if other := ends.get(type(compared.ops[0])):
             moved = ast.Compare(left=compared.left, ops=[other()], comparators=compared.comparators)
             yield f"{ast.unparse(compared)!r} as {ast.unparse(moved)!r}", _replaced(text, at, moved)
@@ -128,7 +128,7 @@ def _wrong_choices(text: str) -> Texts:
 def _wrong_inputs(spec: Spec, text: str) -> Texts:
     """Replace an input by another of its shape, read a vector one element further, or take an fp32 input in
     bf16."""
-    for at, name in _found(text, ast.Name):
+    for at, name in _nodes(text, ast.Name):
         if not (read := spec.inputs.get(name.id)):
             continue
         for other, tensor in spec.inputs.items():
@@ -168,7 +168,7 @@ def _rounded_on_the_way(text: str) -> Texts:
 
 def _wrong_axes(text: str) -> Texts:
     """Take a sum, mean or extremum along columns instead of rows, or the reverse."""
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         if _name(node) not in REDUCTIONS or not node.args:
             continue
         axis = ast.unparse(node.args[-1])
@@ -179,7 +179,7 @@ def _wrong_axes(text: str) -> Texts:
 
 
 def _wrong_functions(text: str) -> Texts:
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         for template in APPROXIMATIONS.get(_name(node), ()):
             argument = node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
             wrong = template.format(x=ast.unparse(argument), call=ast.unparse(node))
@@ -188,7 +188,7 @@ def _wrong_functions(text: str) -> Texts:
 
 def _wrong_roots(text: str) -> Texts:
     """Move an eps out of its root."""
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         if _name(node) == "rsqrt" and isinstance(total := node.args[0], ast.BinOp):
             wrong = f"1 / (sqrt({ast.unparse(total.left)}) + {ast.unparse(total.right)})"
             yield f"{ast.unparse(node)!r} as {wrong!r}", _replaced(text, at, _expression(wrong))
@@ -197,7 +197,7 @@ def _wrong_roots(text: str) -> Texts:
 def _wrong_constants(spec: Spec, text: str) -> Texts:
     """Drop a constant of the spec, cut it to three digits or multiply it by ten; use a literal for a scalar
     input; take a mean over a case's width instead of the actual one."""
-    for at, name in _found(text, ast.Name):
+    for at, name in _nodes(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
             for wrong in dict.fromkeys((0.0, float(f"{value:.3g}"), 10 * value)):
@@ -206,7 +206,7 @@ def _wrong_constants(spec: Spec, text: str) -> Texts:
         elif (given := spec.inputs.get(name.id)) and not given.shape and given.init.uniform:
             for wrong in (0.0, *given.init.uniform):
                 yield f"{name.id} as {wrong:.3g}", _replaced(text, at, ast.Constant(wrong))
-    for at, node in _found(text, ast.Call):
+    for at, node in _nodes(text, ast.Call):
         if _name(node) != "mean" or not isinstance(node.func, ast.Attribute):
             continue
         total = ast.Call(
@@ -231,7 +231,7 @@ def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _found(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
+def _nodes(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
     """Nodes of a kind, by their position in a walk of the tree. Nodes inside an index do not count."""
     tree = ast.parse(text)
     inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}

@@ -85,7 +85,7 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
         kept = [{d: case.sizes[d] for d in (dim, *spec.static)} for case in reversed(spec.cases)]
         for sizes in {_reach(spec, dim, sizes): sizes for sizes in kept}.values():
             while _reach(spec, dim, sizes) > LARGEST_ON_CPU:
-                if drawn := _beside(spec, sizes, random):
+                if drawn := _short_sizes(spec, sizes, random):
                     yield drawn
                     break
                 sizes = sizes | {dim: sizes[dim] // 2}
@@ -113,7 +113,7 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
         if choices := _extents_within(spec, dim, span, even, kept):
             kept[dim] = random.choice(random.choice(choices))
             short = SHORT if _reach(spec, dim, kept) > LARGEST_ON_CPU else MEDIUM
-            if drawn := _beside(spec, kept, random, short):
+            if drawn := _short_sizes(spec, kept, random, short):
                 return drawn
     return None
 
@@ -194,7 +194,9 @@ def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
 
-def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT) -> dict[str, int] | None:
+def _short_sizes(
+    spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT
+) -> dict[str, int] | None:
     """Sizes for all dims outside ``kept``, up to ``short`` or the smallest workable size above it; None if
     none are short enough."""
     heads = _heads(spec)

@@ -76,7 +76,7 @@ class _Untriable(BadReference):
     """PyTorch lacks one of its operations on this device."""
 
 
-def _lacking(error: Exception) -> bool:
+def _is_missing_operation(error: Exception) -> bool:
     """Whether PyTorch reports a missing operation. Some of its CPU kernels (scaled fp8 products, on some
     processors) assert it."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
@@ -115,7 +115,7 @@ def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, 
         line = _text_line(error.__traceback__)
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        kind = _Untriable if _lacking(error) else BadReference
+        kind = _Untriable if _is_missing_operation(error) else BadReference
         raise kind(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
     if not torch.equal(before, torch.get_rng_state()):
         raise BadReference(

@@ -68,10 +68,10 @@ def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[s
     numbers = dict(zip(spec.dims, primes, strict=False))
     sizes = {dim: n if dim in odd else 2 * n for dim, n in numbers.items()}
     generator = torch.Generator().manual_seed(0)
-    return sizes, {name: _tried(t, name, sizes, generator) for name, t in spec.drawn.items()}
+    return sizes, {name: _trial_values(t, name, sizes, generator) for name, t in spec.drawn.items()}
 
 
-def _tried(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
+def _trial_values(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
     shape = [d(sizes) for d in tensor.shape]
     if tensor.dtype not in ("int32", "int64"):
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5

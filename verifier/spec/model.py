@@ -67,12 +67,12 @@ class Spec(Declared):
         # exclude_none: a later form of init must not change the hashes of specs without it
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
-            meaning[kind] = _said(getattr(self, kind))
+            meaning[kind] = _hashed_tensors(getattr(self, kind))
         for text in ("reference", "baseline"):
             meaning[text] = ast.unparse(ast.parse(getattr(self, text) or ""))
         if self.forward:
             texts = {n: ast.unparse(ast.parse(getattr(self.forward, n))) for n in ("reference", "head")}
-            meaning["forward"] = {"inputs": _said(self.forward.inputs), **texts}
+            meaning["forward"] = {"inputs": _hashed_tensors(self.forward.inputs), **texts}
         return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
 
     @cached_property
@@ -123,7 +123,7 @@ class Spec(Declared):
         return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes, given)
 
 
-def _said(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
+def _hashed_tensors(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
     """Tensors for a hash; a domain limits the tested inputs, and does not change the function."""
     return {
         name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)

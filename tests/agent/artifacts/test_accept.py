@@ -30,7 +30,7 @@ from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.reporting import table
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError, read_export
-from coda_agent.agent.run.loop import Outcome, standing
+from coda_agent.agent.run.loop import Outcome, result_of
 from coda_agent.comparison.kernels import written
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.errors import Refused
@@ -45,7 +45,7 @@ NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy
 def outcome_of(name: str) -> Outcome:
     run = runs.reopen(name)
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
     assert outcome is not None
     return outcome
 
@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_leaves_the_kernel_before(
         real(descriptor)
 
     run = runs.reopen(name)
-    outcome = standing(run.journal, run.spec)
+    outcome = result_of(run.journal, run.spec)
     assert outcome is not None
     with run.journal, monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)

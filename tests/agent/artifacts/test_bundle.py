@@ -37,7 +37,7 @@ from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError
-from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.agent.run.loop import Loop, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
@@ -107,7 +107,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which of the workers that were started ahead, one an entry, were closed, by number."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
-    monkeypatch.setattr("coda_agent.verifier.measure.started", lambda: [next(started)])
+    monkeypatch.setattr("coda_agent.verifier.measure.start_workers", lambda: [next(started)])
     return closed
 
 
@@ -136,7 +136,7 @@ def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_A
 def stands(name: str) -> str:
     run = runs.reopen(name)
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
     assert outcome is not None
     return outcome.report.status
 
@@ -170,7 +170,7 @@ def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert (taken, found.status) == (name, "measured")
     run = runs.reopen(name)
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.report.timings[0].ratios["torch.compile"].estimate == 1.3
     assert outcome.kernel == gpu.kernels[0] == KernelSource(program_of(run.spec, TOY_KERNEL))
@@ -483,7 +483,7 @@ def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kernels)
     run = runs.reopen(accepted_run(spec))
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         accept(outcome, run.journal, kernels, kernels)
     return kernels / "toy.report.json"

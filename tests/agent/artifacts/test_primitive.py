@@ -24,7 +24,7 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.vocabulary import formed
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import read_export
-from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.verifier import proposal, proposal_gates
@@ -62,7 +62,7 @@ def test_a_run_corrects_and_is_checked(begun: runs.Run) -> None:
     assert "Rejected at gate `interpret`" in second[-1].text
     reopened = runs.reopen(begun.name)
     with reopened.journal:
-        again = standing(reopened.journal, reopened.spec)
+        again = result_of(reopened.journal, reopened.spec)
     assert again is not None and again.source == GOOD and again.report == outcome.report
 
 
@@ -102,7 +102,7 @@ def test_it_is_no_kernel(begun: runs.Run) -> None:
     assert found.exit_code == OK and "lines of device functions" in found.output and "---" not in found.output
     opened = runs.reopen(begun.name)
     with opened.journal:
-        outcome = standing(opened.journal, opened.spec)
+        outcome = result_of(opened.journal, opened.spec)
         assert outcome is not None
         with pytest.raises(Refused, match="coda-agent primitive softsign --merge"):
             accept.accept(outcome, opened.journal, looked=True)
@@ -185,7 +185,10 @@ def test_what_a_page_lacks_is_said() -> None:
     parts = {"Shapes: as for operators. ": "Shapes:", "        rest = t - bent\n": "an example of two lines"}
     for part, name in parts.items():
         cut = inspect.cleandoc(PAGE.strip('"').replace(part, ""))
-        assert f"its page lacks {name}: complete it in primitives/lang/ops/element" in primitive.lacking(cut)
+        assert (
+            f"its page lacks {name}: complete it in primitives/lang/ops/element"
+            in primitive.missing_parts(cut)
+        )
 
 
 def test_the_command_from_proposal_to_patch(

@@ -11,7 +11,7 @@ from authoring import TOY_KERNEL, make_run
 from commanding import Command
 
 from coda_agent.agent import tips
-from coda_agent.agent.options import AuthoringOptions, BudgetOptions, MeasuringOptions, spelled
+from coda_agent.agent.options import AuthoringOptions, BudgetOptions, MeasuringOptions, typed_options
 from coda_agent.agent.run import runs
 from coda_agent.comparison.options import Choice, Drawing, Effort
 
@@ -40,12 +40,13 @@ def unused(command: Command, *words: object, of: str, why: str) -> None:
 
 def test_options_are_named_as_they_are_typed() -> None:
     groups = (Choice(everything=True, cases=["1B"]), Effort(quick=True, rounds=12), Drawing(as_json=True))
-    assert spelled(*groups) == ["--cases", "--all", "--quick", "--rounds", "--json"]
-    assert spelled(MeasuringOptions(max_autotune=True), BudgetOptions(budget_dollars=0.0)) == [
+    assert typed_options(*groups) == ["--cases", "--all", "--quick", "--rounds", "--json"]
+    assert typed_options(MeasuringOptions(max_autotune=True), BudgetOptions(budget_dollars=0.0)) == [
         "--max-autotune", "--budget-dollars",
     ]  # fmt: skip
     assert (
-        spelled(AuthoringOptions(), MeasuringOptions(), BudgetOptions(), Effort(), Choice(), Drawing()) == []
+        typed_options(AuthoringOptions(), MeasuringOptions(), BudgetOptions(), Effort(), Choice(), Drawing())
+        == []
     )
 
 

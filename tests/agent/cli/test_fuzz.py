@@ -126,7 +126,7 @@ def ended(act: Callable[[], object]) -> int:
     except (ProgramError, ToolError):  # a kernel's, and a client's: values to whoever gave them
         return exit_codes.REJECTED
     except Exception as error:
-        return exit_codes.explained(error)
+        return exit_codes.print_error(error)
     return found if type(found) is int else exit_codes.OK
 
 
@@ -205,7 +205,7 @@ def imported(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def results_of(name: str, found: Any) -> Any:
-    report = setup.standing(name).report
+    report = setup.run_result(name).report
     assert isinstance(report, Checked)
     made = KernelResult(
         run=name, attempt=1, identity=report.identity, measurement=found.model_dump(mode="json")
@@ -293,7 +293,7 @@ def shown(name: str) -> None:
     text = page.page(run_summary.read(runs.folder(name)))
     assert "\x1b" not in text
     side_by_side.as_dict([name])
-    outcome = setup.standing(name)
+    outcome = setup.run_result(name)
     render.show(quiet(), outcome.report)
     accept.changes(outcome)
     if outcome.report.status == "accepted":

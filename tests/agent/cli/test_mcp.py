@@ -37,7 +37,7 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.providers.mcp import Submission
 from coda_agent.agent.run import history, runs, tools
-from coda_agent.agent.run.loop import standing
+from coda_agent.agent.run.loop import result_of
 from coda_agent.agent.tips.lessons import learned
 from coda_agent.verifier import verify
 from coda_agent.verifier.report import Checked, Rejected
@@ -233,7 +233,7 @@ def test_a_client_s_run_is_like_any_other(story: Story) -> None:
     assert past.author == "Ada's editor 1.2 via mcp"
     with opened(story.run) as run:
         events = run.journal.events()
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         header = run.journal.header
     assert [e.key for e in events] == ["prompt", "draft/1.1", "answer/1", "report/1", "answer/2", "report/2"]
     assert [e.kind for e in events] == ["prompt", "draft", "answer", "report", "answer", "report"]
@@ -454,7 +454,7 @@ async def test_a_source_may_come_as_the_prompt_asks_for_answers(here: Client) ->
             assert "take that line out" in await refused(client, tool, run=name, source=stray)
         await said(client, "verify", run=name, source=fenced(TOY_KERNEL))
     with opened(name) as run:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
     assert outcome and outcome.source == TOY_KERNEL and outcome.authorship.attempts == 1
 
 

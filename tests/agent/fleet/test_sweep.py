@@ -90,13 +90,13 @@ def test_a_killed_driver_pays_no_answer_twice(toy: Path, monkeypatch: pytest.Mon
         done = sweeping("resume", the_sweep(), "--no-gpu")
         assert done.returncode == 0, done.stderr
         assert len(api.requests) == 2
-    assert Counter(history.of(name).status for name in runs.names()) == {"checked": 2}
+    assert Counter(history.past_of(name).status for name in runs.names()) == {"checked": 2}
     assert sweep_view.as_dict(the_sweep())["compiled"] == 1
     _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
 
 
 def _answered() -> int:
-    return sum(history.of(name).attempts for name in runs.names())
+    return sum(history.past_of(name).attempts for name in runs.names())
 
 
 def test_a_provider_that_refuses_everyone_is_asked_again_later(
@@ -112,7 +112,7 @@ def test_a_provider_that_refuses_everyone_is_asked_again_later(
         assert len(api.requests) >= 3
     ends = {e.payload["run"]: e.payload["stopped"] for e in sweep.read(the_sweep())[1] if e.kind == "ended"}
     assert ends.keys() == set(runs.names()) and all("seconds used" in why for why in ends.values())
-    assert all(history.of(name).spent.tokens == 0 for name in runs.names())
+    assert all(history.past_of(name).spent.tokens == 0 for name in runs.names())
 
 
 def test_mistakes_are_reported_before_anything_is_written(toy: Path, command: Command) -> None:

@@ -17,7 +17,7 @@ from coda_agent.agent.reporting.progress import LiveView
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.agent.reporting.terminal import Console
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import standing
+from coda_agent.agent.run.loop import result_of
 from coda_agent.verifier.report import Checked, Rejected
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J [/x] [red]\u202egnp.exe :smile: \x7f"
@@ -71,7 +71,7 @@ def test_imported_results_do_not_reach_the_terminal(
     spec: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = make_run(spec)
-    outcome = standing(*runs.look(name))
+    outcome = result_of(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Checked)
     found = Rejected(gate=HOSTILE, code=HOSTILE, message=HOSTILE, gates=outcome.report.gates[:1])
     results = BundleResults(

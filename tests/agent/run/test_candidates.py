@@ -27,7 +27,7 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from coda_agent.agent.cli.authoring import begun
+from coda_agent.agent.cli.authoring import create_runs
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.run import candidates, history, runs
 from coda_agent.agent.run.journal import JournalError, glance
@@ -114,7 +114,7 @@ def test_one_that_may_not_ask_says_why(toy: Path, tmp_path: Path, number: int) -
 def test_one_that_is_killed_says_so(toy: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
-    names = begun(partial(runs.start, toy), HEADER | {"directory": str(tmp_path / "hands")}, 2)
+    names = create_runs(partial(runs.start, toy), HEADER | {"directory": str(tmp_path / "hands")}, 2)
     with candidates.started(names, ["--no-gpu"]) as started:
         expect(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
         for candidate in started:
@@ -171,5 +171,5 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
     assert lines[3][:3] == ["3", names[2], "rejected"]
     assert lines[3][-3:] == ["(2.000)", "(0.900)", "(7%)"]
     assert "in parentheses: measured, but not accepted" in capture.get()
-    ranked = sorted(map(history.of, names), key=candidates._merit)
+    ranked = sorted(map(history.past_of, names), key=candidates._merit)
     assert [past.run for past in ranked] == [names[1], names[0], names[2]]

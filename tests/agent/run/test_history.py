@@ -93,12 +93,12 @@ input()
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout and child.stdout.readline() == b"open\n"
-        found = history.of(name)
+        found = history.past_of(name)
         assert (found.running, found.stopped, found.status) == (True, "", "checked")
         assert "checked (running) Ada" in listed(name)
         assert run_summary.read(runs.runs_dir() / name).past == found
         child.send_signal(signal.SIGKILL)
-    found = history.of(name)
+    found = history.past_of(name)
     assert (found.running, found.stopped) == (False, "no connection; check the network")
     assert "checked (stopped: no connection) Ada" in listed(name)
     assert run_summary.read(runs.runs_dir() / name).past == found
@@ -113,7 +113,9 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
     assert f"{run.name} stopped: 5 of 4 tokens used Ada" in listed(run.name)
     with Journal.open(run.directory / runs.JOURNAL) as journal:
         journal.once("prompt", "prompt", lambda: {"system": "", "task": ""})
-    assert history.of(run.name).stopped == "" and f"{run.name} interrupted: resume it Ada" in listed(run.name)
+    assert history.past_of(run.name).stopped == "" and f"{run.name} interrupted: resume it Ada" in listed(
+        run.name
+    )
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
@@ -143,7 +145,7 @@ def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
 def test_runs_are_read_on_a_disk_without_room(toy: Path, runs_home: Path) -> None:
     name = make_run(toy)
     (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # there is no place for an index
-    assert history.of(name).status == "checked" and "checked" in listed(name)
+    assert history.past_of(name).status == "checked" and "checked" in listed(name)
     assert "checked" in CliRunner().invoke(app, ["review", name, "--json"]).output
 
 
@@ -177,14 +179,14 @@ def test_a_journal_is_read_as_it_grows(toy: Path, runs_home: Path) -> None:
     name = make_run(toy)
     path = runs_home / name / "journal.db"
     reading = history.Reading(name)
-    assert reading.past() == history.of(name)
+    assert reading.past() == history.past_of(name)
     found = measured(spec, program_of(spec, TOY_KERNEL)).model_dump(mode="json")
     with Journal.open(path) as journal:
         journal.once("measurement/1", "measurement", lambda: found)
-        assert reading.past() == history.of(name) and reading.past().status == "accepted"
+        assert reading.past() == history.past_of(name) and reading.past().status == "accepted"
     with sqlite3.connect(path) as db:
         db.execute("UPDATE events SET payload = '{}' WHERE key = 'answer/1'")
-    assert history.of(name).status == "unreadable"
+    assert history.past_of(name).status == "unreadable"
     assert reading.past().status == "accepted"  # what was read is not read again
 
 

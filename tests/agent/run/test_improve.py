@@ -25,7 +25,7 @@ from coda_agent.agent import setup
 from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import history, improve, runs
-from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
@@ -85,7 +85,7 @@ def test_what_beats_the_kept_kernel_is_kept(toy: Path) -> None:
         outcome, provider, notes = author(run, ["none", GOOD, scheduled(16), scheduled(32)], gpu, 2)
         assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
         assert outcome.kernel is not None and outcome.kernel.program.schedule == {0: Schedule(swizzle=16)}
-        assert standing(run.journal, run.spec) == outcome and outcome.usage.input_tokens == 4 * 100
+        assert result_of(run.journal, run.spec) == outcome and outcome.usage.input_tokens == 4 * 100
         assert notes.attempts == [1, 2, 3, 4]
         assert notes.reports == ["rejected", "accepted", "accepted", "rejected"]
     first, second, third = gpu.kept
@@ -200,7 +200,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     with run.journal:
         outcome, _, _ = author(run, ["unused", scheduled(16)], None, 1)
         assert isinstance(outcome.report, Checked)
-        standing_now = standing(run.journal, run.spec)
+        standing_now = result_of(run.journal, run.spec)
         assert standing_now is not None and isinstance(standing_now.report, Accepted)
     bundle.pack([name], tmp_path / "bundle.json")
     seen: dict[str, Any] = {}

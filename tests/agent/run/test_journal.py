@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, held, read_export
+from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, is_open, read_export
 from coda_agent.primitives.system.files import write_atomic
 
 pytestmark = pytest.mark.slow
@@ -166,15 +166,15 @@ input()
             Journal.open(path)
         with pytest.raises(JournalError, match="in use"):
             Journal.create(path, {})
-        assert held(path)
+        assert is_open(path)
         child.kill()
-    assert not held(path)
+    assert not is_open(path)
     Journal.open(path).close()
 
 
 def test_asking_who_has_a_journal_takes_it_from_nobody(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
-    assert not held(path) and list(tmp_path.iterdir()) == []
+    assert not is_open(path) and list(tmp_path.iterdir()) == []
     Journal.create(path, {}).close()
     code = f"""
 from coda_agent.agent.run.journal import held
@@ -193,7 +193,7 @@ while True:
             child.kill()
     with (tmp_path / "run.db.lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)  # as one that asks at this very moment
-        assert not held(path)
+        assert not is_open(path)
 
 
 def test_close_gives_the_journal_free_and_so_does_a_failed_open(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from coda_agent.agent.artifacts import accept, bundle
 from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.run import budget, runs
 from coda_agent.agent.run.journal import Event, glance
-from coda_agent.agent.run.loop import standing
+from coda_agent.agent.run.loop import result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import identity
@@ -116,7 +116,7 @@ def test_a_kernel_killed_at_every_event(
     # one after a void one starts from nothing.
     steps += 2 * [["proved"], ["proved", "measured"]]
     assert log.read_text().splitlines() == [said for step in steps for said in 2 * step]
-    outcome = standing(*runs.look(started.name))
+    outcome = result_of(*runs.look(started.name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.authorship.attempts == 3 and outcome.usage.input_tokens == 4 * USAGE.input_tokens
     # Of a turn's three reservations one was answered; the others were lost after they were committed, as was
@@ -132,7 +132,7 @@ def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
     spec, kernels = write_toy(tmp_path), tmp_path / "kernels"
     before = accepted_run(spec)
     with runs.reopen(before).journal as journal:
-        outcome = standing(*runs.look(before))
+        outcome = result_of(*runs.look(before))
         assert outcome is not None
         kernels.mkdir()
         accept.accept(outcome, journal, kernels, tmp_path)
@@ -197,7 +197,7 @@ def test_an_edit_killed_at_every_event(
     done = coda_agent(*errand.arguments)
     assert done.returncode == OK and "attempt 3: rejected" in done.stdout, done.stderr
     assert kept(name) == [*kills.done, "answer/3", "report/3"] and not hands.exists()
-    outcome = standing(*runs.look(name))
+    outcome = result_of(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.kernel is not None and outcome.kernel.edited == "# an edit\n"
     # Two reservations of each turn's three were lost, and of the failed request's; it was paid for thrice.

@@ -27,7 +27,7 @@ from authoring import (
 from coda_agent.agent import setup
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, standing
+from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected, joined
 from coda_agent.verifier.spec.model import Spec
@@ -132,7 +132,7 @@ def test_attempts_are_used_up(begin: Callable[..., runs.Run]) -> None:
         assert outcome.source == UNSCALED and outcome.kernel is None
         assert outcome.authorship.attempts == 2 and outcome.usage == USAGE + USAGE
         assert len(provider.asked) == 2
-        assert standing(run.journal, run.spec) == outcome
+        assert result_of(run.journal, run.spec) == outcome
 
 
 def test_measured_here(begin: Callable[..., runs.Run]) -> None:
@@ -142,7 +142,7 @@ def test_measured_here(begin: Callable[..., runs.Run]) -> None:
         assert isinstance(outcome.report, Accepted) and outcome.report.timings[0].case == "large"
         assert [g.gate for g in outcome.report.gates][3:6] == ["compile", "numerics", "stability"]
         assert author(run, Scripted([]), measure=_never) == outcome  # read back: nothing asked or measured
-        assert standing(run.journal, run.spec) == outcome
+        assert result_of(run.journal, run.spec) == outcome
 
 
 def _never(spec: Spec, kernel: KernelSource, keep: object, kept: object = None) -> Measured:
@@ -227,13 +227,13 @@ def test_evidence_of_another_kernel_is_not_joined(begin: Callable[..., runs.Run]
         with pytest.raises(ValueError, match="another spec, program or lowered text"):
             joined(report, measured(run.spec, program_of(run.spec, TWICE)))
         assert joined(report, None) is report
-        assert standing(run.journal, run.spec) is not None
+        assert result_of(run.journal, run.spec) is not None
 
 
 def test_a_run_without_a_report_stands_nowhere(begin: Callable[..., runs.Run]) -> None:
     run = begin()
     with run.journal:
-        assert standing(run.journal, run.spec) is None
+        assert result_of(run.journal, run.spec) is None
 
 
 # what goes wrong on the way
@@ -298,7 +298,7 @@ def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[
         assert author(run, Scripted([]), attempts=1).authorship.attempts == 3
         further = author(run, Scripted(["unused"] * 3 + [GOOD, BAD]), attempts=4, measure=fast, improve=1)
         assert isinstance(further.report, Accepted) and keys(run)[-1] == "report/5"
-        assert author(run, Scripted([]), attempts=1) == further == standing(run.journal, run.spec)
+        assert author(run, Scripted([]), attempts=1) == further == result_of(run.journal, run.spec)
 
 
 def test_the_prompt_of_a_resumed_run_is_the_first_ones(

@@ -30,7 +30,7 @@ from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.reporting.table import read
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.agent.run.optimize import base
 from coda_agent.agent.run.task import Measure
 from coda_agent.agent.tips.lessons import changed, learned
@@ -66,7 +66,7 @@ def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     for directory in (kept, recorded):
         directory.mkdir()
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         accept.accept(outcome, run.journal, kept, recorded)
     monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kept)
@@ -139,7 +139,7 @@ def keep(run_name: str, spec: Path) -> None:
     """Accept an edit, as one who has looked; its spec lies beside it then."""
     run = runs.reopen(run_name)
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
     (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
@@ -212,7 +212,7 @@ def test_an_edit_is_measured_against_the_kernel_that_it_was_made_from(spec: Path
     with run.journal:
         outcome = author(run, [fenced(edit(spec))], gpu)
         assert isinstance(outcome.report, Accepted) and outcome.report.identity.raw
-        assert standing(run.journal, run.spec) == outcome
+        assert result_of(run.journal, run.spec) == outcome
     ((kernel, kept),) = gpu.seen
     assert outcome.kernel == kernel == KernelSource(program(spec), edited=edit(spec))
     assert kept is not None and kept.kernel == KernelSource(program(spec))
@@ -283,7 +283,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     bundle.take(results)
     again = runs.reopen(run.name)
     with again.journal:
-        outcome = standing(again.journal, again.spec)
+        outcome = result_of(again.journal, again.spec)
     assert outcome is not None and isinstance(outcome.report, Accepted)
 
     changed = json.loads(path.read_text())
@@ -296,7 +296,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> None:
     run = runs.reopen(optimized(spec))
     with run.journal:
-        outcome = standing(run.journal, run.spec)
+        outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         with pytest.raises(Refused, match="read it .* then say --looked"):
             accept.accept(outcome, run.journal)

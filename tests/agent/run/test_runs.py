@@ -97,9 +97,9 @@ def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) ->
 def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:
     run = runs.start(write_toy(tmp_path), HEADER)
     with run.journal, pytest.raises(Absent, match="has no verified kernel yet: it is still running"):
-        setup.standing(run.name)
+        setup.run_result(run.name)
     with pytest.raises(Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
-        setup.standing(run.name)
+        setup.run_result(run.name)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -12,7 +12,7 @@ from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, USAGE, Notes, Script
 from coda_agent.agent import setup
 from coda_agent.agent.providers import ToolCall, Turn
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import CALLS, Loop, Outcome, standing
+from coda_agent.agent.run.loop import CALLS, Loop, Outcome, result_of
 from coda_agent.agent.run.tools import LONGEST, TOOLS, results, submission
 from coda_agent.verifier.report import Checked, Rejected
 
@@ -51,7 +51,7 @@ def test_a_draft_is_checked_without_being_an_attempt(run: runs.Run) -> None:
         assert keys(run) == ["prompt", "answer/1", "draft/1.1", "answer/2", "report/1"]
         draft = run.journal.events()[2].payload
         assert draft["source"] == UNSCALED and draft["report"]["code"] == "numerics"
-        assert standing(run.journal, run.spec) == outcome
+        assert result_of(run.journal, run.spec) == outcome
     assert "gate `interpret`, reason `numerics`" in said(provider) and "output 'c'" in said(provider)
     assert notes.tools == ["check"] and notes.attempts == [1]
     assert outcome.usage == USAGE + USAGE

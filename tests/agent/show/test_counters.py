@@ -488,10 +488,10 @@ def test_profiling_what_does_not_compile_says_why(ncu: Path) -> None:
 
 def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
     program = ACCEPTED
-    assert show.tuned(KEPT, program, "7B") == tuned_there("7B")
-    assert show.tuned(KEPT, program, "of no such case") == {}
-    assert show.tuned(KEPT, two_steps(), "7B") == {}  # of another program
-    assert show.tuned(tmp_path / KEPT.name, program, "7B") == {}  # no report there
+    assert show.report_schedules(KEPT, program, "7B") == tuned_there("7B")
+    assert show.report_schedules(KEPT, program, "of no such case") == {}
+    assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # of another program
+    assert show.report_schedules(tmp_path / KEPT.name, program, "7B") == {}  # no report there
     (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
     with pytest.raises(KernelError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):
-        show.tuned(tmp_path / KEPT.name, program, "7B")
+        show.report_schedules(tmp_path / KEPT.name, program, "7B")

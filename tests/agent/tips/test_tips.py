@@ -25,7 +25,7 @@ from coda_agent.agent.tips import (
     TipsError,
     add,
     change,
-    kept,
+    fitting,
     read_tips,
 )
 
@@ -431,8 +431,8 @@ def test_what_helps_least_is_dropped_first() -> None:
         measured(11, "hurts", "-0.70"),
     ]
     line = len("- L01\n")
-    left = [[tip.number for tip in kept(known, line * room)] for room in range(len(known), -1, -1)]
+    left = [[tip.number for tip in fitting(known, line * room)] for room in range(len(known), -1, -1)]
     dropped = [(set(more) - set(less)).pop() for more, less in zip(left, left[1:], strict=False)]
     assert dropped == [11, 4, 6, 3, 10, 2, 1, 5]
     assert left[2] == [1, 2, 3, 5, 6, 10]  # in the order of the log
-    assert kept(known, line * 8 - 1) == known[:-1]
+    assert fitting(known, line * 8 - 1) == known[:-1]

@@ -33,7 +33,7 @@ def compiled(work: dict[str, Any], scratch: Path) -> dict[str, Any]:
     found = check if work["checked"] else lambda text, names: None
     try:
         with patch.object(raw, "check", found), patch.object(child, "SECONDS", work["seconds"]):
-            _, data = raw._compiled(raw.Wanted(lowered, kernel, schedule, {}), scratch)
+            _, data = raw._compile_confined(raw.Wanted(lowered, kernel, schedule, {}), scratch)
         return {"cubin": len(inspect(data))}
     except RawError as error:
         return {"code": error.code, "message": error.message, "line": error.line}

@@ -196,7 +196,9 @@ def test_the_rest_of_the_vocabulary() -> None:
 
 def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        compiling, "_measured", lambda scratch, name, raw, build: Resources(name, raw, 0, 0, None, *[0] * 6)
+        compiling,
+        "_resources_of",
+        lambda scratch, name, raw, build: Resources(name, raw, 0, 0, None, *[0] * 6),
     )
     monkeypatch.setattr(compiling, "_run_child", in_this_process)
     wanted = (Schedule(), Schedule(128, 192), Schedule(128, 208))

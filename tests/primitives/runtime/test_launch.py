@@ -289,7 +289,7 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
         raced.append(known)
         return {0: known[0][0]}
 
-    monkeypatch.setattr(launch, "tuned", tuned)
+    monkeypatch.setattr(launch, "tuned_schedules", tuned)
     Kernel.load(path, edited=raw).plan(inputs)
     assert raced == [{0: proved[:2]}]
     unproved = "step 0: no report says that the edited text is right on a schedule"
@@ -344,7 +344,7 @@ def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, mon
     assert candidates(kernel, sizes) == []
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "none")
     with pytest.raises(LaunchError, match=f"step 0: no tile holds {said}"):
-        tune.tuned(KernelSource(program), {}, sizes)
+        tune.tuned_schedules(KernelSource(program), {}, sizes)
     assert not calls and not list(tmp_path.iterdir())
 
 
@@ -374,12 +374,15 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     monkeypatch.setattr(tune, "_race", race)
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
     known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}  # the first was good for other heads
-    chosen = tune.tuned(KernelSource(program), {}, sizes, known)
+    chosen = tune.tuned_schedules(KernelSource(program), {}, sizes, known)
     assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
     assert chosen[1] == Schedule(128, 192, swizzle=4)
     raced = len(beside)
-    assert tune.tuned(KernelSource(program), {}, sizes) == chosen and len(beside) == raced
-    assert tune.tuned(KernelSource(program), {}, sizes, known, afresh=True) == chosen and len(beside) > raced
+    assert tune.tuned_schedules(KernelSource(program), {}, sizes) == chosen and len(beside) == raced
+    assert (
+        tune.tuned_schedules(KernelSource(program), {}, sizes, known, afresh=True) == chosen
+        and len(beside) > raced
+    )
 
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)

@@ -167,8 +167,8 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     found.parent.mkdir(parents=True)
     kept = {"schedules": {"0": Schedule().to_json()}, "milliseconds": {}}
     found.write_text(json.dumps(kept))
-    assert tune.tuned(KernelSource(said), {}, SIZES) == {0: chosen}
-    assert tune.tuned(KernelSource(plain), {}, SIZES) == {0: Schedule()}
+    assert tune.tuned_schedules(KernelSource(said), {}, SIZES) == {0: chosen}
+    assert tune.tuned_schedules(KernelSource(plain), {}, SIZES) == {0: Schedule()}
 
 
 def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program, narrow, wide = kernels.BACKWARD.program, Schedule(128, 128), Schedule(128, 192)
     for more_rows, fastest in ((SIZES, narrow), (SIZES | {"M": 32768}, wide)):
         monkeypatch.setattr(tune, "search", lambda *given, fastest=fastest: [(fastest, 1.0)])
-        assert tune.tuned(KernelSource(program), {}, more_rows) == {0: fastest}
+        assert tune.tuned_schedules(KernelSource(program), {}, more_rows) == {0: fastest}
     assert tune.cached(KernelSource(program), dict(reversed(SIZES.items()))) == {0: narrow}
 
 
@@ -192,10 +192,10 @@ def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count
     monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
     program, right, other = kernels.BACKWARD.program, Schedule(128, 160), Schedule(128, 192)
     edit = KernelSource(program, edited=editable(program))
-    assert tune.tuned(edit, {}, SIZES, {0: [other]}) == {0: other}
+    assert tune.tuned_schedules(edit, {}, SIZES, {0: [other]}) == {0: other}
     assert tune.cached(edit, SIZES) == tune.cached(edit, SIZES, {0: [right, other]})
     assert tune.cached(edit, SIZES, {0: [right]}) is None
-    assert tune.tuned(edit, {}, SIZES, {0: [right]}) == {0: right}
+    assert tune.tuned_schedules(edit, {}, SIZES, {0: [right]}) == {0: right}
     assert tune.cached(edit, SIZES, {0: [right]}) == {0: right}
 
 

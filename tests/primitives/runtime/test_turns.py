@@ -205,7 +205,7 @@ def test_threads_that_come_first_plan_once(launched: list[int], monkeypatch: pyt
         time.sleep(0.05)
         return dict.fromkeys(range(2), Schedule())
 
-    monkeypatch.setattr(launch, "tuned", slowly)
+    monkeypatch.setattr(launch, "tuned_schedules", slowly)
     kernel, inputs = Kernel(PROGRAM), inputs_of(PROGRAM, TUNED_SIZES)
     plans: list[Plan] = []
     at_once(lambda: plans.append(kernel.plan(inputs)))
@@ -245,7 +245,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _tune(into: Path, ready: Any = None) -> None:
     if ready:
         ready.wait()
-    found = tune.tuned(KernelSource(PROGRAM), {}, TUNED_SIZES)
+    found = tune.tuned_schedules(KernelSource(PROGRAM), {}, TUNED_SIZES)
     into.write_text(json.dumps({step: s.to_json() for step, s in found.items()}))
 
 
@@ -285,5 +285,5 @@ def test_who_waits_for_a_process_that_is_killed_tunes(cold: Path, tmp_path: Path
 def test_who_waits_for_another_s_tuning_waits_until_the_deadline(cold: Path) -> None:
     path = tune.cache_path(KernelSource(PROGRAM), TUNED_SIZES)
     with tune._alone(path), deadline.until(time.monotonic() + 0.2), pytest.raises(deadline.Late):
-        tune.tuned(KernelSource(PROGRAM), {}, TUNED_SIZES)
+        tune.tuned_schedules(KernelSource(PROGRAM), {}, TUNED_SIZES)
     assert not cold.read_text()

@@ -39,7 +39,7 @@ from coda_agent.verifier.baselines.quack import (
     admitted,
     chained,
     config,
-    tuned,
+    tuned_calls,
 )
 from coda_agent.verifier.baselines.quack_epilogue import QuackEpilogue
 from coda_agent.verifier.baselines.quack_library import LIBRARY
@@ -315,7 +315,7 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     spec = spec_of("gemm_swiglu_mlp")
     sizes = small(spec)
     inputs = draw(spec, sizes, seed=0)
-    (call,), finalists = tuned(arm, spec, [inputs], sizes)
+    (call,), finalists = tuned_calls(arm, spec, [inputs], sizes)
     outputs = call()
     assert outputs.keys() == spec.outputs.keys()
     races = 2 if arm == OWN_TUNER else 3
@@ -325,7 +325,7 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     first = prepared[2:]
     assert [[GemmConfig(**each) for each in stage][0] for stage in finalists] == [c for _, c in first]
     assert [len(stage) for stage in finalists] == [len(raced[races - 1][1]), len(raced[-1][1])]
-    again = tuned(arm, spec, [inputs], sizes)
+    again = tuned_calls(arm, spec, [inputs], sizes)
     assert len(raced) == 2 * races and prepared[4:] == first  # the choice came from the disk
     assert again.finalists == finalists
 
@@ -361,7 +361,7 @@ def test_what_any_process_compiled_is_not_compiled_again(
         (stage,) = quack._stages(spec, draw(spec, sizes, 0), sizes, arm)
         if digest:
             stage = replace(stage, mod=SimpleNamespace(semantic_digest=digest))
-        return quack._compiled(spec, sizes, arm, 0, stage, list(configs)), list(asked)
+        return quack._compilable(spec, sizes, arm, 0, stage, list(configs)), list(asked)
 
     other = replace(narrow, max_swizzle_size=4)
     assert compiled(1, narrow, other) == ([narrow, other], [narrow])
@@ -386,7 +386,7 @@ def relu(monkeypatch: pytest.MonkeyPatch, raced: Races) -> Callable[..., Tuned]:
         for kept in cache_dir().rglob("quack-*.json"):
             kept.unlink()
         raced.clear()
-        return tuned(arm, spec, [draw(spec, sizes, seed=0)], sizes, known)
+        return tuned_calls(arm, spec, [draw(spec, sizes, seed=0)], sizes, known)
 
     return again
 
@@ -441,12 +441,12 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
     monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
     monkeypatch.setattr(quack, "_here", lambda: ["a GPU", "1"])
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
-    monkeypatch.setattr("coda_agent.primitives.runtime.tune.compiled", lambda *given: None)
+    monkeypatch.setattr("coda_agent.primitives.runtime.tune.compile_object", lambda *given: None)
     monkeypatch.setattr(interleaved, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_jobs", asked.extend)
-    chosen = rows.chosen((), ("1B",), everything=False, quick=False)
+    chosen = rows.choose_rows((), ("1B",), everything=False, quick=False)
     seats = [row.task((PROGRAM, *LIBRARY_ARMS), 12)[1] for row in chosen]
-    interleaved.compiled(seats)
+    interleaved.compile_ahead(seats)
     assert said == [f"compiling what {len(chosen)} row(s) run"]
     per_task = Counter(task.__module__ for task, _ in asked)
     assert (
@@ -490,7 +490,7 @@ def test_scores_and_sessions_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
         given.append(asked)
         return Tuned([dict], [[{"tile_m": 128}]])
 
-    monkeypatch.setattr(quack, "tuned", found)
+    monkeypatch.setattr(quack, "tuned_calls", found)
     sizes: dict[str, int] = {}
     sets: Any = SimpleNamespace(inputs=[{}], arm=lambda name, calls: (name, calls))
     job: Any = SimpleNamespace(spec=spec, sizes=sizes)
@@ -509,7 +509,7 @@ def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: p
     for spec in specs:
         sizes = small(spec)
         sets = [draw(spec, sizes, seed) for seed in (0, 1)]
-        made: Any = [call() for call in tuned(MATMUL, spec, sets, sizes).calls]
+        made: Any = [call() for call in tuned_calls(MATMUL, spec, sets, sizes).calls]
         one, other = made
         assert one.keys() == other.keys() and len(one) == (2 if spec is specs[0] else 1)
         for inputs, stages in zip(sets, (one, other), strict=True):

@@ -389,7 +389,7 @@ def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
         def compiles(self) -> Iterator[Callable[[], list[Job]]]:
             yield lambda: [(tried, 2), (tried, 3)]
 
-    assert contests.compiled([Asked(), Other()]) == {} and asked == [[False, True, True]]
+    assert contests.compile_ahead([Asked(), Other()]) == {} and asked == [[False, True, True]]
     assert said == ["compiling what 2 row(s) run", "not ahead: ValueError: refused"]
 
 
@@ -406,7 +406,7 @@ def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
         yield
         done.append("silent")
 
-    monkeypatch.setattr(contests, "_heard", heard)
+    monkeypatch.setattr(contests, "_heartbeat", heard)
 
     def fails(words: str) -> None:
         raise RuntimeError(words)
@@ -425,12 +425,12 @@ def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
         def tunes(self) -> Iterator[Callable[[], object]]:
             yield lambda: fails("CUDA error: an illegal memory access was encountered")
 
-    assert contests.tuned(Asked()) == {}
+    assert contests.tune_ahead(Asked()) == {}
     assert done == ["heard", "room", "tuned", "room", "silent"]
     assert said[1:] == ["not ahead: RuntimeError: no schedule runs"]
-    assert contests.tuned(Wide()) == {} and said[-1] == "not ahead: RuntimeError: inputs have no room"
+    assert contests.tune_ahead(Wide()) == {} and said[-1] == "not ahead: RuntimeError: inputs have no room"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        contests.tuned(Deadly())
+        contests.tune_ahead(Deadly())
 
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

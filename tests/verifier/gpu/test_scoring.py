@@ -21,7 +21,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.benchmark import MOST_SETS, _kept, _Sets, sets_wanted
+from coda_agent.verifier.gpu.benchmark import MOST_SETS, _incumbent_arm, _Sets, sets_wanted
 from coda_agent.verifier.gpu.checks import KernelCase, poisoned_run
 from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
 from coda_agent.verifier.numerics.inputs import draw
@@ -217,7 +217,7 @@ def test_the_verified_work_passes_and_every_timed_call_finds_its_outputs_poisone
     sets = sets_of(plan)
     plan.poisoned.clear()
     rival = CpuPlan(SCALED, doubled)
-    kept = _kept(cast(KernelCase, SimpleNamespace(plans=lambda: [rival])), sets)
+    kept = _incumbent_arm(cast(KernelCase, SimpleNamespace(plans=lambda: [rival])), sets)
     race([sets.candidate("candidate"), sets.candidate("again", after=lambda: None), kept])
     sets.compare()
     assert len(plan.poisoned) >= 2 * 13 and all(plan.poisoned)
