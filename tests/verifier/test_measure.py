@@ -322,7 +322,7 @@ def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec
     assert workers.tasks("clean") == [(2, "")]  # beside the one that was to score
     workers.answers[clean] = lost
     void = run(spec)
-    assert isinstance(void, Unmeasured) and "of no more use" in void.reason
+    assert isinstance(void, Unmeasured) and "after the loss of a worker" in void.reason
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_evidence_of_another_kernel_is_not_joined(begin: Callable[..., runs.Run]
     run = begin()
     with run.journal:
         report = awaiting(run).report
-        with pytest.raises(ValueError, match="another spec, program or lowered text"):
+        with pytest.raises(ValueError, match="spec, program or lowered text differs"):
             joined(report, measured(run.spec, program_of(run.spec, TWICE)))
         assert joined(report, None) is report
         assert result_of(run.journal, run.spec) is not None

@@ -141,5 +141,5 @@ def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
 
 
 def test_sizes_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="spec gemm_rope: no sizes besides its cases"):
+    with pytest.raises(ValueError, match="spec gemm_rope: only its cases"):
         hidden(spec_of("gemm_rope"), 0, rows=64)  # a multiple of half a tile

@@ -107,7 +107,7 @@ def test_honest_files_pass(source: str) -> None:
         ("a = lambda: 1", "lambda"),
         ("a = (b := 1)", "line of its own"),
         ("a: int = 1", "annotation"),
-        ("def g():\n        pass", "put it beside the kernel"),
+        ("def g():\n        pass", "at the top level, beside the kernel"),
         ("class A:\n        pass", "class"),
         ("try:\n        pass\n    finally:\n        pass", "try"),
         ("with x:\n        pass", "With"),
