@@ -14,7 +14,7 @@ import typer
 
 from coda_agent.agent import arguments, extras, setup
 from coda_agent.agent.cli.sweep import Ray, fleet
-from coda_agent.agent.options import grouped, spelled
+from coda_agent.agent.options import grouped, typed_options
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
 from coda_agent.primitives.errors import Absent, InvalidInput
@@ -47,11 +47,13 @@ def compare(
 
     if install:
         why = "--install only creates an environment; compare afterwards, without it"
-        arguments.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from, "ray": ray})
+        arguments.refuse_unused(
+            why, *typed_options(choice, effort, drawing), **{"from": drawn_from, "ray": ray}
+        )
         echo(environment.install())
     elif drawn_from:
         why = "--from draws existing results; to measure more, leave --from out and give its folder to --out"
-        arguments.refuse_unused(why, *spelled(effort), ray=ray)
+        arguments.refuse_unused(why, *typed_options(effort), ray=ray)
         _redraw(drawn_from, choice, drawing)
     else:
         _race(choice, effort, drawing, ray)
@@ -65,7 +67,7 @@ def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
     named = [column.name for column in _columns(choice.columns or ())]
     _check(drawing)
     found = results.read(path / RESULTS if path.is_dir() else path)
-    _shown(View(found.chosen(choice.operators, choice.cases or ()), (*named, MATMUL)), drawing)
+    _print(View(found.chosen(choice.operators, choice.cases or ()), (*named, MATMUL)), drawing)
 
 
 def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> None:
@@ -73,7 +75,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
     from coda_agent.comparison import measuring, results
     from coda_agent.comparison.drawing.cells import NAMES
 
-    asked = _asked(choice, effort)
+    asked = _request(choice, effort)
     _check(drawing)
     path = drawing.out / RESULTS
     if ray is None and not setup.use_gpu(None):
@@ -81,8 +83,8 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
     with _gpus(ray) as measure:
         # another process may have added results
         found = results.read(path) if path.exists() else results.Results()
-        found, ended = _measured(measure, asked, found, path, quiet=drawing.as_json)
-    _shown(View(found, NAMES), drawing)
+        found, ended = _measure(measure, asked, found, path, quiet=drawing.as_json)
+    _print(View(found, NAMES), drawing)
     if found.failed() and not drawing.as_json:
         echo("Failed arms are retried only with --again.")
     if isinstance(ended, measuring.OutOfTime):
@@ -105,13 +107,13 @@ def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
             yield partial(spread.measure, pool=pool)
 
 
-def _asked(choice: Choice, effort: Effort) -> ComparisonRequest:
+def _request(choice: Choice, effort: Effort) -> ComparisonRequest:
     from coda_agent.comparison import measuring, rows
 
     if effort.quick and choice.everything and not choice.only:
         arguments.refuse_unused("--quick has three rows; leave one of the two out", "--all")
     processes, rounds, seconds = effort.limits
-    wanted = rows.chosen(
+    wanted = rows.choose_rows(
         choice.operators, choice.cases or (), everything=choice.everything, quick=effort.quick
     )
     return measuring.ComparisonRequest(
@@ -143,7 +145,7 @@ def _columns(names: Sequence[str]) -> list[Column]:
     names."""
     from coda_agent.comparison.competitors import COLUMNS, ROOFLINE
 
-    begun = {name: _begun(name.lower()) for name in names}
+    begun = {name: _columns_starting(name.lower()) for name in names}
     for name, found in begun.items():
         if name.lower() == ROOFLINE:
             raise InvalidInput(
@@ -155,7 +157,7 @@ def _columns(names: Sequence[str]) -> list[Column]:
     return [c for c in COLUMNS if not names or any(c in found for found in begun.values())]
 
 
-def _begun(name: str) -> list[Column]:
+def _columns_starting(name: str) -> list[Column]:
     from coda_agent.comparison.competitors import COLUMNS
 
     exact = [column for column in COLUMNS if column.name.lower() == name]
@@ -170,7 +172,7 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
     return tuple(arm for column in columns for arm in column.arms if arm not in left_out)
 
 
-def _measured(
+def _measure(
     measure: Callable[..., Results], asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
 ) -> tuple[Results, Exception | None]:
     """All results so far, and why there are not more."""
@@ -220,12 +222,12 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
 def _drawn(view: View, out: Path) -> None:
     """Write every file of a comparison except its results."""
     from coda_agent.comparison.drawing import charts, html_page, markdown
-    from coda_agent.comparison.drawing.summary import measured
+    from coda_agent.comparison.drawing.summary import conditions_text
     from coda_agent.primitives.system.files import write_atomic
 
     write_atomic(out / TABLE, markdown.markdown(view.results, view.columns))
     try:
-        drawn = charts.draw(view.lines, measured(view.results))
+        drawn = charts.draw(view.lines, conditions_text(view.results))
     except ModuleNotFoundError as error:
         raise Absent(
             f"{error.name} is not installed, so charts and page were not drawn: {extras.remedy(error)}, "
@@ -241,18 +243,18 @@ def _check(drawing: Drawing) -> None:
     from coda_agent.comparison.drawing import markdown
 
     if drawing.write:
-        with arguments.named(drawing.write):
+        with arguments.naming_file(drawing.write):
             markdown.marked(drawing.write)
 
 
-def _shown(view: View, drawing: Drawing) -> None:
+def _print(view: View, drawing: Drawing) -> None:
     from coda_agent.comparison.drawing import markdown
     from coda_agent.comparison.drawing.summary import against
     from coda_agent.comparison.drawing.terminal import table
 
     _drawn(view, drawing.out)
     if drawing.write:
-        with arguments.named(drawing.write):
+        with arguments.naming_file(drawing.write):
             markdown.write(drawing.write, view.results, view.columns)
     if drawing.as_json:
         told = {"rows": [asdict(row) for row in view.lines]}

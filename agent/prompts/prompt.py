@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.prompts.vocabulary import page, primitive_names, vocabulary
-from coda_agent.agent.tips import Tip, in_prompts, kept, read_tips
+from coda_agent.agent.tips import Tip, fitting, in_prompts, read_tips
 
 if TYPE_CHECKING:
     from coda_agent.verifier.report import Rejected
@@ -96,8 +96,8 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
     # Dropped before the spec's own are left out, so that all specs' prompts share one prefix.
-    shared = kept(known, _room([*parts[:2], examples()], TASK_BUDGET))
-    useful = kept((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
+    shared = fitting(known, _room([*parts[:2], examples()], TASK_BUDGET))
+    useful = fitting((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
         parts.append(lessons(useful))
     return Prompt("\n\n".join(part.strip() for part in parts), words)

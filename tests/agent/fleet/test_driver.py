@@ -111,7 +111,7 @@ def test_a_gpu_that_fails_its_controls_stays_out_until_it_is_readmitted(toy: Pat
         return BAD if slot.name == "GPU-1" else fast(slot, asked, progress)
 
     name, driver = swept(toy, Gpus(measure))
-    assert history.of(runs.names()[0]).status == "accepted"
+    assert history.past_of(runs.names()[0]).status == "accepted"
     assert driver.pool.left_out == {"GPU-1": "it failed its controls: equal arms differ"}
     again = sweep.reopen(name)
     assert again.left_out() == driver.pool.left_out and again.kind() == H100
@@ -133,7 +133,7 @@ def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:
 
     swept(toy, Gpus(measure))
     (run,) = runs.names()
-    assert history.of(run).status == "accepted"
+    assert history.past_of(run).status == "accepted"
     assert known == [{"gpu": "GPU-1", "stages": {"gpu"}}, {"gpu": "GPU-2", "stages": {"gpu"}}]
     (void,) = (e.payload for e in glance(runs.runs_dir() / run / runs.JOURNAL)[1] if e.kind == "void")
     assert "it began on GPU-1, and now has GPU-2" in void["reason"]
@@ -146,7 +146,7 @@ def test_a_gpu_on_which_alone_pieces_fail_stays_out(toy: Path) -> None:
         return fast(slot, asked, progress)
 
     _, driver = swept(toy, Gpus(measure))
-    assert history.of(runs.names()[0]).status == "accepted"
+    assert history.past_of(runs.names()[0]).status == "accepted"
     assert "driver is too old" in driver.pool.left_out["GPU-1"]
 
 
