@@ -22,7 +22,7 @@ from coda_agent.agent.scaffold.draft import SpecDraft, TensorDraft
 from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
 from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
 from coda_agent.primitives.lang.dims import NAME, Dim
-from coda_agent.primitives.lang.ir import DTYPES, INDICES, READABLE, VALUE_NAME
+from coda_agent.primitives.lang.ir import DTYPES, INDICES, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.primitives.system.files import write_atomic
 
 __all__ = ["ScaffoldOptions", "ScaffoldError", "new"]
@@ -151,7 +151,7 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
         if name not in options.shape and not options.ask:
             raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
         shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
-    dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(DTYPES))
+    dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(WRITABLE.get(len(shape), DTYPES)))
     return TensorDraft(shape, dtype)
 
 

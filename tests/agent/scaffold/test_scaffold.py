@@ -589,6 +589,13 @@ def test_a_wrong_option_is_named_with_its_remedy(new: Command, arguments: list[s
     assert not list(Path().rglob("*.yaml"))
 
 
+def test_an_output_may_be_fp8(new: Command) -> None:
+    Path("eight.py").write_text("def f(x, w, scale):\n    return {'out': (x @ w.mT) * scale}\n")
+    given = ["--shape", "x=M,K", "--shape", "w=N,K", "--shape", "scale=", "--dtype", "scale=fp32"]
+    assert new("eight.py:f", *given, "--dtype", "out=fp8_e5m2", "--out", "f.yaml").status == 0
+    assert load(Path("f.yaml"), check=False).outputs["out"].dtype == "fp8_e5m2"
+
+
 def test_a_file_that_exists_stays(new: Command) -> None:
     Path("mine.yaml").write_text("mine")
     done = new("ops.py:swiglu", *shapes_of("swiglu"), "--out", "mine.yaml")
