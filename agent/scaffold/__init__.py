@@ -151,7 +151,8 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
         if name not in options.shape and not options.ask:
             raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
         shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
-    dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(WRITABLE.get(len(shape), DTYPES)))
+    valid = _one_of(WRITABLE.get(len(shape), DTYPES))
+    dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, valid)
     return TensorDraft(shape, dtype)
 
 
