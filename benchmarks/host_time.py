@@ -1,8 +1,9 @@
 """Host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
 
-Microseconds of Python and C++ before a call returns, beside ``torch.mm`` in the same rounds, at the case
-nearest to decoding. On a GPU the calls launch. Without one, stand-ins take the place of the compiled kernels
-and the tensors lie on the CPU, so the figures are those of the launcher alone.
+Microseconds of Python and C++ before a call returns, of the launcher and of the operator of ``fused``, beside
+``torch.mm`` in the same rounds, at the case nearest to decoding. On a GPU the calls launch. Without one,
+stand-ins take the place of the compiled kernels and the tensors lie on the CPU, so the figures are those of
+launcher and operator alone.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from unittest.mock import patch
 
 import torch
 
+from coda_agent.fused import launching, ops, programs, schedules
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.runtime import launch
+from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
@@ -44,13 +47,13 @@ def main(arguments: list[str]) -> None:
     if "--json" in arguments:
         print(json.dumps({"where": device() if on_gpu else "CPU, stand-ins", "kernels": rows}, indent=1))
         return
-    print("| kernel | steps | call, us | torch.mm, us | over torch.mm | more, us a step |")
-    print("|---|---|---|---|---|---|")
+    print("| kernel | steps | call, us | operator, us | torch.mm, us | over torch.mm | more, us a step |")
+    print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         times, low, high = row["ratio"]
         more = (row["call"] - row["mm"]) / row["steps"]
         print(
-            f"| `{name}` | {row['steps']} | {row['call']:.1f} | {row['mm']:.1f} "
+            f"| `{name}` | {row['steps']} | {row['call']:.1f} | {row['operator']:.1f} | {row['mm']:.1f} "
             f"| {times:.2f} [{low:.2f}, {high:.2f}] | {more:.1f} |"
         )
 
@@ -65,8 +68,9 @@ def accepted() -> list[str]:
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
-    """Medians in microseconds of a kernel's call and of ``torch.mm``, and their ratio with its interval."""
-    program = Program.from_json((KERNELS / f"{name}.program.json").read_text(encoding="utf-8"))
+    """Medians in microseconds of a kernel's call, of its operator's, and of ``torch.mm``; the ratio of the
+    first to the last with its interval."""
+    program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
     timing = min(report["timings"], key=lambda each: each["sizes"]["M"])
     sizes = {d: min(n, ROWS) if d == "M" else n for d, n in timing["sizes"].items()}
@@ -75,13 +79,20 @@ def measured(name: str, where: str) -> dict[str, Any]:
         for n, t in program.signature.inputs.items()
     }
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
+    operator = ops.define(program, order, f"{name}_host_time")  # whose CPU side may be a stand-in
+    given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs]
     square = torch.zeros(8, 8, device=where)
-    calls: list[Callable[[], Any]] = [lambda: kernel(**inputs), lambda: torch.mm(square, square)]
-    own, mm = rounds(calls, torch.cuda.synchronize if where == "cuda" else lambda: None)
+    calls: list[Callable[[], Any]] = [
+        lambda: kernel(**inputs),
+        lambda: operator(*given),
+        lambda: torch.mm(square, square),
+    ]
+    own, through, mm = rounds(calls, torch.cuda.synchronize if where == "cuda" else lambda: None)
     against = ratio(own, mm)
     return {
         "steps": len(cut(program).gemms),
         "call": statistics.median(own),
+        "operator": statistics.median(through),
         "mm": statistics.median(mm),
         "ratio": [against.estimate, against.low, against.high],
     }
@@ -115,11 +126,17 @@ def stand_ins() -> Iterator[None]:
     def checked(signature: Any, inputs: Any, given: Any) -> dict[str, int]:
         return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
 
+    def planned(_: Any, program: Program, sizes: Any, device: torch.device) -> Plan:
+        chosen = schedules.chosen(program, sizes, "", schedules.known())
+        return Plan(KernelSource(program, chosen), sizes, device)
+
     with (
         patch(f"{executable}.compile_gemm", compiled),
         patch(f"{executable}.compile_vector", compiled),
         patch("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size),
         patch.object(launch, "check_tensors", checked),
+        patch.object(ops._Op, "on_cpu", ops._Op.on_cuda),
+        patch.object(launching.Plans, "plan", planned),
     ):
         yield
 

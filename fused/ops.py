@@ -41,6 +41,7 @@ class _Op:
         self.rows, signature = rows, program.signature
         together = {**signature.inputs, **signature.outputs}
         self.by_row = {n for n, t in together.items() if t.shape and t.shape[0] == ROWS}
+        self.launch = launching.Launcher(program, self.tensors, self.outputs)
         self._typed: dict[programs.Dtypes, Typed] = {}
         said = (f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs)
         made = ", ".join("Tensor" for _ in self.outputs)
@@ -58,9 +59,8 @@ class _Op:
         given, read = zip(self.order, arguments, strict=True), self.program.signature.inputs
         return {name: value for name, value in given if name in read}
 
-    def given(self, arguments: Sequence[Any]) -> tuple[Typed, dict[str, Any]]:
-        """The program at the tensors' dtypes, and inputs by name. TypeError, NoBackward."""
-        inputs = self.named(arguments)
+    def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
+        """The program at the tensors' dtypes, and the inputs. TypeError, NoBackward."""
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:
@@ -74,10 +74,14 @@ class _Op:
         return tuple(found) if len(self.outputs) > 1 else found[0]
 
     def on_cpu(self, *arguments: Any) -> Any:
-        return self.results(self.in_parts(self.interpreted, *self.given(arguments)))
+        return self.results(self.in_parts(self.interpreted, *self.checked(self.named(arguments))))
 
     def on_cuda(self, *arguments: Any) -> Any:
-        return self.results(self.in_parts(self.launched, *self.given(arguments)))
+        inputs = self.named(arguments)
+        found = self.launch.again(inputs)
+        if found is None:
+            found = self.in_parts(self.launch, *self.checked(inputs))
+        return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
         """The outputs, from all rows at once or from ``rows`` at a time: sums over rows are added up."""
@@ -92,9 +96,6 @@ class _Op:
             torch.cat(each) if name in self.by_row else sum(each[1:], each[0])
             for name, each in zip(self.outputs, zip(*parts, strict=True), strict=True)
         ]
-
-    def launched(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
-        return launching.launch(how, inputs, self.tensors, self.outputs)
 
     def interpreted(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
         program, wide = how

@@ -98,7 +98,7 @@ class Kernel:
         found = self._plans.get(key)
         if found is None:
             check_sizes(self.program, sizes)  # an existing plan's sizes are known to fit
-            with self._planning, _current(device):  # one thread plans, the others use its plan
+            with self._planning, on_device(device):  # one thread plans, the others use its plan
                 found = self._plans.get(key) or self._planned(inputs, sizes, device)
                 self._plans[key] = found
         return found
@@ -144,7 +144,7 @@ class Kernel:
         plan, taken = self._known_plan(inputs, given), inputs
         if plan is None:
             plan, taken = self._checked_plan(inputs, given)
-        with _current(plan.device):
+        with on_device(plan.device):
             outputs = plan.in_place(taken)
             plan.run(taken, outputs)
         for output, name in self._updates:
@@ -186,7 +186,7 @@ def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
     return all_by_step(by_step(timing["schedules"]) for timing in report["timings"])
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Within, ``device`` is PyTorch's current one, so that a kernel goes to its stream, wherever its tensors
     are."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -16,4 +16,4 @@ def test_every_kernel_is_measured_beside_a_matmul(capsys: pytest.CaptureFixture[
     assert [row["steps"] for row in kernels.values()] == [1, 2]
     for row in kernels.values():
         estimate, low, high = row["ratio"]
-        assert 0 < row["mm"] < row["call"] and low <= estimate <= high
+        assert 0 < row["mm"] < row["call"] < row["operator"] and low <= estimate <= high

@@ -14,6 +14,8 @@ import torch
 from coda_agent.fused import launching, ops, schedules
 from coda_agent.fused.programs import Typed
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -88,8 +90,14 @@ class Counted:
 
     made: list[dict[str, int]] = []
 
-    def __init__(self, _: Any, sizes: dict[str, int], *more: Any):
+    def __init__(self, kernel: Any, sizes: dict[str, int], *more: Any):
         self.made.append(dict(sizes))
+        self.signature, self.device = kernel.program.signature, torch.device("cpu")
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in self.signature.updates.values():
+            inputs[name].fill_(1)
+        return {n: inputs[self.signature.updates.get(n, next(iter(inputs)))] for n in self.signature.outputs}
 
 
 def drawn(rows: int) -> dict[str, torch.Tensor]:
@@ -104,6 +112,33 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return Counted.made
+
+
+def launcher(program: Program) -> launching.Launcher:
+    return launching.Launcher(program, ("x", "w", "rstd"), ("preact", "act"))
+
+
+def test_tensors_like_the_last_ones_are_launched_without_checks(counted: list[dict[str, int]]) -> None:
+    program = ops.defined["gemm_rmsnorm_swiglu"]
+    launch, first = launcher(program), drawn(8)
+    assert launch.again(first) is None
+    launch(Typed(program, False), first)
+    assert launch.again(drawn(8)) is not None
+    flat = torch.zeros(8 * 64 + 1).bfloat16()
+    others = (drawn(16), drawn(8) | {"w": torch.zeros(128, 64)}, drawn(8) | {"x": flat[1:].view(8, 64)})
+    for other in (*others, drawn(8) | {"x": torch.zeros(64, 8).bfloat16().mT}):
+        assert launch.again(other) is None
+    with torch.enable_grad():
+        assert launch.again(drawn(8) | {"w": torch.zeros(128, 64).bfloat16().requires_grad_()}) is None
+    assert len(counted) == 1
+
+
+def test_an_input_that_a_kernel_overwrites_is_left_as_it_is(counted: list[dict[str, int]]) -> None:
+    program = ops.defined["gemm_grad_accumulate"]
+    names = tuple(program.signature.inputs)
+    given = {n: torch.zeros(64, 64, dtype=torch_dtype(t.dtype)) for n, t in program.signature.inputs.items()}
+    (made,) = launching.Launcher(program, names, ("dw_new",))(Typed(program, False), given)
+    assert torch.all(made == 1) and torch.all(given["dw"] == 0)
 
 
 def test_plans_are_bounded_and_the_last_used_are_kept(counted: list[dict[str, int]]) -> None:
@@ -136,7 +171,7 @@ def test_what_cannot_be_launched_says_so(counted: list[dict[str, int]]) -> None:
     with pytest.raises(LaunchError, match="input 'x' has shape"):
         plans.get(program, drawn(8) | {"w": torch.zeros(128, 56).bfloat16()}, ("x", "w", "rstd"))
     with pytest.raises(LaunchError, match="matrices are fp32"):
-        launching.launch(Typed(program, True), drawn(8), ("x", "w", "rstd"), ("act",))
+        launcher(program)(Typed(program, True), drawn(8))
 
 
 def test_a_gpu_that_is_no_hopper_is_refused(
@@ -151,7 +186,7 @@ def test_a_gpu_that_is_no_hopper_is_refused(
 def test_tensors_of_two_devices_are_refused() -> None:
     how = Typed(ops.defined["gemm_rmsnorm_swiglu"], False)
     with pytest.raises(LaunchError, match="w is on meta, not cpu"):
-        launching.launch(how, drawn(8) | {"w": torch.zeros(128, 64, device="meta")}, ("x", "w", "rstd"), ())
+        launcher(how.program)(how, drawn(8) | {"w": torch.zeros(128, 64, device="meta")})
 
 
 def test_misaligned_tensors_are_copied() -> None:
