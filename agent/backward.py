@@ -53,7 +53,7 @@ def pair(
     spelled = _Spelled(derived.widths, spec.static)
     made = spelled(derived.program) if derived.widths else derived.program
     signature = made.signature
-    forward, head = [*_forward(spec, program, derived, behind), *_joins(whole)], _head(derived)
+    forward, head = _forward(spec, whole, derived, behind), _head(derived)
     again = [f"{name} = {other}" for name, other in derived.same.items() if other in made.outputs]
     constants = [f"{name} = {value!r}" for name, value in spec.constants.items()]
     every = spec.signature().inputs | _coming(program, of, behind) | _read(derived)
@@ -106,16 +106,13 @@ class _Spelled(NamedTuple):
         ).check()
 
 
-def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None) -> list[str]:
-    """The forward's own reference, what it must also store, and the next product."""
+def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
+    """The forward's own reference, what it must also store, ranges side by side, and the next product."""
     text = spec.reference
     if derived.saves:
-        text = f"{text.rstrip()}\n{reference(program._replace(outputs=dict(derived.saves)))}"
-    return [*text.splitlines(), *([f"{NEXT_VALUE} = {behind} @ w_next.mT"] if behind else [])]
-
-
-def _joins(whole: Joined) -> list[str]:
-    return [f"{name} = cat(({', '.join(parts)}), 1)" for name, parts in whole.parts.items()]
+        text = f"{text.rstrip()}\n{reference(whole.program._replace(outputs=dict(derived.saves)))}"
+    joins = [f"{name} = cat(({', '.join(parts)}), 1)" for name, parts in whole.parts.items()]
+    return [*text.splitlines(), *joins, *([f"{NEXT_VALUE} = {behind} @ w_next.mT"] if behind else [])]
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:

@@ -56,7 +56,9 @@ def _wanted(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
     if signature.updates:
         output, name = next(iter(signature.updates.items()))
         raise ProgramError(
-            "updates", f"output {output!r} overwrites input {name!r}, whose value the backward may need"
+            "updates",
+            f"output {output!r} overwrites input {name!r}, whose value the backward may need: derive the "
+            "operator without the update",
         )
     eight = next((n for n, t in signature.inputs.items() if t.dtype in OPERANDS), None)
     if eight:

@@ -182,8 +182,8 @@ class PlannedBackward:
         head = program = None
         refusal: ProgramError | None = None
         operands = self.operands(trace, outputs, late)
-        sums = operands | self.sums(trace, outputs, late)
-        for roots in ({}, operands, sums, self.frontier(trace, outputs, late)):
+        sums = self.sums(trace, outputs, late)
+        for roots in ({}, operands, sums, operands | sums, self.frontier(trace, outputs, late)):
             try:
                 program = self.products(trace, outputs, roots, late)
                 head = self.part(trace, f"{trace.signature.name}_head", {n: i for i, n in roots.items()}, {})
@@ -246,13 +246,15 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """Vectors made of sums that need no product, where what needs one reads them."""
+        """Vectors made of sums that need no product, where what needs one reads them, and outputs that need
+        none."""
         made: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(made[a] for a in node.args)
             made.append(own and not late[index] and trace.types[index].kind == "vector")
         others = (i for i in self.reached(trace, outputs.values()) if not made[i])
-        return {a: f"head_{a}" for i in others for a in trace.nodes[i].args if made[a]}
+        found = {a: f"head_{a}" for i in others for a in trace.nodes[i].args if made[a]}
+        return found | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
         """All that needs no product and is read by what does, and outputs that need none."""

@@ -65,8 +65,9 @@ class Simplifier(Trace):
             return self.turned(node.args[0], kind) if found is None else found
         if op == "gemm":
             return self.product(*node.args)
-        if op == "where" and (chosen := self.chosen(node)) != node:
-            return self.add(chosen)
+        if op == "where":
+            chosen = self.chosen(node)
+            return self.unscaled(node) if chosen == node else self.add(chosen)
         if (reads := OPERATIONS[op].reads) is not None:
             shapes = (self.shaped(a) for a in node.args[reads:])
             other = node._replace(args=(*node.args[:reads], *shapes))
@@ -85,6 +86,18 @@ class Simplifier(Trace):
         whole = {self.at(Node(extremum, args)) for args in (compared.args, compared.args[::-1])}
         known = zip(branches, compared.args, strict=True)
         return node._replace(args=(condition, *(self.instead(b, whole, value) for b, value in known)))
+
+    def unscaled(self, node: Node) -> int | None:
+        """A choice between a vector and 0, with the vector's number outside: no kernel makes the vector."""
+        condition, value, other = node.args
+        spread = self.nodes[value]
+        if spread.op not in SPREADS.values() or self.constant(other) != 0:
+            return None
+        vector = self.nodes[spread.args[0]]
+        if vector.op != "multiply" or self.constant(vector.args[0]) is None:
+            return None
+        bare = self.add(spread._replace(args=(vector.args[1],)))
+        return self.add(Node("multiply", (self.add(Node("where", (condition, bare, other))), vector.args[0])))
 
     def at(self, node: Node) -> int:
         """Where a node stands; -1 where it does not."""

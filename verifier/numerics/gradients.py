@@ -33,11 +33,10 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
     """
     if spec.before is None:
         return {}
-    leaves = {name: cast(t.detach(), torch.float64) for name, t in drawn.items()}
+    leaves = _wide(drawn)
     truth, made = _autograd(spec, spec.before, leaves, sizes)
     found = _backward(spec, leaves | made, sizes)
-    off = {name: _distance(found[name], true, true) for name, true in truth.items()}
-    off = {name: share for name, share in off.items() if not share <= LEAST}
+    off = {name: share for name, share in _off(found, truth).items() if not share <= LEAST}
     if not off:
         return {}
     own = torch.Generator().manual_seed(0)
@@ -49,6 +48,22 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
     lost = {n: max(_distance(a.double(), b, truth[n]) for a, b in each) for n, each in pairs.items()}
     off = {name: share for name, share in off.items() if not share <= NARROWER * lost[name]}
     return {name: share for name, share in off.items() if not beyond or lost[name] <= LOST}
+
+
+def errors(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, float]:
+    """The RMS of each gradient's error beside autograd's, over its own RMS, of a spec that has a forward."""
+    if spec.before is None:
+        raise ValueError(f"spec {spec.name} has no forward")
+    truth, made = _autograd(spec, spec.before, _wide(drawn), sizes)
+    return _off(_backward(spec, _wide(drawn) | made, sizes), truth)
+
+
+def _wide(drawn: Tensors) -> dict[str, Tensor]:
+    return {name: cast(t.detach(), torch.float64) for name, t in drawn.items()}
+
+
+def _off(found: Tensors, truth: Tensors) -> dict[str, float]:
+    return {name: _distance(found[name], true, true) for name, true in truth.items()}
 
 
 def _autograd(

@@ -1,0 +1,374 @@
+"""Count what derived backwards move: ``python -m benchmarks.derived_ledger PAGE``. It needs no GPU.
+
+The page has three tables: every forward operator of ``specs`` with its derived backward; the backwards that
+people arranged from hand-authored kernels, beside the derived ones; and a Transformer layer's backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.derived_layer import backwards
+from benchmarks.layer_profile.ledger import ATTENTION, rows
+from coda_agent.agent.backward import pair
+from coda_agent.comparison.layers.runners import accepted, calls
+from coda_agent.comparison.layers.shape import WIDTHS, Shape
+from coda_agent.primitives import gelu, gemm, pairs, per_column, row_logsumexp, row_select, silu
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.derive import NEXT, NEXT_SIZE, Derived, all_sizes, chains, derive, ledger
+from coda_agent.primitives.derive.chains import Chain
+from coda_agent.primitives.derive.ranges import joined
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.gradients import errors
+from coda_agent.verifier.numerics.values import trial
+from coda_agent.verifier.spec.model import Spec
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKWARDS = ("_bwd", "_accumulate")  # names of specs that are backwards themselves
+KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores for its backward alone
+Sizes = Mapping[str, int]
+
+
+# Operators
+
+
+def operators() -> list[str]:
+    """The forward operators of ``specs``."""
+    return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml") if not p.stem.endswith(BACKWARDS))
+
+
+def forward(name: str) -> tuple[Spec, Program]:
+    """A spec and its accepted kernel's program; where it awaits an author, that of the tests' kernel."""
+    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
+    file = ROOT / "generated_kernels" / f"{name}.py"
+    source = file if file.exists() else next((ROOT / "tests" / "honest" / name).glob("*.py"))
+    return spec, trace_source(source.read_text(encoding="utf-8"), spec.signature())
+
+
+def results(program: Program) -> tuple[str, ...]:
+    """The outputs whose gradients come in."""
+    return tuple(n for n in joined(program).program.outputs if n not in KEPT)
+
+
+def operator(name: str, agreement: bool = True) -> list[list[str]]:
+    """The table's rows of an operator: its backward alone, and behind the next product."""
+    spec, program = forward(name)
+    of = results(program)
+    whole = joined(program).program
+    tiles = [n for n in of if len(whole.signature.outputs[n].shape) == 2]
+    found = [_operator(spec, program, of, None, agreement)]
+    if not tiles:
+        return [*found, [name, "behind a product", "a loss: no product reads it", *[""] * 6]]
+    return [*found, _operator(spec, program, of, tiles[-1], agreement)]
+
+
+def _operator(
+    spec: Spec, program: Program, of: Sequence[str], behind: str | None, agreement: bool
+) -> list[str]:
+    form = [spec.name, f"behind a product, by {behind}" if behind else "alone"]
+    sizes = {NEXT: NEXT_SIZE, **spec.cases[0].sizes}
+    positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
+    try:
+        made = derive(program, sizes, of=of, behind=behind, positive=positive)
+    except ProgramError as refused:
+        return [*form, f"refused: {refused.message.partition(': ')[0]}", *[""] * 6]
+    count = ledger.count(made.program, made.head, all_sizes(made, sizes))
+    judged = pair(spec, program, made, of, behind)
+    worst = ""
+    if agreement and judged:
+        small, drawn = trial(judged.spec)
+        worst = f"{max(errors(judged.spec, drawn, small).values()):.0e}"
+    return [
+        *form,
+        str(len(cut(made.program).gemms) if made.program else 0),
+        ", ".join(made.head.outputs) if made.head else "–",
+        str(_stored(program, made, sizes)),
+        ", ".join([*made.recomputed, *(f"or stored: node {i}" for i in made.saves.values())]) or "–",
+        f"{count.moved / 1e9:.3f}",
+        f"{made.bound.least / 1e9:.3f}",
+        worst,
+    ]
+
+
+def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
+    """Bytes a row of what the backward reads of the forward's results."""
+    parts = [p for p in (made.program, made.head) if p]
+    read = {n: t for p in parts for n, t in p.signature.inputs.items()}
+    kept = [t for n, t in read.items() if n in made.stored and n not in program.signature.inputs]
+    first = next(iter(program.signature.outputs.values())).shape[0](sizes)
+    return ledger.size(kept, all_sizes(made, sizes)) // first
+
+
+OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes a row", "computed again",
+             "moved, GB", "least, GB", "error beside autograd"]  # fmt: skip
+
+
+# Beside the backwards by hand
+
+
+class ByHand(NamedTuple):
+    """A backward that people arranged: a hand-authored kernel at its sizes, the products besides ([m, k] @
+    [k, n]), and the bytes of passes; and the forward whose derived backward gives the same gradients."""
+
+    kernel: str
+    sizes: Sizes
+    products: tuple[tuple[int, int, int], ...]
+    passes: int
+    derived: Derived
+    all_sizes: Sizes
+
+    def hand(self) -> tuple[int, int]:
+        """Products and bytes."""
+        text = (ROOT / "generated_kernels" / f"{self.kernel}.program.json").read_text(encoding="utf-8")
+        program = Program.from_json(text)
+        moved = roofline(program, self.sizes).bytes + sum(map(matmul, self.products)) + self.passes
+        return len(cut(program).gemms) + len(self.products), moved
+
+    def ours(self) -> tuple[int, int]:
+        assert self.derived.program
+        sizes = all_sizes(self.derived, self.all_sizes)
+        count = ledger.count(self.derived.program, self.derived.head, sizes)
+        return len(cut(self.derived.program).gemms), count.moved
+
+
+def matmul(sizes: tuple[int, int, int]) -> int:
+    """Bytes of [m, k] @ [k, n] in bf16."""
+    m, k, n = sizes
+    return 2 * (m * k + k * n + m * n)
+
+
+def two_products(width: str, activation: Callable[..., Any]) -> Chain:
+    """An MLP without a norm, its first product with a bias or without."""
+
+    def body(x: Any, w_up: Any, w_down: Any, bias: Any = None) -> dict[str, Any]:
+        z: Any = gemm(x, w_up.mT)
+        z = z if bias is None else z + per_column(bias)
+        act = activation(z)
+        return {"z": z, "act": act, "out": gemm(act, w_down.mT)}
+
+    inputs = {"x": "M, D", "w_up": f"{width}, D", "w_down": "D, F"}
+    inputs |= {"bias": width} if width == "F" else {}
+    return Chain(inputs, {"z": f"M, {width}", "act": "M, F", "out": "M, D"}, body)
+
+
+def swiglu(z: Any) -> Any:
+    gate, up = pairs(z)
+    half: Any = silu(gate)
+    return half * up
+
+
+def loss() -> Chain:
+    """Cross-entropy of logits that are not stored."""
+
+    def body(x: Any, w: Any, target: Any) -> dict[str, Any]:
+        logits = gemm(x, w.mT)
+        lse: Any = row_logsumexp(logits)
+        return {"lse": lse, "loss": lse - row_select(logits, target)}
+
+    inputs = {"x": "M, D", "w": "V, D", "target": "M: int64"}
+    return Chain(inputs, {"lse": "M: fp32", "loss": "M: fp32"}, body)
+
+
+def beside_stream() -> Chain:
+    """Norm and projection of a stream that goes on beside them."""
+    inner = chains.attention_in(rotates=False)
+    return inner._replace(
+        outputs=inner.outputs | {"stream": "M, D"},
+        body=lambda out, **others: inner.body(out=out, **others) | {"stream": out},
+    )
+
+
+def by_hand() -> Iterator[ByHand]:
+    """Each hand-authored backward at its spec's first case."""
+    for kernel, build in HANDS.items():
+        case = load(ROOT / "specs" / f"{kernel}.yaml", check=False).cases[0].sizes
+        yield build(kernel, case)
+
+
+def _mlp(kernel: str, case: Sizes, width: str, activation: Callable[..., Any]) -> ByHand:
+    m, d, f = case["M"], case["D"], case["F"]
+    wide = 2 * f if width == "2*F" else f
+    program = two_products(width, activation).program("mlp")
+    derived = derive(program, case, of=["out"])
+    return ByHand(kernel, case, ((d, m, f), (m, wide, d), (wide, m, d)), 0, derived, case)
+
+
+def _loss(kernel: str, case: Sizes) -> ByHand:
+    m, d, v = case["M"], case["D"], case["V"]
+    derived = derive(loss().program("loss"), case, wrt=["x", "w"], of=["loss"])
+    return ByHand(kernel, case, ((m, v, d), (v, m, d)), 0, derived, case)
+
+
+def _norm(kernel: str, case: Sizes) -> ByHand:
+    m, k, n = case["M"], case["K"], case["N"]
+    sizes = {"M": m, "D": n, "N": k}
+    wrt = ["out", "gamma_in", "w_qkv"]
+    derived = derive(beside_stream().program("norm"), sizes, wrt=wrt, of=["qkv", "stream"])
+    return ByHand(kernel, case, ((k, m, n),), 2 * 2 * m * k + 4 * m, derived, sizes)
+
+
+def _norms(kernel: str, case: Sizes) -> ByHand:
+    m, n, d, k = (case[name] for name in "MNDK")
+    spec, program = forward("gemm_residual_rmsnorm_gemm")
+    derived = derive(program, case, of=["h", "z"])
+    passes = 2 * 2 * m * n + 4 * m + 2 * 2 * m * d  # sum(dz * z), and the normed stream
+    return ByHand(kernel, case, ((n, m, d), (d, m, k)), passes, derived, case)
+
+
+HANDS: dict[str, Callable[[str, Sizes], ByHand]] = {
+    "gemm_swiglu_bwd": lambda kernel, case: _mlp(kernel, case, "2*F", swiglu),
+    "gemm_gelu_bwd": lambda kernel, case: _mlp(kernel, case, "F", gelu),
+    "gemm_cross_entropy_bwd": _loss,
+    "gemm_residual_rmsnorm_bwd": _norm,
+    "gemm_residual_rmsnorm_gemm_bwd": _norms,
+}
+HAND_TITLES = ["kernel", "products by hand", "derived", "moved by hand, GB", "derived, GB"]
+
+
+def hand_rows() -> list[list[str]]:
+    found = []
+    for each in by_hand():
+        (steps, moved), (own, less) = each.hand(), each.ours()
+        found.append([each.kernel, str(steps), str(own), f"{moved / 1e9:.3f}", f"{less / 1e9:.3f}"])
+    return found
+
+
+# The layer
+
+
+
+
+def layer_by_hand(shape: Shape) -> int:
+    """As ``comparison.layers.fused`` arranges it, with the rotation's transpose in one pass."""
+    tokens, width, ffn = shape.tokens, shape.width, shape.ffn
+    programs, places = accepted(ROOT / "generated_kernels", shape), calls(shape)
+    own = [c for place, c in places.items() if place.endswith("_backward")]
+    products = [(width, tokens, ffn), (2 * ffn, tokens, width), (width, tokens, width),
+                (tokens, width, width), (3 * width, tokens, width)]  # fmt: skip
+    kernels = sum(roofline(programs[c.operator], dict(c.sizes)).bytes for c in own)
+    return kernels + sum(map(matmul, products)) + rotation(shape)
+
+
+def rotation(shape: Shape) -> int:
+    """The rotation's transpose and sum(dz * z): reads six tensors and writes three."""
+    return 2 * 9 * shape.tokens * shape.width
+
+
+def layer_derived(shape: Shape) -> int:
+    """Module-local: both halves derived, and the two products between them."""
+    tokens, width = shape.tokens, shape.width
+    sizes = layer_sizes(shape)
+    programs = backwards(shape).values()
+    counts = (ledger.count(d.program, None, all_sizes(d, sizes)).moved for d in programs)
+    return sum(counts) + matmul((width, tokens, width)) + matmul((tokens, width, width)) + rotation(shape)
+
+
+def layer_sizes(shape: Shape) -> dict[str, int]:
+    widths = {"M": shape.tokens, "D": shape.width, "A": shape.width, "F": shape.ffn}
+    return widths | {"H": 3 * shape.heads, "P": shape.pairs}
+
+
+def layer_stack(shape: Shape) -> int:
+    """Whole stack: from one attention to the next as one program, and the pass before it."""
+    program, sizes = chains.between_attentions().program("layer"), layer_sizes(shape)
+    wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
+    made = derive(program, sizes, wrt=wrt, of=["out", "qkv"])
+    return ledger.count(made.program, made.head, all_sizes(made, sizes)).moved
+
+
+def layer_compiled(profile: Mapping[str, Any], width: str) -> int:
+    """``torch.compile``'s, from the tensors of its kernels in the committed profile."""
+    shares = (row.share for row in rows(profile["widths"][width], "torch.compile"))
+    return sum(share.bytes or 0 for share in shares if share.group != ATTENTION)
+
+
+def layer_rows() -> list[list[str]]:
+    profile = json.loads((ROOT / "docs" / "layer_backward.json").read_text(encoding="utf-8"))
+    found = []
+    for width, shape in WIDTHS.items():
+        weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width  # each read once and written once
+        count = {
+            "`torch.compile`": layer_compiled(profile, width), "by hand": layer_by_hand(shape),
+            "derived, module-local": layer_derived(shape), "derived, whole stack": layer_stack(shape),
+        }  # fmt: skip
+        hand = count["by hand"]
+        for arm, moved in count.items():
+            less, fewer = 1 - moved / hand, 1 - (moved - weights) / (hand - weights)
+            widths = (moved - weights) / (2 * shape.tokens * shape.width)
+            found.append([width, arm, f"{moved / 1e9:.3f}", f"{less:.1%}", f"{widths:.1f}", f"{fewer:.1%}"])
+    return found
+
+
+LAYER = ["width", "backward", "moved, GB", "fewer than by hand", "widths a token without weights", "fewer"]
+
+
+# The page
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = "|" + "---|" * len(titles)
+    return "\n".join([f"| {' | '.join(titles)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def page() -> str:
+    date, versions = datetime.now(UTC).date().isoformat(), f"torch {torch.__version__}"
+    return PAGE.format(
+        where=f"{date}, Python {platform.python_version()}, {versions}, a CPU ({platform.machine()})",
+        operators=table(OPERATORS, [row for name in operators() for row in operator(name)]),
+        hands=table(HAND_TITLES, hand_rows()),
+        layer=table(LAYER, layer_rows()),
+    )
+
+
+PAGE = """# Derived backwards, counted
+
+{where}. Written by `python -m benchmarks.derived_ledger docs/derived_ledger.md`. Bytes are compulsory: each
+step reads and writes each of its tensors once ([how a backward is derived](derive.md)).
+
+## Every operator
+
+At each spec's first case; the next product of *behind a product* has an inner size of 2,048. *Without a
+product*: what `torch.compile` computes in a pass before the products. *Stored*: what the backward reads of
+the forward's results. *Least*: if the whole reads each input once and writes each output once. *Error*: the
+largest error of a gradient beside fp64 autograd of the spec's reference, over its RMS, nothing rounded.
+
+{operators}
+
+## Beside the backwards by hand
+
+The same gradients, from a hand-authored kernel with plain products and passes around it, and derived.
+
+{hands}
+
+## A layer
+
+The backward of the comparison's Transformer layer outside attention, 16,384 tokens. *By hand*: accepted
+kernels as people arranged them (`comparison/layers/fused.py`), the rotation's transpose in one pass.
+`torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100. *Without weights*:
+less the bytes of each weight read once and its gradient written once, which no arrangement saves.
+
+{layer}
+"""
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.derived_ledger")
+    parser.add_argument("page", type=Path)
+    write_atomic(parser.parse_args(given).page, page())
+
+
+if __name__ == "__main__":
+    main()
