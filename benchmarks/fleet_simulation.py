@@ -47,7 +47,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Resources:
+class SimulatedResources:
     """A fleet. ``places``: runs under way at once; ``driver``: seconds of the driver before each stage."""
 
     gpus: int
@@ -56,24 +56,24 @@ class Resources:
     driver: float = 0.0
 
     @classmethod
-    def of(cls, gpus: int, cores: int, driver: float) -> Resources:
+    def of(cls, gpus: int, cores: int, driver: float) -> SimulatedResources:
         return cls(gpus, cores, PLACES * (gpus + cores), driver)
 
 
 @dataclass
-class Ended:
+class SimulatedEnd:
     """A simulated sweep: its seconds, and the busy seconds of each resource."""
 
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
 
 
-def simulate(runs: Iterable[Sequence[Stage]], fleet: Resources) -> Ended:
+def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> SimulatedEnd:
     """Run these stages in order. The resources are ``author``, which never lacks, ``core`` and ``gpu``."""
     free = {"core": fleet.cores, "gpu": fleet.gpus, "driver": 1, "place": fleet.places}
     queues: dict[str, deque[Callable[[float], None]]] = {name: deque() for name in free}
     events: list[tuple[float, int, Callable[[float], None]]] = []
-    ended, number = Ended(busy=dict.fromkeys((*free, "author"), 0.0)), 0
+    ended, number = SimulatedEnd(busy=dict.fromkeys((*free, "author"), 0.0)), 0
 
     def at(time: float, act: Callable[[float], None]) -> None:
         nonlocal number
@@ -161,13 +161,13 @@ def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]
     return runs
 
 
-def efficiency(runs: Sequence[Sequence[Stage]], fleet: Resources) -> float:
+def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> float:
     """The share of linear scaling: this fleet's throughput over its GPUs' number times that of one GPU."""
-    one = simulate(runs, Resources.of(1, max(1, round(fleet.cores / fleet.gpus)), fleet.driver))
+    one = simulate(runs, SimulatedResources.of(1, max(1, round(fleet.cores / fleet.gpus)), fleet.driver))
     return one.seconds / (fleet.gpus * simulate(runs, fleet).seconds)
 
 
-def enough(runs: Sequence[Sequence[Stage]], fleet: Resources, vary: str, most: int) -> int:
+def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
     """The least number of ``vary`` that reaches NEAR of the throughput of ``most``."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
@@ -187,12 +187,13 @@ def results(driver: float) -> dict[str, Any]:
 
     table = {
         f"{specs} specs, {author:.0f} s": [
-            round(efficiency(made(specs, author), Resources.of(gpus, gpus, driver)), 4) for gpus in GPUS
+            round(efficiency(made(specs, author), SimulatedResources.of(gpus, gpus, driver)), 4)
+            for gpus in GPUS
         ]
         for specs in SPECS
         for author in (AUTHORS if specs == WORK else (AUTHOR,))
     }
-    runs, usual = made(WORK, AUTHOR), Resources.of(FLEET, FLEET, driver)
+    runs, usual = made(WORK, AUTHOR), SimulatedResources.of(FLEET, FLEET, driver)
     whole = simulate(runs, usual)
     return {
         "gpus": list(GPUS),
@@ -209,7 +210,8 @@ def results(driver: float) -> dict[str, Any]:
             "driver": round(whole.busy["driver"] / whole.seconds, 4),
         },
         "cores": {
-            n: enough(made(16 * n, AUTHOR), Resources.of(n, n, driver), "cores", n) for n in (16, 64, 256)
+            n: enough(made(16 * n, AUTHOR), SimulatedResources.of(n, n, driver), "cores", n)
+            for n in (16, 64, 256)
         },
         "places": {
             f"{author:.0f}": enough(made(WORK, author), usual, "places", 4 * usual.places)

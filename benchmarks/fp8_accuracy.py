@@ -100,7 +100,7 @@ def mlp(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
     return linear(silu(gate) * up, weights.down)
 
 
-class Arm(Differentiated):
+class Fp8Arm(Differentiated):
     """``mlp`` or ``layer`` with another linear, and gradients by autograd."""
 
     def __init__(self, function: Function, product: Product, shape: Shape, drawn: Drawn):
@@ -120,7 +120,7 @@ def wide(drawn: Drawn) -> Drawn:
     return Drawn(weights, drawn.next_norm.float(), drawn.x.float(), drawn.dout.float())
 
 
-class Fused:
+class FusedFp8:
     """A layer whose products end in fp8, by the programs that do it. Scales are those that the batch before
     would leave: of each tile's largest magnitude there."""
 
@@ -187,13 +187,13 @@ def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
 def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str, dict[str, float]]:
     """By arm and value, RMS over RMS."""
     drawn, before = drawn_at(shape, seed, loud), drawn_at(shape, seed + 1000, loud)
-    exact = results(Arm(function, linear, shape, wide(drawn)), wide(drawn))
+    exact = results(Fp8Arm(function, linear, shape, wide(drawn)), wide(drawn))
     exact.pop("normed")
     found = {}
     for name, make in LINEARS.items():
-        got = results(Arm(function, make(), shape, drawn), drawn)
+        got = results(Fp8Arm(function, make(), shape, drawn), drawn)
         found[name] = relative({n: got[n] for n in exact}, exact)
-    fused = Fused(shape, drawn)
+    fused = FusedFp8(shape, drawn)
     call = fused.mlp if function is mlp else fused.layer
     fused.learn(call, before.x)
     found[FUSED] = relative({"y": call(drawn.x)}, {"y": exact["y"]})

@@ -60,12 +60,12 @@ class Candidate:
             lines = subprocesses.tail(file).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def ended(self) -> Ended:
+    def ended(self) -> EndedCandidate:
         """The state of a candidate whose process has ended."""
         past, status = self.reading.past(), subprocesses.end(self.process)
         if past.status == history.UNDECIDED:
             past = replace(past, stopped=self._reason(past, status))
-        return Ended(past, status)
+        return EndedCandidate(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
         """The reason why a process ended without a verdict. The journal may lack it if the disk was full."""
@@ -81,7 +81,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedCandidate:
     """The final state of a candidate and its process's exit status, negative for a signal."""
 
     past: history.Past
@@ -108,7 +108,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
         yield found
 
 
-def attend(candidates: Sequence[Candidate], console: Console) -> list[Ended]:
+def attend(candidates: Sequence[Candidate], console: Console) -> list[EndedCandidate]:
     """Show the candidates until all have ended, then return their final states, best first. Ctrl-C stops all
     of them."""
     try:

@@ -63,7 +63,7 @@ class Backward:
 
 
 class LayerStages:
-    """The stages of one width (``measuring.Stages``)."""
+    """The stages of one width (``measuring.ProfileStages``)."""
 
     def __init__(self, width: str, arms: Sequence[str]):
         self.width, self.names = width, tuple(arms)

@@ -44,7 +44,7 @@ class TimeBudget:
         return self.seconds - self.spent
 
 
-class Stages(Protocol):
+class ProfileStages(Protocol):
     """One width's layers on a GPU. Each stage returns its entry for the file."""
 
     def prepare(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Stages(Protocol):
         """Free the GPU memory."""
 
 
-Build = Callable[[str, Sequence[str]], Stages]  # from a width and arms
+Build = Callable[[str, Sequence[str]], ProfileStages]  # from a width and arms
 
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:

@@ -9,24 +9,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fleet_simulation
-from benchmarks.fleet_simulation import Resources, drawn, efficiency, phases, simulate
+from benchmarks.fleet_simulation import SimulatedResources, drawn, efficiency, phases, simulate
 
 RUN = [("author", 5.0), ("core", 2.0), ("gpu", 10.0)]
 
 
 def test_fleets_that_are_worked_out_by_hand() -> None:
-    assert simulate([RUN], Resources(1, 1, 1)).seconds == 17
-    assert simulate([RUN] * 3, Resources(1, 1, 9)).seconds == 5 + 2 + 30  # the GPU is never idle again
-    assert simulate([RUN] * 3, Resources(1, 1, 1)).seconds == 3 * 17  # one run at a time
-    assert simulate([RUN] * 4, Resources(4, 1, 9)).seconds == 5 + 4 * 2 + 10  # one core feeds four GPUs
-    ended = simulate([RUN] * 4, Resources(4, 1, 9, driver=1.0))
+    assert simulate([RUN], SimulatedResources(1, 1, 1)).seconds == 17
+    assert (
+        simulate([RUN] * 3, SimulatedResources(1, 1, 9)).seconds == 5 + 2 + 30
+    )  # the GPU is never idle again
+    assert simulate([RUN] * 3, SimulatedResources(1, 1, 1)).seconds == 3 * 17  # one run at a time
+    assert (
+        simulate([RUN] * 4, SimulatedResources(4, 1, 9)).seconds == 5 + 4 * 2 + 10
+    )  # one core feeds four GPUs
+    ended = simulate([RUN] * 4, SimulatedResources(4, 1, 9, driver=1.0))
     assert ended.busy == {"core": 8, "gpu": 40, "driver": 12, "place": 0, "author": 20}
     assert ended.seconds >= 5 + 2 + 10 + 3
 
 
 def test_sixty_four_gpus_reach_nine_tenths_of_linear() -> None:
     runs = drawn(1000, 30.0, random.Random(1))
-    assert efficiency(runs, Resources.of(64, 64, 0.03)) > 0.9
+    assert efficiency(runs, SimulatedResources.of(64, 64, 0.03)) > 0.9
 
 
 def test_the_page_has_what_was_simulated(
