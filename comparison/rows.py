@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.artifacts import accept, quack_tunings
-from coda_agent.agent.reporting.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.agent.reporting.table_rows import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison import competitors, kernels, session
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH

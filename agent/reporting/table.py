@@ -16,121 +16,30 @@ from typing import Any
 
 from coda_agent.agent.artifacts import accept, atomic_files
 from coda_agent.agent.artifacts.accept import KERNELS, RECORDINGS
-from coda_agent.agent.prompts.prompt import tokens
 from coda_agent.agent.reporting.proportions import wilson
-from coda_agent.agent.run.journal import Event
+from coda_agent.agent.reporting.table_rows import (
+    OTHERS,
+    WIDTHS,
+    MeasuredCase,
+    RunRow,
+    order,
+    rows_of,
+    run_row,
+)
 from coda_agent.agent.run.record import recording
-from coda_agent.agent.run.tools import DRAFT, TIP
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
-from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
-from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
-from coda_agent.verifier.decision import BASELINE, KEPT
-from coda_agent.verifier.report import Accepted, Timing
+from coda_agent.verifier.baselines.pytorch import CUBLAS
+from coda_agent.verifier.report import Accepted
 
-__all__ = ["GROUPS", "MeasuredCase", "RunRow", "InvalidInput", "Tables", "read", "success", "write"]
+__all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 
-GROUPS = {  # operators by group, in the order of the tables
-    "CODA's ten": (
-        "gemm_residual_partial_rmsnorm",
-        "gemm_rmsnorm",
-        "gemm_rmsnorm_swiglu",
-        "gemm_rmsnorm_rope",
-        "gemm_rmsnorm_partial_cross_entropy",
-        "gemm_swiglu",
-        "gemm_rope",
-        "gemm_partial_cross_entropy",
-        "gemm_swiglu_bwd",
-        "gemm_residual_rmsnorm_bwd",
-    ),
-    "Newer": (
-        "gemm_qk_norm_rope",
-        "gemm_rope_positions",
-        "gemm_alpha_residual",
-        "gemm_partial_cross_entropy_unstored",
-        "gemm_cross_entropy_bwd",
-        "gemm_grad_accumulate",
-    ),
-    "Other architectures": (
-        "gemm_bias_gelu",
-        "gemm_gelu_bwd",
-        "gemm_geglu",
-        "gemm_relu2",
-        "gemm_residual_partial_layernorm",
-        "gemm_layernorm",
-        "gemm_softcap_cross_entropy",
-        "gemm_row_abs_max",
-        "gemm_rmsnorm_swiglu_fp16",
-        "gemm_fp8_tensor_scale",
-        "gemm_fp8_row_scale",
-    ),
-    "Several GEMMs": ("gemm_residual_rmsnorm_gemm", "gemm_residual_rmsnorm_gemm_bwd", "gemm_swiglu_mlp"),
-}
-OTHERS = "Others"
-_GROUP = {name: group for group, names in GROUPS.items() for name in names}
-_PLACE = {name: place for place, name in enumerate(_GROUP)}
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
-WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
-RMSNORM_BACKWARD = "gemm_residual_rmsnorm_bwd"
-SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward with a (d, d) weight
 TRIES = (1, 3)
-JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take on the host beyond torch.mm
 ELSEWHERE = ("comparison", "headline")  # tables that comparison.drawing.markdown writes
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """An estimate with its 95% interval."""
-
-    estimate: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-@dataclass(frozen=True)
-class MeasuredCase:
-    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit started from) and
-    ``quack`` are that arm's time over the kernel's; ``quack`` is the fastest of QuACK's arms, named by
-    ``quack_arm``. ``over_cublas`` is the kernel's time over cuBLAS's; ``roofline`` is the roofline's time
-    over the kernel's. None if the arm was not measured."""
-
-    group: str
-    operator: str
-    case: str
-    milliseconds: float
-    speedup: Estimate | None
-    autotune: Estimate | None
-    before: Estimate | None
-    quack: Estimate | None
-    quack_arm: str | None
-    over_cublas: Estimate | None
-    roofline: float
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One recorded run: how many drafts its author checked and how many answers it gave; the first try,
-    counted from 1, that passed every gate of the recording machine (answers and failed drafts count as
-    tries); approximate tokens of the prompt and of all answers; the tips proposed; whether an accepted kernel
-    comes from this run."""
-
-    group: str
-    operator: str
-    run: str
-    author: str
-    drafts: int
-    answers: int
-    passed: int | None
-    prompt_tokens: int
-    answer_tokens: int
-    tips: int
-    accepted: bool
 
 
 @dataclass(frozen=True)
@@ -182,11 +91,11 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
             stack.enter_context(atomic_files.consistent(kernels))
         found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
-    found.sort(key=lambda report: _order(report.identity.spec))
+    found.sort(key=lambda report: order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
     accepted = {report.authorship.run for report in reports if report.authorship}
-    runs = [_run(header, events, accepted) for header, events in exports]
-    runs.sort(key=lambda run: (_order(run.operator), run.run))
+    runs = [run_row(header, events, accepted) for header, events in exports]
+    runs.sort(key=lambda run: (order(run.operator), run.run))
     edits = [report for report in found if report.identity.raw]
     own = {report.identity.spec: report for report in reports}
     superseded = [
@@ -194,7 +103,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
         for edit in edits
         if edit.identity.spec in own and accept.superseded(edit, own[edit.identity.spec])
     ]
-    return Tables(reports, _rows(reports), tuple(runs), _rows(edits), tuple(superseded))
+    return Tables(reports, rows_of(reports), tuple(runs), rows_of(edits), tuple(superseded))
 
 
 def edited(path: Path) -> bool:
@@ -224,74 +133,9 @@ def write(path: Path, tables: Tables) -> None:
     )
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _order(operator: str) -> tuple[int, str]:
-    return _PLACE.get(operator, len(_PLACE)), operator
-
-
-def _cases(report: Accepted) -> list[Timing]:
-    """Sort cases: widths of real models first, decoding last, otherwise in the spec's order."""
-    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
-    return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
-
-
-def _rows(reports: Iterable[Accepted]) -> tuple[MeasuredCase, ...]:
-    return tuple(_row(report.identity.spec, timing) for report in reports for timing in _cases(report))
-
-
-def _row(operator: str, timing: Timing) -> MeasuredCase:
-    ratios = {arm: Estimate(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
-    rivals = {arm: ratios[arm] for arm in LIBRARY_ARMS if arm in ratios}
-    fastest = min(rivals, key=lambda arm: rivals[arm].estimate, default=None)
-    bare, milliseconds = ratios.get(CUBLAS), timing.milliseconds["candidate"]
-    return MeasuredCase(
-        group=_GROUP.get(operator, OTHERS),
-        operator=operator,
-        case=timing.case,
-        milliseconds=milliseconds,
-        speedup=ratios.get(BASELINE),
-        autotune=ratios.get(MAX_AUTOTUNE),
-        before=ratios.get(KEPT),
-        quack=rivals[fastest] if fastest else None,
-        quack_arm=fastest,
-        over_cublas=Estimate(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
-        roofline=timing.roofline_milliseconds / milliseconds,
-    )
-
-
-def _run(header: Mapping[str, Any], events: Sequence[Event], accepted: set[str]) -> RunRow:
-    answers = [e.payload for e in events if e.kind == "answer"]
-    prompts = [e.payload for e in events if e.kind == "prompt"]
-    failed = {
-        e.key
-        for e in events
-        if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
-    }
-    failed |= {key.replace("measurement", "report") for key in failed}  # events of one answer
-    tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
-    return RunRow(
-        group=_GROUP.get(header["spec"], OTHERS),
-        operator=header["spec"],
-        run=header["run"],
-        author=answers[-1]["author"] if answers else str(header["author"]),
-        drafts=sum(e.kind == DRAFT for e in events),
-        answers=len(answers),
-        passed=next((n for n, key in enumerate(tries, 1) if key not in failed), None),
-        prompt_tokens=sum(tokens(text) for prompt in prompts for text in prompt.values()),
-        answer_tokens=sum(tokens(answer["text"]) for answer in answers),
-        tips=sum(e.kind == TIP for e in events),
-        accepted=header["run"] in accepted,
-    )
-
-
 def _rates(runs: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
     total, passed = len(runs), {k: success(runs, k) for k in TRIES if runs}
     return {str(k): {"runs": total, "passed": n, "interval": wilson(n, total)} for k, n in passed.items()}
-
-
-# ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _operator_tables(tables: Tables) -> str:

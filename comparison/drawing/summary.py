@@ -12,7 +12,7 @@ from itertools import count
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from coda_agent.agent.reporting.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.agent.reporting.table_rows import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
 from coda_agent.comparison.drawing.cells import Cell, TableRow, current_sessions
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results

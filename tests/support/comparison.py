@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from coda_agent.agent.reporting.table import GROUPS
+from coda_agent.agent.reporting.table_rows import GROUPS
 from coda_agent.comparison.competitors import (
     COLUMNS,
     COMPILE,

@@ -50,7 +50,7 @@ from coda_agent.agent.providers.handoff import Handoff
 from coda_agent.agent.providers.replay import Replay
 from coda_agent.agent.reporting import compared as side_by_side
 from coda_agent.agent.reporting import html_report as page
-from coda_agent.agent.reporting import render, table
+from coda_agent.agent.reporting import render, table_rows
 from coda_agent.agent.reporting.terminal import Console
 from coda_agent.agent.run import history, improve, record, run_summary, runs
 from coda_agent.agent.run.loop import extract
@@ -318,7 +318,7 @@ def recordings(place: Path, request: pytest.FixtureRequest) -> Try:
         file.write_bytes(text if damaged is not lines_ else damage.bytes(text))
         player = Replay(file)
         player.next_turn(Question("S", ASK))
-        table._run(*record.recording(file), set())
+        table_rows.run_row(*record.recording(file), set())
 
     return attempt
 

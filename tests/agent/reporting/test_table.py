@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from coda_agent.agent.artifacts.accept import KernelError
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import USAGE
-from coda_agent.agent.reporting import table
-from coda_agent.agent.reporting.table import Estimate
+from coda_agent.agent.reporting import table, table_rows
+from coda_agent.agent.reporting.table_rows import Estimate
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
@@ -121,7 +121,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     }
     put_report(tmp_path, "gemm_rope", timing(ratios=arms))
     (row,) = read(tmp_path).rows
-    assert row == table.MeasuredCase(
+    assert row == table_rows.MeasuredCase(
         group="CODA's ten",
         operator="gemm_rope",
         case="1B",
@@ -165,7 +165,7 @@ def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
     put_report(tmp_path, "gemm_rmsnorm", *widths)
     shown = read(tmp_path).parts()["measured"]
     headings = [line.strip("*") for line in shown.splitlines() if line.startswith("**")]
-    assert headings == [*table.GROUPS, "Others"]
+    assert headings == [*table_rows.GROUPS, "Others"]
     names = [row[0].strip("`") for row in cells(shown) if row[0]]
     assert names == [
         "gemm_rmsnorm",
@@ -182,9 +182,9 @@ def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
 
 
 def test_every_accepted_kernel_has_one_group() -> None:
-    grouped = [name for names in table.GROUPS.values() for name in names]
+    grouped = [name for names in table_rows.GROUPS.values() for name in names]
     assert sorted(grouped) == ACCEPTED
-    assert len(table.GROUPS["CODA's ten"]) == 10
+    assert len(table_rows.GROUPS["CODA's ten"]) == 10
 
 
 def test_device_versions_and_dates_are_those_of_the_reports(tmp_path: Path) -> None:
