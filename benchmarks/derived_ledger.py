@@ -19,7 +19,7 @@ import torch
 from benchmarks.derived_layer import backwards
 from benchmarks.layer_profile.ledger import ATTENTION, rows
 from coda_agent.agent.backward import pair
-from coda_agent.comparison.layers.runners import accepted, calls
+from coda_agent.comparison.layers.runners import accepted_programs, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape
 from coda_agent.primitives import gelu, gemm, pairs, per_column, row_logsumexp, row_select, silu
 from coda_agent.primitives.compiler.roofline import roofline
@@ -254,7 +254,7 @@ def hand_rows() -> list[list[str]]:
 def layer_by_hand(shape: Shape) -> int:
     """As ``comparison.layers.fused`` arranges it, with the rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
-    programs, places = accepted(ROOT / "generated_kernels", shape), calls(shape)
+    programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
     own = [c for place, c in places.items() if place.endswith("_backward")]
     products = [(width, tokens, ffn), (2 * ffn, tokens, width), (width, tokens, width),
                 (tokens, width, width), (3 * width, tokens, width)]  # fmt: skip
