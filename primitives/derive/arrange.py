@@ -114,7 +114,8 @@ class PlannedBackward:
             gradients = reverse.gradients(known, asked.wrt)
             self.wanted = set(reverse.known)
         if not gradients:
-            why = next(iter(reverse.stopped.values()), "nothing differentiable leads to an output")
+            unreached = "nothing differentiable leads to an output: name others with --of or --wrt"
+            why = next(iter(reverse.stopped.values()), unreached)
             raise ProgramError("wrt", f"no gradient of {', '.join(asked.wrt)}: {why}")
         outputs, folds = self.outputs(trace, gradients)
         again = {i: reverse.known[i] for i in reverse.again}
@@ -183,7 +184,11 @@ class PlannedBackward:
         refusal: ProgramError | None = None
         operands = self.operands(trace, outputs, late)
         sums = self.sums(trace, outputs, late)
+        tried: list[dict[int, str]] = []
         for roots in ({}, operands, sums, operands | sums, self.frontier(trace, outputs, late)):
+            if roots in tried:
+                continue
+            tried.append(roots)
             try:
                 program = self.products(trace, outputs, roots, late)
                 head = self.part(trace, f"{trace.signature.name}_head", {n: i for i, n in roots.items()}, {})

@@ -61,6 +61,7 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
         ("gemm_swiglu", ("--save", "y"), "no output or node 'y'"),
         ("gemm_swiglu", ("--behind", "down"), "no output 'down'; it has preact, act"),
         ("gemm_swiglu", ("--out", "nowhere"), "no such folder"),
+        ("gemm_qk_norm_rope", ("--of", "rstd"), "leave it out of --of"),
     ],
 )
 def test_bad_input_has_one_line(
@@ -81,6 +82,18 @@ def test_a_spec_with_its_kernel_is_derived_and_judged(command: Command, tmp_path
     lone.write_text("name: lone\n")
     refused = command("derive", lone)
     assert refused.status == 2 and "lone.program.json" in refused.err and "Traceback" not in refused.err
+
+
+@pytest.mark.slow
+def test_packed_queries_keys_and_values_are_judged(command: Command, tmp_path: Path) -> None:
+    """Their gradients come in side by side, and so are they read: sum(dz * z) needs no third product."""
+    name = "gemm_rmsnorm_qkv_rope"
+    (path,) = (ROOT / "tests" / "honest" / name).glob("*.py")
+    spec = ROOT / "specs" / f"{name}.yaml"
+    done = command("derive", path, "--spec", spec, "--of", "q,k,v", "--check", "--out", tmp_path)
+    assert done.status == 0 and done.out.splitlines()[-1].startswith("right: "), done
+    assert "in 2 products" in done.out
+    assert "d_q_k_v" in load(tmp_path / f"{name}_backward.yaml").drawn
 
 
 def test_a_backward_that_loses_its_values_is_refused(command: Command, tmp_path: Path) -> None:
