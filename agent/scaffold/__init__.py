@@ -90,7 +90,8 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
     made_up = TensorDraft((Dim.parse(next(iter(dims))),), "fp32")
     draft = SpecDraft(name, function, inputs, dims, static, dict.fromkeys(function.outputs, made_up))
     _index(draft, options)
-    draft.cases = [{"name": "tried", **trial_sizes(draft)[0]}]
+    tried, _ = trial_sizes(draft)
+    draft.cases = [{"name": "tried"} | {dim: 8 * size for dim, size in tried.items()}]
     return draft
 
 

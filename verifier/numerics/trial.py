@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.numerics import gradients
 from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast, run, scope
 from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
@@ -24,6 +25,7 @@ def check_reference(spec: Spec) -> None:
     dtypes, also in its trial. Operations that this machine lacks in those dtypes (``torch.mm`` with an
     ``out_dtype`` on a CPU) are tried on a machine that has them.
     """
+    _check_rows(spec)
     sizes, drawn = trial(spec)
     inputs = _run(spec, drawn, sizes)
     _check_odd(spec)
@@ -39,6 +41,17 @@ def check_reference(spec: Spec) -> None:
             raise
         message = f"{error.message}; it is measured on inputs of their own dtypes: give a baseline with casts"
         raise BadReference(message, error.line) from None
+
+
+def _check_rows(spec: Spec) -> None:
+    """Raise BadReference for a case that gives an input rows which bulk copies cannot read: so every kernel
+    would be refused."""
+    for case in spec.cases:
+        for name, tensor in spec.inputs.items():
+            columns = tensor.shape[-1](case.sizes) if len(tensor.shape) == 2 else 0
+            if columns * DTYPES[tensor.dtype].itemsize % ALIGNMENT:
+                rows = f"rows of {columns} {tensor.dtype}, no multiple of {ALIGNMENT} bytes"
+                raise BadReference(f"case {case.name!r} gives {name} {rows}: choose other sizes", key="cases")
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:

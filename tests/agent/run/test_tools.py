@@ -80,7 +80,7 @@ def test_submissions_are_attempts_and_are_answered_where_they_were_made(run: run
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (("read", {"page": "gemm_l1norm_gemm"}), "```yaml\nname: gemm_l1norm_gemm"),
+        (("read", {"page": "gemm_l1norm_gemm"}), "gemm(h, w2.mT) * per_row(scale)"),
         (("read", {"page": "toy"}), "there is no page 'toy'"),
         (("read", {"page": "../../../etc/passwd"}), "there is no page"),
         (("read", {"page": "kernel"}), "there is no page 'kernel'"),

@@ -431,7 +431,7 @@ ROTATIONS = {  # and what becomes of cos and sin
 def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, body: str) -> None:
     """What it proposes computes the same, once the weight, cos and sin are interleaved as it says."""
     lines = f"    z = x @ w.T\n    {body}\n    return out\n"
-    Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 4):\n{lines}")
+    Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 8):\n{lines}")
     wide = "2*P" if "repeat" in ROTATIONS[body] else "P"
     shapes = {"x": "M,K", "w": "2*P,K", "cos": f"M,{wide}", "sin": f"M,{wide}"}
     done = new("odd.py:f", *(text for n, s in shapes.items() for text in ("--shape", f"{n}={s}")))

@@ -187,6 +187,11 @@ def test_fp8_matrices_that_no_gemm_can_read_are_refused(write):
     assert message.startswith("wide.yaml:5: input a is fp8") and "w as [N, K]" in message
 
 
+def test_a_case_whose_rows_no_bulk_copy_reads_is_refused(write):
+    message = fails(write("K: 16, N: 4, bench", "K: 24, N: 4, bench"))
+    assert message.startswith("wide.yaml:24: case 'decode' gives a rows of 24 fp8_e4m3"), message
+
+
 SWAPS = """\
 name: swaps
 summary: A product whose adjacent columns change places.
