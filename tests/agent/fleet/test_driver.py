@@ -6,6 +6,7 @@ Slots run in this process. Checks are real but for the compiler; a GPU's figures
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from coda_agent.agent.fleet.driver import Driver
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.pieces import STAGE
 from coda_agent.agent.fleet.pool import Pool
+from coda_agent.agent.providers import Question, Turn
 from coda_agent.agent.reporting import sweep_view
 from coda_agent.agent.run import history, runs
 from coda_agent.agent.run.budget import Purse, RunLimits
@@ -165,3 +167,42 @@ def test_a_bundle_s_entries_are_measured_on_several_gpus(toy: Path, tmp_path: Pa
     assert len(gpus.slots[1].ran) == 2  # two kernels: the third entry is the first one's
     assert "GPU-1" in pool.left_out and not (tmp_path / "results.json.partial").exists()
     assert [name for name, _ in bundle.take(out)] == names
+
+
+def test_ctrl_c_ends_every_run_and_says_how_to_go_on(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from coda_agent.agent.cli import sweep as command
+
+    made = sweep.create({"limits": {}})
+    for place in range(3):
+        run = runs.start(toy, HEADER)
+        run.journal.close()
+        made.once(f"run/{place}", "run", lambda name=run.name: {"run": name})  # type: ignore[misc]
+    under_way, go = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def next_turn(self, question: Question) -> Turn:
+            under_way.set()
+            go.wait(60)
+            return super().next_turn(question)
+
+    def watch(*_: object) -> None:
+        under_way.wait(60)
+        threading.Timer(0.3, go.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(providers, "make", lambda name, **options: Slow([fenced(TOY_KERNEL)] * 3))
+    monkeypatch.setattr(command, "_watch", watch)
+    driver = Driver(made, Gpus(fast).pool(made.record), Purse(), RunLimits(), None)
+    threads = driver.start(made.runs(), 1)
+    with pytest.raises(KeyboardInterrupt):
+        command._attend(driver, threads, made.runs(), Console())
+    assert not any(thread.is_alive() for thread in threads)
+    first, *others = made.runs()
+    assert history.past_of(first).attempts == 1  # its answer was paid for, and is there
+    assert driver.problems.keys() == {first} and driver.unfinished(made.runs()) == [first, *others]
+    assert f"coda-agent resume {made.name}" in capsys.readouterr().err
+    made.close()

@@ -1,14 +1,12 @@
-"""A sweep in real processes on this machine: authored by a fake API, checked and compiled for real, killed
-and resumed, refused to a second driver."""
+"""A sweep in real processes on this machine: authored by a fake API, checked and compiled for real, or
+stopped by its limits."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,9 @@ from authoring import BROKEN, TOY_KERNEL, fenced, write_toy
 from checkout import ROOT
 from commanding import Command
 from fake_messages import MODEL, FakeMessages, answer, status
-from waiting import eventually
 
 from coda_agent.agent.fleet import sweep
-from coda_agent.agent.reporting import sweep_view
 from coda_agent.agent.run import history, runs
-from coda_agent.agent.run.journal import JournalError
 
 pytestmark = pytest.mark.slow
 KEY = "sk-ant-fake-0123456789abcdef"
@@ -74,29 +69,6 @@ def _expect_no_key(directory: Path, said: str) -> None:
     for path in directory.rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
-
-
-def test_a_killed_driver_pays_no_answer_twice(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = answer(fenced(TOY_KERNEL))
-    with FakeMessages(*[right] * 9) as api:
-        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
-        line = [sys.executable, "-m", "coda_agent.agent.cli.main", "sweep", str(toy), "--candidates", "2"]
-        line += ["--provider", "anthropic", "--model", MODEL, "--no-gpu", "--at-once", "2"]
-        with subprocess.Popen(line, env=with_key(), stderr=subprocess.DEVNULL) as driver:
-            assert eventually(lambda: len(api.requests) == 2 and _answered() == 2, 120)
-            with pytest.raises(JournalError, match="in use by another process"):
-                sweep.reopen(the_sweep())
-            driver.send_signal(signal.SIGKILL)
-        done = sweeping("resume", the_sweep(), "--no-gpu")
-        assert done.returncode == 0, done.stderr
-        assert len(api.requests) == 2
-    assert Counter(history.past_of(name).status for name in runs.names()) == {"checked": 2}
-    assert sweep_view.as_dict(the_sweep())["compiled"] == 1
-    _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
-
-
-def _answered() -> int:
-    return sum(history.past_of(name).attempts for name in runs.names())
 
 
 def test_a_provider_that_refuses_everyone_is_asked_again_later(

@@ -1,0 +1,144 @@
+"""Checks a minute on a Ray cluster: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
+
+Real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels, on one and on two nodes of one
+core each, on this machine. Every pass has empty caches. Beside the checks a minute it reports the share of a
+piece's time that is not spent in its worker, which is Ray's and the driver's own, and compares the seconds
+with those that ``benchmarks.fleet_simulation`` predicts from the pieces of the first pass. Other work on this
+machine spoils the figures: its load is reported with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from benchmarks.fleet_simulation import Resources, simulate
+from coda_agent.agent.fleet import pieces
+from coda_agent.agent.fleet.driver import SILENCE
+from coda_agent.agent.fleet.executor import CPU, environment
+from coda_agent.agent.fleet.on_ray import OnRay
+from coda_agent.agent.fleet.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[1]
+STORE = 100 << 20  # bytes of Ray's object store, which the pieces hardly use
+JOINING = 300.0  # seconds for all cores to join
+
+
+def examined(asked: dict[str, Any]) -> dict[str, Any]:
+    """``pieces.examine``, with the seconds that it took in its worker."""
+    return _timed(pieces.examine, asked)
+
+
+def compiled(asked: dict[str, Any]) -> dict[str, Any]:
+    return _timed(pieces.compile_program, asked)
+
+
+def _timed(piece: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    begun = time.monotonic()
+    found = piece(asked)
+    return found | {"worker_seconds": time.monotonic() - begun}
+
+
+def kernels(number: int) -> list[tuple[str, str]]:
+    """Spec and source of so many accepted kernels."""
+    found = []
+    for path in sorted((ROOT / "generated_kernels").glob("*.py")):
+        spec = ROOT / "specs" / f"{path.stem}.yaml"
+        if spec.is_file():
+            found.append((spec.read_text(encoding="utf-8"), path.read_text(encoding="utf-8")))
+    return found[:number]
+
+
+def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
+    """Check one kernel; the seconds of its two pieces within their workers."""
+    asked = {"spec": spec, "source": source, "weak_jail": False, "schedules": {}}
+    first = pool.run(f"{place} check", examined, asked, patience=SILENCE)
+    second = pool.run(f"{place} compile", compiled, {"spec": spec, **first}, patience=SILENCE)
+    if "gate" not in second:
+        raise SystemExit(f"an accepted kernel is rejected here: {first if 'rejected' in first else second}")
+    return [first["worker_seconds"], second["worker_seconds"]]
+
+
+def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict[str, Any]:
+    """One pass over all kernels but the last, which warms the workers, on so many one-core nodes."""
+    os.environ["QUACK_COMPILE_WORKERS"] = "1"
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
+    try:
+        for node in range(nodes):
+            cache = {"CODA_AGENT_CACHE": str(scratch / f"{nodes}.{node}")}
+            cluster.add_node(num_cpus=1, object_store_memory=STORE, env_vars=cache)
+        events: list[dict[str, Any]] = []
+        executor = OnRay(cluster.address, gpus=False)
+        pool = Pool(executor, lambda kind, told: events.append(told) if kind == "lease" else None)
+        end = time.monotonic() + JOINING
+        while len(pool.uses) < nodes and time.monotonic() < end:
+            time.sleep(0.1)
+        warm, work = list(work[-1:]) * nodes, work[:-1]  # workers import before the clock runs
+        with ThreadPoolExecutor(len(work)) as threads:
+            list(threads.map(lambda each: check(pool, *each), [(-1 - i, *w) for i, w in enumerate(warm)]))
+            events.clear()
+            begun = time.monotonic()
+            inside = list(threads.map(lambda each: check(pool, *each), [(i, *w) for i, w in enumerate(work)]))
+            seconds = time.monotonic() - begun
+        pool.close()
+        executor.close()
+    finally:
+        cluster.shutdown()
+    within, leased = sum(map(sum, inside)), sum(event["seconds"] for event in events)
+    return {
+        "seconds": round(seconds, 2),
+        "a_minute": round(60 * len(work) / seconds, 3),
+        "own_share": round(1 - within / leased, 4),
+        "busy": round(leased / (nodes * seconds), 4),
+        "pieces": [[round(part, 3) for part in parts] for parts in inside],
+    }
+
+
+def predicted(pieces_of: Sequence[Sequence[float]], nodes: int) -> float:
+    """The simulation's seconds for these pieces."""
+    runs = [[("core", seconds) for seconds in parts] for parts in pieces_of]
+    return simulate(runs, Resources(gpus=0, cores=nodes, places=len(runs))).seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kernels", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    work, before = kernels(options.kernels + 1), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="coda-fleet-") as scratch:
+        passes = {nodes: measured(nodes, work, Path(scratch)) for nodes in (1, 2)}
+    found = {
+        "kernels": options.kernels,
+        "passes": passes,
+        "speedup": round(passes[2]["a_minute"] / passes[1]["a_minute"], 3),
+        "predicted": {n: round(predicted(passes[1]["pieces"], n), 2) for n in passes},
+        "mean_piece": round(mean(part for parts in passes[1]["pieces"] for part in parts), 3),
+        "load": [before, os.getloadavg()[0]],
+        "cores": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(),
+        "versions": environment() | {"ray": ray.__version__},
+        "kind": CPU,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    text = json.dumps(found, indent=1)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A sweep on a real Ray cluster: a second driver is refused, the first is killed, then the cluster's head.
+The sweep ends on a new cluster, and pays for nothing twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import TOY_KERNEL, fenced, write_toy
+from checkout import ROOT
+from fake_messages import MODEL, FakeMessages, answer
+from waiting import eventually
+
+from coda_agent.agent.fleet import sweep
+from coda_agent.agent.reporting import sweep_view
+from coda_agent.agent.run import history, runs
+from coda_agent.agent.run.journal import JournalError
+
+pytestmark = pytest.mark.slow
+KEY = "sk-ant-fake-of-the-driver-alone"
+PATIENCE = 240.0
+SMALL = 80 << 20
+
+
+@contextmanager
+def cluster(cores: int) -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "object_store_memory": SMALL, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(cores):
+            made.add_node(num_cpus=1, object_store_memory=SMALL, wait=False)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@contextmanager
+def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, which alone has the key."""
+    line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "ANTHROPIC_API_KEY": KEY}
+    with subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # someone may edit the project meanwhile
+    toy, said = write_toy(tmp_path), ""
+    logs = []
+    with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        author = ("--provider", "anthropic", "--model", MODEL, "--no-gpu")
+        with cluster(1) as first:
+            logs.append(Path(first.head_node.get_session_dir_path()))
+            with driving("sweep", toy, "--candidates", 2, *author, "--ray", first.address) as driver:
+                assert eventually(lambda: _answered() == 2, PATIENCE)
+                (name,) = (p.name for p in runs.runs_dir().iterdir() if p.name.startswith("sweep-"))
+                with pytest.raises(JournalError, match="in use by another process"):
+                    sweep.reopen(name)
+                driver.send_signal(signal.SIGKILL)
+            before = _joined(name)
+            with driving("resume", name, "--no-gpu", "--ray", first.address) as driver:
+                assert eventually(lambda: _joined(name) > before, PATIENCE)
+                first.head_node.kill_gcs_server(check_alive=False)
+                out, errors = driver.communicate(timeout=PATIENCE)
+            said += out + errors
+            assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
+        with cluster(1) as second:
+            logs.append(Path(second.head_node.get_session_dir_path()))
+            with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
+                out, errors = driver.communicate(timeout=PATIENCE)
+            said += out + errors
+            assert driver.returncode == 0, errors
+        assert len(api.requests) == 2
+    assert {history.past_of(run).status for run in runs.names()} == {"checked"} and len(runs.names()) == 2
+    told = sweep_view.as_dict(name)
+    assert told["compiled"] == 1 and {slot["kind"] for slot in told["slots"]} == {"CPU"}
+    _expect_no_key(said, runs.runs_dir(), *logs)
+
+
+def _answered() -> int:
+    return sum(history.past_of(name).attempts for name in runs.names())
+
+
+def _joined(name: str) -> int:
+    return sum(event.kind == "joined" for event in sweep.read(name)[1])
+
+
+def _expect_no_key(said: str, *directories: Path) -> None:
+    assert KEY not in said
+    for path in (path for directory in directories for path in directory.rglob("*")):
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes(), path

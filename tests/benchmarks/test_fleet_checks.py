@@ -1,0 +1,18 @@
+"""The benchmark of checks on a cluster: its kernels, and what it predicts from their pieces."""
+
+from __future__ import annotations
+
+from benchmarks import fleet_checks
+from coda_agent.agent.fleet.pieces import spec_of
+
+
+def test_twenty_four_accepted_kernels_are_checked() -> None:
+    found = fleet_checks.kernels(25)
+    assert len(found) == 25 == len({spec_of(spec).name for spec, _ in found})
+    assert all(f"def {spec_of(spec).name}(" in source for spec, source in found)
+
+
+def test_a_prediction_is_that_of_the_simulation() -> None:
+    pieces = [[1.0, 2.0], [3.0, 4.0]]
+    assert fleet_checks.predicted(pieces, 1) == 10.0
+    assert fleet_checks.predicted(pieces, 2) == 7.0
