@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from benchmarks.fleet_simulation import Resources, simulate
+from benchmarks.fleet_simulation import SimulatedResources, simulate
 from coda_agent.agent.fleet import pieces
 from coda_agent.agent.fleet.driver import SILENCE
 from coda_agent.agent.fleet.executor import CPU, environment
@@ -110,7 +110,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
 def predicted(pieces_of: Sequence[Sequence[float]], nodes: int) -> float:
     """The simulation's seconds for these pieces."""
     runs = [[("core", seconds) for seconds in parts] for parts in pieces_of]
-    return simulate(runs, Resources(gpus=0, cores=nodes, places=len(runs))).seconds
+    return simulate(runs, SimulatedResources(gpus=0, cores=nodes, places=len(runs))).seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
