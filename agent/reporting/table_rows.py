@@ -51,6 +51,21 @@ GROUPS = {  # operators by group, in the order of the tables
         "gemm_fp8_tensor_scale",
         "gemm_fp8_row_scale",
     ),
+    "Today's models": (
+        "gemm_qkv_rope",
+        "gemm_rmsnorm_qkv_rope",
+        "gemm_rmsnorm_qkv_bias_rope",
+        "gemm_rmsnorm_qkv_norm_rope",
+        "gemm_qk_norm_rope_eps",
+        "gemm_residual_partial_rmsnorm_eps",
+        "gemm_residual_partial_layernorm_eps",
+        "gemm_residual_rmsnorm_gemm_eps",
+        "gemm_softcap_cross_entropy_cap",
+        "gemm_fp8_bias_gelu",
+        "gemm_fp8_swiglu",
+        "gemm_fp8_gelu_blocks",
+        "gemm_fp8_residual_rmsnorm",
+    ),
     "Several GEMMs": ("gemm_residual_rmsnorm_gemm", "gemm_residual_rmsnorm_gemm_bwd", "gemm_swiglu_mlp"),
 }
 OTHERS = "Others"
