@@ -256,7 +256,7 @@ def _computed(report: Accepted | Checked) -> bool:
 
 
 def missing_parts(page: str) -> str:
-    """What a page needs to have the right form; empty if nothing."""
+    """The parts that a page lacks, as a message; empty if none."""
     if formed(page):
         return ""
     parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")

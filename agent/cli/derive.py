@@ -74,7 +74,7 @@ def derive(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path(),
     weak_jail: WeakJail = False,
 ) -> None:
-    """Derive a kernel's backward: programs of products with what rides on them, and their spec."""
+    """Derive a kernel's backward: programs of matmuls with fused epilogues, and their spec."""
     from coda_agent.agent.backward import pair
     from coda_agent.primitives.derive import derive as derived_of
     from coda_agent.primitives.lang.errors import ProgramError
@@ -111,7 +111,7 @@ def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
     accepted = arguments.shipped(arguments.KERNELS / f"{given.stem}.program.json")
     found = [path for path in (*beside, accepted) if path.is_file()]
     if not found:
-        words = f"no kernel of it: neither {' nor '.join(map(str, (*beside, accepted)))} is there"
+        words = f"it has no kernel: neither {' nor '.join(map(str, (*beside, accepted)))} is there"
         raise typer.BadParameter(f"{given}: {words}; author one first: coda-agent generate {given}")
     return found[0], given
 

@@ -141,7 +141,7 @@ class _Writer(Writer):
         return Action("reduce", f"{self.memory[~index]} = {self.call(index, known)}", self.tensor(~index))
 
     def tensor(self, index: int) -> str:
-        """Dtype and shape in memory; of a reduction's partials for ``~node``."""
+        """Dtype and shape in memory. ``~node`` means a reduction's partials."""
         if index < 0:
             shape = partial_shape(self.program, self.steps, ~index)
             return f"fp32 [{', '.join(f'{_factor(d)} / {tile}' if tile else str(d) for d, tile in shape)}]"

@@ -2,7 +2,7 @@
 
 A chain begins and ends with a product, so that its gradients have products to ride on. It is no kernel: its
 norm begins inside, and several kernels compute it forward. Weights are as ``torch.nn.Linear`` keeps them,
-rows of gate and up interleaved, and those that are rotated together adjacent. Outputs are the results, and
+rows of gate and up interleaved, and the two rows of each rotation adjacent. Outputs are the results, and
 what the forward stores for the backward. ``eps`` and the like are scalars of the launch.
 """
 
@@ -47,7 +47,7 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """This chain and one that reads its results: ``linked`` are that one's inputs by these outputs.
+        """This chain and one that reads its results: ``linked``: its input for each of these outputs.
         Tensors of one name in both are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:

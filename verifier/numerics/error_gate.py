@@ -175,10 +175,9 @@ def _judge(
     stats, tiles = _measure(matrix(got), matrix(truth), matrix(yard), DTYPES[declared])
     factor = spec.tolerance.factor if spec.tolerance else 1.0
     base = limits.shared if limits.shared and declared == "fp32" and stats.coarse else limits.ratios(declared)
-    rms_limit, tile_limit, element_limit = (factor * limit for limit in base)
     count = stats.effective if limits.effective else stats.count
     few = 2.0 ** (10 / count) if count < FEW else 1.0
-    rms_limit, tile_limit, element_limit = few * rms_limit, few * tile_limit, few * element_limit
+    rms_limit, tile_limit, element_limit = (few * (factor * limit) for limit in base)
     deviations = limits.deviations * (1 + 1 / matrix(truth).shape[0])
     slack = 1 + deviations / math.sqrt(count)
     rms = stats.ratio(math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count))
@@ -199,14 +198,12 @@ def _judge(
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
     if limits.values and not stats.coarse:  # otherwise small values lose mostly a rounded operand's error
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
-    wrong_bits = None
-    if exact:
-        wrong_bits, example = unequal(matrix(got), matrix(truth))
-        if wrong_bits:
-            faults.append(
-                f"{wrong_bits} of {stats.count} values are not the truth rounded once, {example}; the inputs "
-                "are such that every sum of products is exact in fp32"
-            )
+    wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")
+    if wrong_bits:
+        faults.append(
+            f"{wrong_bits} of {stats.count} values are not the truth rounded once, {example}; the inputs "
+            "are such that every sum of products is exact in fp32"
+        )
     hint = _hint(stats, rms, tile, _cancelled(got, truth)) if faults else ""
     reason = f"output {name!r}: {'; '.join(faults)}{hint}" if faults else ""
     return OutputError(
