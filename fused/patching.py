@@ -104,7 +104,7 @@ def _layer(layer: Any, sharded: bool) -> list[PatchedPart]:
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
-    unturned = "a head's norm stands before it" if not bias else "a bias stands before it"
+    unturned = "a head's norm precedes it" if not bias else "a bias precedes it"
     return [
         _row(layer, "norm, queries, keys, values", before, why["in"]),
         _row(layer, "rotation", before, why["in"] or ("" if turned else unturned)),
