@@ -116,19 +116,21 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def few_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test in three compiles, on one of two schedules, by its name; with --thorough all do, on both.
-    Compilers take most of the time of tests that check a whole kernel."""
+def sampled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check has a third of the interpreter's runs, and one in three compiles, on one of two schedules, by
+    the test's name; with --thorough all have all. A corpus of kernels meets runs of every kind."""
+    from authoring import resources
+
     from coda_agent.primitives.compiler.probe_schedules import PROBES
+    from coda_agent.verifier.numerics import cpu_numerics
 
     if request.config.getoption("thorough"):
         return
-    turn = zlib.crc32(request.node.name.encode()) % (3 * len(PROBES))
-    if turn < len(PROBES):
-        monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (PROBES[turn],))
+    turn, every = zlib.crc32(request.node.name.encode()), cpu_numerics.runs
+    monkeypatch.setattr(cpu_numerics, "runs", lambda *given: [*every(*given)][turn % 3 :: 3])
+    if turn // 3 % 3 == 0:
+        monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (PROBES[turn // 9 % len(PROBES)],))
     else:
-        from authoring import resources
-
         monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", resources)
 
 

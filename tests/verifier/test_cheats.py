@@ -39,7 +39,7 @@ def verdict(twin: Twin, source: str, taken_over: bool, monkeypatch: pytest.Monke
     return check(twin.spec, source)
 
 
-@pytest.mark.usefixtures("few_compiles")
+@pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize(("twin", "sent"), TWINS.values(), ids=TWINS)
 def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     report, program = verdict(twin, twin.sent if sent else twin.source, sent, monkeypatch)
