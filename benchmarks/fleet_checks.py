@@ -79,6 +79,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
     try:
         for node in range(nodes):
             cache = {"CODA_AGENT_CACHE": str(scratch / f"{nodes}.{node}")}
+            cache["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
             cluster.add_node(num_cpus=1, object_store_memory=STORE, env_vars=cache)
         events: list[dict[str, Any]] = []
         executor = OnRay(cluster.address, gpus=False)
@@ -141,4 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import fleet_checks  # its pieces are unpickled on nodes, where this is no __main__
+
+    fleet_checks.main()

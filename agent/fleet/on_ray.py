@@ -80,8 +80,8 @@ class Seat:
                 return
 
     def _run(self, work: str, patience: float, said: queue.SimpleQueue[Message]) -> None:
-        task, argument = pickle.loads(base64.b64decode(work))
         try:
+            task, argument = pickle.loads(base64.b64decode(work))
             answer = self._slot.run(
                 task, argument, patience=patience, progress=lambda *words: said.put(("progress", words))
             )
