@@ -1,4 +1,4 @@
-"""Setup that commands share: the author, the measuring function, and the state of a run."""
+"""Setup that commands share: make the author and the measuring function, and read the state of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
 def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
-    """The provider's name; for auto, the first that can author here. ``edits``: a run that edits CuTeDSL."""
+    """The provider's name. For auto, the first provider that can author on this machine. ``edits``: whether
+    the run edits CuTeDSL."""
     if provider != AUTO:
         return provider
     run, lacking = _context(spec, edits), []
@@ -46,8 +47,8 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 def new_author(
     name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
-    """The header of a new run's journal, and its provider. Raises for options that cannot work, before the
-    run exists."""
+    """The header of a new run's journal, and the run's provider. Raises an error for options that cannot
+    work, before the run exists."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
@@ -88,8 +89,8 @@ def author(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> Outcome:
-    """Run the loop with the header's options. Options in ``given`` (and each limit in it) replace them for
-    this time. ``provider``: the header's, if it exists already."""
+    """Run the loop with the options in the run's header. Options and limits in ``given`` replace those of the
+    header, for this call only. ``provider``: the provider to use, if it was already made."""
     from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Loop
 
@@ -128,14 +129,14 @@ def task_of(run: Run) -> Task:
 
 
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
-    """The provider in the run's header, or the one given in its place. Raises ProviderError."""
+    """The provider that ``header``, by default the run's header, names. Raises ProviderError."""
     header = header or run.journal.header
     return make_provider(header, run.spec.name, edits=_edits(header))
 
 
 def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provider:
-    """The provider that a header names, for a run of ``spec``. ``edits``: as in ``choose_provider``. Raises
-    ProviderError."""
+    """The provider that a header names, for a run of the spec ``spec``. ``edits``: as in ``choose_provider``.
+    Raises ProviderError."""
     name = header["provider"]
     options = providers.provider_spec(name).arguments(header, _context(spec, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
@@ -159,7 +160,8 @@ def header_of(name: str) -> dict[str, Any]:
 
 
 def run_result(name: str) -> Outcome:
-    """The state of a run from its journal alone. Asks and measures nothing; the run may be going."""
+    """The state of a run, read only from its journal. Asks no author and measures nothing. Another process
+    may have the run open."""
     from coda_agent.agent.run import loop, runs
     from coda_agent.agent.run.journal import is_open
 
@@ -172,7 +174,8 @@ def run_result(name: str) -> Outcome:
 
 
 def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Measure | None:
-    """The function that measures a checked kernel here, if this machine can."""
+    """The function that measures a checked kernel on this machine; None if this machine cannot, or if ``gpu``
+    is False."""
     if not use_gpu(gpu):
         return None
     from coda_agent.agent.artifacts.quack_tunings import quack
@@ -195,8 +198,8 @@ def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Meas
 
 
 def need_gpu(gpu: bool | None, *measuring: str) -> None:
-    """Raise early, before anything is written, if a required GPU is missing, or if options of ``measuring``
-    contradict --no-gpu."""
+    """Raise early, before anything is written, if a required GPU is missing, or if options named in
+    ``measuring`` contradict --no-gpu."""
     if gpu is False:
         arguments.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
     if gpu:
@@ -204,12 +207,12 @@ def need_gpu(gpu: bool | None, *measuring: str) -> None:
 
 
 def use_gpu(gpu: bool | None) -> bool:
-    """Whether to measure here. Absent if a GPU is required and missing."""
+    """Whether to measure on this machine. Raises Absent if a GPU is required and missing."""
     if gpu is False:
         return False
     import torch
 
-    # lowered kernels are code for one architecture; no other GPU runs them
+    # lowered kernels are code for one architecture, so no other GPU runs them
     from coda_agent.primitives.target import TARGET
 
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
@@ -219,10 +222,10 @@ def use_gpu(gpu: bool | None) -> bool:
 
 
 def console(quiet: bool) -> Any:
-    """The console for tables: standard error if the output is for a program."""
+    """The console for tables. It writes to standard error if standard output is for a program (``quiet``)."""
     from coda_agent.agent.reporting.terminal import Console
 
     console = Console(stderr=quiet)
     if not console.is_terminal:
-        console.width = max(console.width, 120)  # a pipe has no width: tables need some
+        console.width = max(console.width, 120)  # a pipe has no width, but tables need one
     return console

@@ -12,8 +12,8 @@ from coda_agent.agent.reporting.safe_text import visible
 
 
 class Console(rich.Console):
-    """A rich console without markup. Controls print as ``\\u....``; only styles and rich itself emit
-    colours and cursor movements."""
+    """A rich console without markup. Control characters in a text print as ``\\u....``, so that only styles
+    and rich itself emit colours and cursor movements."""
 
     def __init__(self, **options: Any):
         # Highlighting would split a run's name into colours.

@@ -1,7 +1,7 @@
-"""Limits of a run and its spending: reserved before each request, settled after it.
+"""The limits of a run, and its spending, which is reserved before each request and settled after it.
 
-The journal is the ledger, so a kill loses no charge. A request without final usage (killed, cut off, or
-missing from the answer) stays charged at its reservation and counts as uncertain.
+The journal is the ledger, so a kill loses no charge. A request whose final usage is unknown (it was killed or
+cut off, or its answer states no usage) stays charged at its reservation and counts as uncertain.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class OutOfBudget(Refused):
 
 @dataclass(frozen=True)
 class RunLimits:
-    """Limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
-    machine's GPU, and seconds for one command. None is unlimited."""
+    """The limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
+    machine's GPU, and seconds for one command. A limit of None means unlimited."""
 
     tokens: int | None = None
     dollars: float | None = None
@@ -61,8 +61,8 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Spent:
-    """Spending of a run. ``dollars`` covers models with a known price. Tokens and dollars include the
-    uncertain part."""
+    """The spending of a run. ``dollars`` covers only models with a known price. ``tokens`` and ``dollars``
+    include their uncertain parts."""
 
     tokens: int = 0
     dollars: float = 0.0
@@ -82,7 +82,8 @@ class Spent:
 
 
 def price(model: str, usage: Usage) -> float | None:
-    """US dollars for ``usage`` by genai-prices' table; None for a model that it does not list."""
+    """The US dollars that ``usage`` costs according to genai-prices' table; None for a model that the table
+    does not list."""
     import genai_prices
 
     counted = genai_prices.Usage(
@@ -98,13 +99,13 @@ def price(model: str, usage: Usage) -> float | None:
 
 
 def is_priced(model: str | None) -> bool:
-    """Whether dollars can be reserved for a model. An alias has no known price."""
+    """Whether dollars can be reserved for a model. A model's alias has no known price."""
     return bool(model) and price(str(model), Usage()) is not None
 
 
 def spent(events: Iterable[Event]) -> Spent:
     """The spending in a run's events."""
-    charges: dict[str, Spent] = {}  # by request; settling replaces the reservation
+    charges: dict[str, Spent] = {}  # by request; a settled charge replaces the reserved one
     last: dict[str, str] = {}  # each turn's last request
     gpu_seconds = 0.0
     for event in events:
@@ -115,7 +116,7 @@ def spent(events: Iterable[Event]) -> Spent:
             charges[place] = Spent(tokens, dollars, tokens, dollars)
         elif event.kind in (SETTLED, "answer"):
             usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
-            told = event.kind == SETTLED or usage.total > 0  # else its tokens are those reserved
+            told = event.kind == SETTLED or usage.total > 0  # else the reserved tokens stay charged
             if told or request not in charges:
                 charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
         gpu_seconds += payload.get(GPU_SECONDS, 0.0)
@@ -123,18 +124,18 @@ def spent(events: Iterable[Event]) -> Spent:
 
 
 class Purse:
-    """A budget shared by the runs of a process; each run has its own ledger.
+    """A budget shared by the runs of a process. Each run has its own ledger.
 
-    The runs' journals hold the charges. This object only adds them up, and lets one request reserve at a
-    time, so that all requests under way fit the budget together. ``began``: the start of the budget's
-    seconds, by ``time.monotonic``.
+    The runs' journals hold the charges. This object only adds them up. It lets only one request reserve at a
+    time, so that all requests under way fit the budget together. ``began``: when the budget's seconds
+    started, by ``time.monotonic``.
     """
 
     def __init__(self, before: Mapping[str, Spent] | None = None):
         self.began = time.monotonic()
         self.turns = threading.Condition(threading.RLock())
         self.stopped = ""  # why no more requests may begin
-        self._spent = dict(before or {})  # by run
+        self._spent = dict(before or {})  # each run's spending, by its name
         self._pending: set[str] = set()  # runs with a request under way
 
     def stop(self, reason: str) -> None:
@@ -144,41 +145,42 @@ class Purse:
             self.turns.notify_all()
 
     def total(self, run: str = "", own: Spent | None = None) -> Spent:
-        """The spending of all runs; ``own`` is that of ``run`` now."""
+        """The spending of all runs. ``own``: the current spending of ``run``."""
         with self.turns:
             if own is not None:
                 self._spent[run] = own
             return sum(self._spent.values(), Spent())
 
     def reserved(self, run: str, own: Spent) -> None:
-        """A run has reserved a request."""
+        """Record that a run has reserved a request. ``own``: the run's spending, including the
+        reservation."""
         with self.turns:
             self._pending.add(run)
             self._spent[run] = own
 
     def settled(self, run: str, own: Spent) -> None:
-        """A run's request has ended, and may have cost less than was reserved."""
+        """Record that a run's request has ended. It may have cost less than was reserved."""
         with self.turns:
             self._pending.discard(run)
             self._spent[run] = own
             self.turns.notify_all()
 
     def may_refund(self) -> bool:
-        """Whether a request under way may give back a part of what it reserved."""
+        """Whether a request under way may give back a part of its reservation."""
         return bool(self._pending) and not self.stopped
 
 
 @dataclass
 class BudgetLedger:
-    """Reserve and settle one run's requests, and record their cost in the journal. ``turn`` is the turn that
-    pays. With a ``purse``, the limits apply to all runs that share it."""
+    """Reserve and settle one run's requests, and record their cost in the journal. ``turn``: the turn to
+    which requests are charged. With a ``purse``, the limits apply to all runs that share it."""
 
     journal: Journal
     limits: RunLimits = RunLimits()
     turn: int = 0
     began: float = field(default_factory=time.monotonic)
     purse: Purse | None = None
-    _model: str = ""  # of the last request
+    _model: str = ""  # the last request's model
 
     def __post_init__(self) -> None:
         self.began = self.purse.began if self.purse else self.began
@@ -196,14 +198,14 @@ class BudgetLedger:
         return str(self.journal.header["run"])
 
     def close_turn(self) -> None:
-        """The turn's requests have ended."""
+        """Tell the purse that the turn's requests have ended."""
         if self.purse:
             self.purse.settled(self._run, self.spent())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
-        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price. Waits
-        for requests of other runs that may give tokens back."""
+        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price. Before
+        that, waits while requests of other runs may still give tokens back."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)
@@ -214,8 +216,8 @@ class BudgetLedger:
         return self._affordable(reserve)
 
     def _affordable(self, act: Callable[[], T]) -> T:
-        """The result of ``act``. With a purse it is tried again while requests of other runs may give tokens
-        back."""
+        """The result of ``act``. With a purse, ``act`` is repeated after an OutOfBudget while requests of
+        other runs may give tokens back."""
         if not self.purse:
             return act()
         with self.purse.turns:
@@ -246,7 +248,7 @@ class BudgetLedger:
         return _Charge(self.journal, place, model, granted)
 
     def answered(self, turn: Turn) -> dict[str, Any]:
-        """The fields that settle a request in its answer's event."""
+        """The field that records a request's dollars in the answer's event; empty if they are unknown."""
         told = turn.dollars
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
@@ -269,14 +271,14 @@ class BudgetLedger:
 
     @property
     def deadline(self) -> float | None:
-        """The end of this command's time, by ``time.monotonic``; None is unlimited."""
+        """When this command's time ends, by ``time.monotonic``; None means unlimited."""
         return None if self.limits.seconds is None else self.began + self.limits.seconds
 
     def timely(self) -> None:
         """Raise OutOfBudget once this command's time is up, or the purse is closed."""
         if self.purse and self.purse.stopped:
             raise OutOfBudget(self.purse.stopped)
-        # providers got this same deadline
+        # each provider gets this same deadline
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise self.late()
 
@@ -301,7 +303,7 @@ class BudgetLedger:
         )
 
     def _left(self, model: str, input_tokens: int, so_far: Spent) -> int | None:
-        """The tokens that an answer may have after ``input_tokens`` of input; None is unlimited."""
+        """The tokens that an answer may have after ``input_tokens`` of input; None means unlimited."""
         limits, left = self.limits, []
         if limits.tokens is not None:
             left.append(limits.tokens - so_far.tokens - input_tokens)

@@ -1,7 +1,8 @@
-"""Author several candidates of one spec at once: each is a run in its own process.
+"""Author several candidates of one spec at once. Each candidate is a run in its own process.
 
-Candidates share only the GPU, one at a time. If one stops or dies, the others continue. Each can be resumed,
-reviewed and accepted by its name. The terminal view reads their journals.
+Candidates share only the GPU, which one of them uses at a time. If one candidate stops or dies, the others
+continue. Each candidate can be resumed, reviewed and accepted by its run's name. The terminal view reads the
+candidates' journals.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# : The program of a child. A shell makes background processes ignore SIGINT; this restores it.
+# The program of a child process. It restores SIGINT, which a shell makes background processes ignore.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from coda_agent.agent.cli.main import main
 main()
 """
-SPEAKER = "coda-agent: "  # starts the line of an error
+SPEAKER = "coda-agent: "  # begins the line that states an error
 LOG = "log.txt"  # in a run's folder: the output of its process
 GRACE = 20.0  # seconds for a candidate to stop after SIGINT
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best first
@@ -40,7 +41,7 @@ RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best fi
 
 @dataclass
 class Candidate:
-    """A run in its own process; ``number`` counts from 1."""
+    """A run in its own process. ``number`` counts from 1."""
 
     number: int
     reading: history.Reading
@@ -68,14 +69,15 @@ class Candidate:
         return EndedCandidate(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
-        """The reason why a process ended without a verdict. The journal may lack it if the disk was full."""
+        """The reason why a process ended without a verdict. The journal may lack this reason if the disk was
+        full."""
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
         return words or f"ended with status {status}; coda-agent resume {self.run} says why"
 
     def stop(self) -> None:
-        """Interrupt the process as Ctrl-C does: its journal then holds every answer received."""
+        """Interrupt the process as Ctrl-C does, so that its journal keeps every answer received."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
 
@@ -90,13 +92,14 @@ class EndedCandidate:
 
 @contextmanager
 def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
-    """Start processes that resume these runs, with ``arguments`` for ``resume``. They end with the block."""
+    """Start one process per run, which resumes that run with ``arguments``. The processes end with the with
+    block."""
     with ExitStack() as stack:
         found = []
         for number, name in enumerate(names, 1):
             log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
             command = [sys.executable, "-c", RESUME, "resume", name, *arguments]
-            process = subprocesses.start(  # dies with its parent: an orphan would go on spending
+            process = subprocesses.start(  # dies with its parent, since an orphan would go on spending
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -133,7 +136,7 @@ def _watch(candidates: Sequence[Candidate], console: Console) -> None:
 
 
 def _tell(candidates: Sequence[Candidate], console: Console) -> None:
-    """Print each change as a plain line."""
+    """Print each candidate's news as plain lines until all candidates have ended."""
     told: dict[int, str] = {}
     while True:
         going = any(c.running for c in candidates)

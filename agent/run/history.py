@@ -1,4 +1,4 @@
-"""Past runs, read from their journals while other processes may have them open."""
+"""Read past runs from their journals, which other processes may have open."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NONE = "–"  # a missing figure
 @dataclass(frozen=True)
 class Past:
     """The state of a run. ``status``: accepted, checked, rejected, authoring (nothing verified yet) or
-    unreadable. ``why``: the gate and code of a rejection, or why the run is unreadable. ``running``: a
-    process has the run open. ``stopped``: why it ended early, if it did."""
+    unreadable. ``why``: the gate and code of a rejection, or why the run is unreadable. ``running``: whether
+    a process has the run open. ``stopped``: why the run ended early, if it did."""
 
     run: str
     status: str
@@ -43,7 +43,7 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Of the accepted kernel, else of the fastest rejected one: geometric means over the cases.
+    # Geometric means over the cases, of the accepted kernel, or else of the fastest rejected kernel.
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
     roofline: float | None = None  # share of the roofline
@@ -87,7 +87,7 @@ def as_table(found: list[Past]) -> Table:
 
 
 def _state(run: Past) -> Text:
-    """The status, and whether a process works on the run."""
+    """The run's status in words, and whether a process works on the run."""
     from rich.text import Text
 
     from coda_agent.agent.reporting.render import STYLE
@@ -98,7 +98,7 @@ def _state(run: Past) -> Text:
     elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
     elif run.status == UNDECIDED:
-        state = "interrupted: resume it"  # its process ended without a final event
+        state = "interrupted: resume it"  # the run's process ended without a final event
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -132,7 +132,7 @@ class Reading:
     _past: Past | None = None
 
     def past(self) -> Past:
-        """The current state of the run; never raises."""
+        """The current state of the run. Never raises."""
         path = runs_dir() / self.run / JOURNAL
         try:
             header, events = record.glance(path, self._events)
@@ -144,17 +144,17 @@ class Reading:
 
 
 def past_of(name: str) -> Past:
-    """One run; never raises."""
+    """The state of one run. Never raises."""
     return Reading(name).past()
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """Add whether a process works on the run; such a run is not stopped."""
+    """The state with ``running`` set if a process works on the run. Such a run is not stopped."""
     return replace(run, running=True, stopped="") if is_open(journal) else run
 
 
 def state_of(name: str, header: dict[str, Any], events: list[Event]) -> Past:
-    """The state of a run by its journal."""
+    """The state of a run according to its journal."""
     run = RunView(events)
     status, why = UNDECIDED, ""
     timings: tuple[Timing, ...] = ()
@@ -188,7 +188,7 @@ def _fastest_rejected(run: RunView) -> tuple[Timing, ...]:
 
 
 def _answered_since(events: list[Event]) -> bool:
-    """Whether an answer is unverified, or belongs to a report."""
+    """Whether the last answer has no report yet."""
     kinds = [event.kind for event in events if event.kind in ("answer", "report")]
     return kinds[-1:] == ["answer"]
 

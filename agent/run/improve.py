@@ -1,4 +1,5 @@
-"""Improvement rounds: the message to an accepted kernel's author, and the schedules in its answer."""
+"""Write the message of an improvement round to an accepted kernel's author, and read the schedules in the
+answer."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ beat), not of the time measured."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
-    """The message after an acceptance: measured times, each step's bound, the compiler's resources."""
+    """The message after an acceptance: measured times, each step's bound, and the resources that the compiler
+    reports."""
     parts = [
         f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
         *account(spec, report, program),
@@ -58,7 +60,7 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
 
 
 def schedules(text: str) -> dict[int, Schedule]:
-    """The schedules in an answer's last ```json block, by step; empty without a block. Raises
+    """The schedules in an answer's last ```json block, by step; empty if the answer has no such block. Raises
     ProgramError."""
     block = last(text, "json")
     if block is None:
@@ -79,7 +81,7 @@ def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def case_words(t: Timing) -> str:
-    """One case's measurements in a line."""
+    """The measurements of one case, on one line."""
     own = t.milliseconds[CANDIDATE]
     rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
     chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
@@ -90,7 +92,7 @@ def case_words(t: Timing) -> str:
 
 
 def _parts(t: Timing) -> str:
-    """Each part's time alone; "" for a single part, or if parts were not timed."""
+    """The time of each part of the kernel by itself, in words; "" if no parts were timed."""
     whole = sum(t.parts.values())
     told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
     return f"its parts, each by itself: {', '.join(told)}; " if told else ""

@@ -1,8 +1,8 @@
-"""The durable record of a run: each step runs once, is committed, and is read back from then on.
+"""The durable record of a run. Each step runs once, is committed, and is read back from then on.
 
 A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
 commits it to disk before it returns. After a crash or power cut the run starts from the top and replays its
-recorded steps, so it never pays twice for an answer. Only the step in progress is repeated.
+recorded steps, so it never pays twice for an answer. Only the step that was in progress is repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 SCHEMA = 1
 GPU_SECONDS = "gpu_seconds"  # the charge in a measurement's event
-_APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
+_APPLICATION = 0x434F4441  # "CODA" in the file's header, which other SQLite files lack
 
 _TABLES = f"""
 PRAGMA journal_mode = OFF;
@@ -63,7 +63,7 @@ class DamagedError(JournalError):
 
 @dataclass(frozen=True)
 class Event:
-    """One committed step; `time` is the time of the commit, ISO 8601 in UTC."""
+    """One committed step. `time`: the time of the commit, in ISO 8601 and UTC."""
 
     seq: int
     key: str
@@ -73,7 +73,7 @@ class Event:
 
 
 class Record(ABC):
-    """Header and events of a run, read-only."""
+    """The header and events of a run, read-only."""
 
     header: dict[str, Any]
 
@@ -82,15 +82,15 @@ class Record(ABC):
         """All committed events, in commit order."""
 
     def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
-        """The run as JSON lines: first its header (or ``header``), then the events, without those of some
-        kinds."""
+        """The run as JSON lines: first its header (or ``header``), then its events, except those whose kind
+        is in ``leaving_out``."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
         return "\n".join(lines) + "\n"
 
 
 class Snapshot(Record):
-    """A journal as committed at one moment."""
+    """The header and events that a journal held at one moment."""
 
     def __init__(self, header: dict[str, Any], events: list[Event]):
         self.header, self._events = header, events
@@ -110,8 +110,8 @@ class Journal(Record):
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
-        """Create a journal and its directory. Raises JournalError if one exists or the directory cannot be
-        written."""
+        """Create a journal and its directory. Raises JournalError if the journal exists or the directory
+        cannot be written."""
         with ExitStack() as undo:
             lock = _lock(path)
             undo.callback(lock.release)
@@ -121,8 +121,8 @@ class Journal(Record):
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """Open an existing journal. Raises JournalError if it is missing, damaged, in use or of another
-        schema."""
+        """Open an existing journal. Raises JournalError if the journal is missing, damaged, in use or of
+        another schema."""
         if not path.is_file():
             raise JournalError(f"{path}: no journal here; check the run's name, or start a new run")
         with ExitStack() as undo:
@@ -133,7 +133,7 @@ class Journal(Record):
     @classmethod
     def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
         with _explained(path):
-            # never create a file here; autocommit makes each INSERT a transaction, on disk when it returns
+            # mode=rw never creates a file; autocommit commits each INSERT to disk before it returns
             uri = f"{path.absolute().as_uri()}?mode=rw"
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -148,9 +148,9 @@ class Journal(Record):
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the recorded result of `key`, else call `produce`, commit its result to disk and return it.
 
-        The payload is a JSON object. It returns in its JSON form (tuples become lists), also the first time.
-        If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another kind, and
-        JournalError if the event cannot be written, as on a full disk.
+        The payload is a JSON object. It is returned in its JSON form (tuples become lists), also the first
+        time. If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another
+        kind, and JournalError if the event cannot be written, for example on a full disk.
         """
         rows = self._rows(_EVENT_OF, key)
         if not rows:
@@ -164,7 +164,7 @@ class Journal(Record):
         return self._load(text)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The recorded result of `key`, if there is one."""
+        """The recorded result of `key`, or None."""
         rows = self._rows(_EVENT_OF, key)
         return self._load(rows[0][1]) if rows else None
 
@@ -172,7 +172,7 @@ class Journal(Record):
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
     def close(self) -> None:
-        """Close the journal and release its lock. May be called twice."""
+        """Close the journal and release its lock. A second call does nothing."""
         self._db.close()
         self._lock.release()
 
@@ -193,9 +193,9 @@ class Journal(Record):
 
 
 def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
-    """Read header and events of a journal that another process may have open. Changes nothing. ``after`` is
-    the last event of an earlier read, which found the file sound. Raises JournalError as ``Journal.open``
-    does."""
+    """Read the header and events of a journal that another process may have open. Changes nothing. ``after``:
+    the number of the last event of an earlier read, which found the file sound; only later events are
+    returned. Raises JournalError as ``Journal.open`` does."""
     if not path.is_file():
         raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
@@ -207,7 +207,7 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
             return _read_aside(path, after, error)
 
 
-# SQLite's errors if it cannot create the index (-shm) that a reader needs beside a journal.
+# SQLite's errors if it cannot create the index file (-shm) that a reader needs next to a journal.
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
@@ -222,8 +222,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """Read a journal on a disk that is full or read-only. After a clean end the file is complete and needs no
-    index; otherwise read a copy of the file and its log."""
+    """Read a journal on a disk that is full or read-only. If its last writer closed it, the file is complete
+    and needs no index; otherwise read a copy of the file and of its log."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -240,16 +240,16 @@ def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any],
 
 
 def is_open(path: Path) -> bool:
-    """Whether a living process has this journal open. Takes no lock from it."""
+    """Whether a living process has this journal open. Takes no lock away from that process."""
     try:
         lock = os.open(_lock_of(path), os.O_RDONLY)
     except OSError:
         return False
     try:
-        # A shared lock, so that two such checks do not take each other for an owner; `_lock` waits for them.
+        # Shared, so that two such checks do not take each other for an owner. `_lock` waits until checks end.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError | PermissionError)  # the error of a lock that is taken
+        return isinstance(error, BlockingIOError | PermissionError)  # the errors for a lock that is taken
     finally:
         os.close(lock)
     return False
@@ -274,7 +274,7 @@ def _event(path: Path, row: tuple[Any, ...]) -> Event:
 
 
 def _load(path: Path, text: object) -> dict[str, Any]:
-    """Parse a JSON object. A damaged record can hold anything."""
+    """Parse a JSON object. ``text`` can be anything if the record is damaged."""
     try:
         found = parse(text) if isinstance(text, str) else text
     except ValueError as error:
@@ -285,8 +285,8 @@ def _load(path: Path, text: object) -> dict[str, Any]:
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Read header and events of an exported journal. Raises JournalError with the file and line of an
-    error."""
+    """Read the header and events of an exported journal. Raises JournalError, which names the file and line
+    of the error."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -304,7 +304,7 @@ _DAMAGED = "restore it from a copy, or start a new run"
 
 
 def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
-    """Parse one line of an export, which has exactly these fields."""
+    """Parse one line of an export. The line must have exactly these fields."""
     try:
         data = parse(line)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -349,8 +349,8 @@ def _refuse_leftovers(path: Path) -> None:
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
-    """Put a complete journal without events at `path`, by a rename: after a kill it exists whole or not at
-    all."""
+    """Put a complete journal without events at `path` by a rename, so that after a kill it exists whole or
+    not at all."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)
@@ -405,7 +405,7 @@ _WRONG = (None, sqlite3.SQLITE_ERROR)
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """SQLite's primary error code; None for an error of Python's own."""
+    """SQLite's primary error code; None for an error that Python's sqlite3 module raised itself."""
     code = getattr(error, "sqlite_errorcode", None)
     return code if code is None else code & 0xFF
 

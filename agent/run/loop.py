@@ -1,7 +1,8 @@
-"""The loop: draft -> verify -> feed back, until accepted, out of attempts or out of budget.
+"""The loop of a run: draft, verify and feed back, until a kernel is accepted or attempts or budget are used
+up.
 
-Every step goes through the journal, so a run that was killed at any moment continues where it was: it never
-asks again for an answer it received.
+Every step goes through the journal, so a run that was killed continues where it was, and never asks again for
+an answer that it received.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
 
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # turns in a row that only use tools; after these, the attempt ends
+CALLS = 12  # turns in a row that may only use tools; the next turn ends the attempt
 
-# Holds a GPU for one measurement. Gets a function to tell why it waits, and the moment to give up waiting
-# (``time.monotonic``), when it raises TimeoutError.
+# Holds a GPU for one measurement. Its arguments are a function that tells why it waits, and the deadline (by
+# ``time.monotonic``) at which it raises TimeoutError.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
 class Listener(Protocol):
-    """A run's observer: a live table, or plain lines."""
+    """An observer that shows a run, such as a live table or plain lines."""
 
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
@@ -65,8 +66,8 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The current result of a run: the last report, its source, the kernel if it passed the first gates, and
-    the spending. ``stopped`` says why the run ended early."""
+    """The current result of a run: a report, the report's source, the kernel if the source could be traced,
+    and the usage so far. ``stopped``: why the run ended early, if it did."""
 
     report: Accepted | Checked | Rejected
     source: str
@@ -77,16 +78,16 @@ class Outcome:
 
 
 def extract(answer: str) -> str | None:
-    """The last ```python block of an answer; None without one."""
+    """The last ```python block of an answer; None if the answer has none."""
     return last(answer, *PYTHON)
 
 
 @dataclass
 class Loop:
-    """One run: its author, its judge and its journal.
+    """One run, with its author, its task and its journal.
 
-    ``measure`` runs the GPU gates on this machine. None leaves a checked kernel for another machine to
-    measure.
+    ``measure`` runs the GPU gates on this machine. If ``measure`` is None, another machine must measure the
+    checked kernel.
     """
 
     journal: Journal
@@ -98,7 +99,7 @@ class Loop:
     measure: Measure | None = None
     limits: RunLimits = RunLimits()
     improve: int = 0  # rounds that try to make an accepted kernel faster
-    purse: Purse | None = None  # if other runs share the limits
+    purse: Purse | None = None  # given if other runs share the limits
     gpu: Lease = gpu_alone
 
     def __post_init__(self) -> None:
@@ -106,10 +107,10 @@ class Loop:
         self.desk = tools.Tools(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Run until a kernel is accepted and improved, or checked on a machine without a GPU, or attempts or
-        budget are used up, or the provider fails. A change replaces the incumbent if it is faster. Raises
-        ProviderError if the provider fails before a kernel is accepted, OutOfBudget before the first report,
-        and JournalError."""
+        """Run until one of these ends it: a kernel is accepted and its improvement rounds are over, a kernel
+        is checked but not measured here, attempts or budget are used up, or the provider fails. A changed
+        kernel replaces the accepted one if it is faster. Raises ProviderError if the provider fails before a
+        kernel is accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
         first = self.opening()
         last = RunView(self.journal.events()).last
         made = last.number if last else 0
@@ -141,8 +142,8 @@ class Loop:
         raise AssertionError("the number of attempts must be limited")
 
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
-        """Record why the run ends early, with the charge of interrupted work. A resumed run goes on all the
-        same."""
+        """Record why the run ends early, with the charge of interrupted work. The run can still be
+        resumed."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
         self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
 
@@ -153,13 +154,13 @@ class Loop:
         return self.task.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt of the run's start: lessons learned since then are for later runs."""
+        """The prompt as it was when the run started. Lessons learned since then are only for later runs."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.task.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
-        """The next turn that submits a source, and the results of its other tool calls. Appends to
-        ``messages`` the turns that only use tools, with their results."""
+        """The next turn that submits a source, and the results of the turn's other tool calls. Appends this
+        turn to ``messages``, after the turns that only use tools and their results."""
         for used in range(1 + CALLS):
             say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
@@ -203,7 +204,7 @@ class Loop:
         """Check the source on this machine, then measure it here or take an imported measurement."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
-        # only a kernel that is known to be correct may set schedules
+        # an author may set schedules only after a kernel was accepted, or for an edit of an accepted kernel
         text = turn.text if kept or self.task.edits else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         judged = Judged(number, payload)
@@ -235,8 +236,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Interrupt the gates in the block, without a verdict, when the time is up. Raises OutOfBudget
-        then."""
+        """Interrupt the gates in the with block when the time is up. Raises OutOfBudget then, so that there
+        is no verdict."""
         try:
             with until(self.ledger.deadline):
                 yield
@@ -277,7 +278,7 @@ class Loop:
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
-        if isinstance(found, Unmeasured):  # no verdict: the next try starts over
+        if isinstance(found, Unmeasured):  # there is no verdict, so the next try starts over
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
@@ -285,8 +286,9 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent, since a slow kernel that is
-    measured often enough wins once by luck. None if this attempt itself was measured."""
+    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat), or None. The
+    rejection is reused because a slow kernel that is measured often enough wins once by luck. None if this
+    attempt itself was measured."""
     attempt = attempts[number]
     if attempt.measured:
         return None
@@ -301,25 +303,28 @@ def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, A
 
 
 def _same(text: str | None, other: str | None) -> bool:
-    """Whether two checked edited texts, or none, are equal but for comments and white space."""
+    """Whether two CuTeDSL texts that an author edited are equal except for comments and white space, or are
+    both None."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens of a text. A model wrote it, so it is not compiled."""
+    """The tokens of a text. The text is only tokenized, not compiled, because a model wrote it."""
     passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
 def _final(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
-    """The result of an ended run: its incumbent, if any, with the spending of all attempts."""
+    """The result of an ended run: its accepted kernel, if any, else its last attempt, with the usage of all
+    attempts."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
 @dataclass
 class JournalPieces:
-    """Finished stages of a measurement in the journal, so that an interrupted measurement continues. Each
-    stage is charged with the GPU's time since the one before, so that a kill loses one charge."""
+    """The finished stages of a measurement, kept in the journal so that an interrupted measurement can
+    continue. Each stage is charged with the GPU's time since the stage before, so that a kill loses one
+    charge at most."""
 
     journal: Journal
     prefix: str
@@ -345,13 +350,14 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """A charge for the seconds not yet charged by an event."""
+        """A charge for the seconds that no event has charged yet."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
 def result_of(journal: Record, spec: Spec) -> Outcome | None:
-    """A run's result by its journal: its accepted kernel, else its last verified attempt, if any."""
+    """A run's result according to its journal: its last accepted kernel, else its last verified attempt, else
+    None."""
     run = RunView(journal.events())
     at = run.standing
     if at is None:
@@ -361,7 +367,7 @@ def result_of(journal: Record, spec: Spec) -> Outcome | None:
 
 
 def as_incumbent(outcome: Outcome) -> Incumbent:
-    """An accepted kernel and its schedules, as the incumbent."""
+    """The incumbent (the kernel that a change has to beat), from an accepted kernel and its schedules."""
     from coda_agent.verifier.incumbent import Incumbent
 
     assert isinstance(outcome.report, Accepted) and outcome.kernel is not None

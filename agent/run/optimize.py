@@ -1,8 +1,9 @@
-"""Optimize: a model edits an accepted kernel's CuTeDSL, given that kernel's measurements.
+"""The task of ``coda-agent optimize``: a model edits an accepted kernel's CuTeDSL, given the kernel's
+measurements.
 
-The program stays the contract: the edited text must compute the same, and be faster than the kernel that it
-started from. The prompt begins with ``cutedsl.md``, which is the same for every run, and ends with this
-kernel.
+The program stays the contract: the edited text must compute the same outputs, and be faster than the kernel
+that it started from. The prompt begins with ``cutedsl.md``, which is the same for every run, and ends with
+the kernel to edit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 @dataclass(frozen=True)
 class Original:
-    """The kernel that an edit starts from: an accepted one, perhaps an edit too, or a derived one without a
-    report. ``counted``: its hardware counters in words, if an export of them exists."""
+    """The kernel that an edit starts from. It is an accepted kernel, which may itself be an edit, or a
+    derived kernel without a report. ``counted``: the kernel's hardware counters in words, if an export of
+    them exists."""
 
     kernel: KernelSource
     report: Accepted | None
@@ -65,9 +67,9 @@ class Original:
 
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
-    """The accepted kernel of a spec, by default from generated_kernels/. An edited kernel is preferred,
-    unless its program was measured again since, or ``afresh`` asks for the program. Raises Absent, and
-    KernelError for damaged files."""
+    """The accepted kernel of a spec, by default from generated_kernels/. An accepted edit of the kernel is
+    preferred, unless the unedited kernel was measured again after the edit, or ``afresh`` asks for the
+    unedited kernel. Raises Absent, and KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
     edit = None if afresh else accept.read(spec, directory, edited=True)
@@ -82,7 +84,8 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
-    """The hardware counters in words; "" if they were counted with another schedule than the measured one."""
+    """The hardware counters in words; "" without an export, or if it was counted with another schedule than
+    the report's."""
     name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -102,7 +105,7 @@ def _bare(report: Accepted) -> Accepted:
 
 @dataclass(frozen=True)
 class EditingTask:
-    """The task of editing an accepted kernel (``agent.run.task.Task``). ``text`` is the spec's YAML."""
+    """The task of editing a kernel; implements ``agent.run.task.Task``. ``text``: the spec's YAML."""
 
     spec: Spec
     text: str
@@ -111,8 +114,8 @@ class EditingTask:
 
     @classmethod
     def of(cls, run: Run) -> EditingTask:
-        """The task of a run: the kernel as it was when the run began."""
-        # A replayed run begins from the program, as the recorded run did.
+        """The task of a run, with the kernel as it was when the run began."""
+        # A replay begins from the unedited kernel, as the recorded run did.
         afresh = providers.provider_spec(run.journal.header["provider"]).replays
         derived = run.derived
 

@@ -1,8 +1,8 @@
-"""Validate a run's record before any other code reads it.
+"""Validate a run's journal or export before any other code reads it.
 
-A journal may be damaged, edited or from another version. ``glance``, ``opened`` and ``recording`` are the
-only ways to read one. The headers and payloads that they return have the shapes below. Events of unknown
-kinds are listed and otherwise ignored.
+A journal may be damaged, edited by hand or written by another version. Other code reads journals only through
+``glance``, ``opened`` and ``recording``. The headers and payloads that these functions return have the shapes
+below. Events of unknown kinds are listed and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Limits(_Only):
 
 
 class _Recorded(_Shape):
-    """The header of a recording: run, spec and author."""
+    """The header of a recording (an exported run): run, spec and author."""
 
     run: str
     spec: str
@@ -168,7 +168,7 @@ class _Judged(_Shape):
     @model_validator(mode="after")
     def _sound(self) -> _Judged:
         _check_report(self.report)
-        if self.program:  # an empty program has no hash
+        if self.program:  # the text is hashed later; raise ValueError if it cannot be encoded
             f"{self.source}{self.raw}".encode()
         return self
 
@@ -201,7 +201,8 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """A recording's verdict, perhaps of an earlier protocol. Only the status matters."""
+    """The verdict in a recording, perhaps one of an earlier protocol. Only the verdict's status is
+    validated."""
 
     status: str
 
@@ -260,8 +261,9 @@ _KEPT: dict[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of the journal at ``path``, as committed now; another process may have it open.
-    ``before``: its first events, which were checked earlier. Raises JournalError."""
+    """The header and events of the journal at ``path``, as committed now. Another process may have the
+    journal open. ``before``: the journal's first events, which an earlier call has checked. Raises
+    JournalError."""
     header, new = journal.glance(path, before[-1].seq if before else 0)
     events = [*before, *new]
     _check(path, header, events, new)
@@ -269,7 +271,7 @@ def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], li
 
 
 def opened(path: Path) -> Journal:
-    """Open a journal for this process alone. Raises JournalError."""
+    """Open a journal and lock it, so that no other process opens it. Raises JournalError."""
     found = Journal.open(path)
     try:
         _check(path, found.header, events := found.events(), events)
@@ -280,7 +282,8 @@ def opened(path: Path) -> Journal:
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of an exported run, perhaps of an earlier protocol. Raises JournalError."""
+    """The header and events of an exported run, whose verdicts may be those of an earlier protocol. Raises
+    JournalError."""
     header, events = journal.read_export(path)
     with _checking(path, "header"):
         _Recorded.model_validate(header)
@@ -298,16 +301,16 @@ def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
 
 
 def timings_of(report: Accepted | Checked | Rejected | Measurement | None) -> tuple[Timing, ...]:
-    """The timings of a measured kernel, including one rejected as too slow."""
+    """The timings of a measured kernel, including a kernel that was rejected as too slow."""
     if isinstance(report, Accepted | Measured):
         return report.timings
     rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
-    # evidence leaves out the samples
+    # a rejection's evidence leaves out the samples
     return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)
 
 
 def uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement's payload without its charge."""
+    """The payload of a measurement without its charge."""
     return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
@@ -329,7 +332,8 @@ def _check(path: Path, header: Mapping[str, Any], events: Sequence[Event], new: 
 
 
 def _check_measured(payloads: Mapping[str, Mapping[str, Any]], event: Event) -> None:
-    """Raise ValueError for a measurement without a report, or of another kernel than the report's."""
+    """Raise ValueError for a measurement that has no report before it, or that is of another kernel than its
+    report."""
     report = payloads.get(event.key.replace("measurement", "report"))
     if report is None:
         raise ValueError("it has no report")
@@ -351,7 +355,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
 
 
 def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
-    """Raise ValueError or ProgramError for figures that later code could not compute with."""
+    """Raise ValueError or ProgramError for figures with which later code could not compute."""
     for gate in () if isinstance(report, Unmeasured) else report.gates:
         if gate.gate == "compile":
             _KERNELS.validate_python(gate.figures.get("kernels", []))
@@ -366,7 +370,8 @@ def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
 
 @contextmanager
 def _checking(path: Path, place: str) -> Iterator[None]:
-    """Check a part of the record at ``path`` in the block. Raises DamagedError, which names the part."""
+    """Turn errors of the with block, which checks one part of the journal at ``path``, into a DamagedError
+    that names the part."""
     try:
         yield
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """Summarize a run's journal by attempt.
 
-An attempt is a report with the drafts and answers before it, and the measurements after it.
+An attempt consists of a report, the drafts and answers before the report, and the measurements after it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class CheckedDraft:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: its source and its verdict. ``report`` is None until it is verified.
+    """One attempt, with its source and its verdict. ``report`` is None until the source is verified.
 
-    ``timings`` include those of a kernel rejected as too slow. ``voids`` say why a measurement was invalid.
+    ``timings`` are also given for a kernel that was rejected as too slow. ``voids``: why each invalid
+    measurement was invalid.
     """
 
     number: int
@@ -57,7 +58,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Step:
-    """An event: its attempt (0: none) and the seconds since the previous event."""
+    """An event, with its attempt (0 if it belongs to none) and the seconds since the previous event."""
 
     event: Event
     attempt: int
@@ -66,7 +67,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Account:
-    """A run at one moment. ``edited``: its spec has changed since the run started."""
+    """A run at one moment. ``edited``: whether the spec in the run's folder has changed since the run
+    started, or cannot be read."""
 
     past: Past
     header: Mapping[str, Any]
@@ -101,9 +103,11 @@ def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
 
 
 def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Events by attempt, from 1; 0 holds the prompt and unknown events.
+    """The events by attempt. Attempts count from 1; the events under 0 are the prompt and those of all kinds
+    not in KINDS.
 
-    Attempts follow from the order of events: keys name turns, and one attempt may take several.
+    Attempts are found by the order of events, because keys name turns, and one attempt may take several
+    turns.
     """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0

@@ -1,4 +1,5 @@
-"""Runs on disk: ``runs/NAME/`` holds a journal, the spec as it was, and a handoff's files."""
+"""Runs on disk. ``runs/NAME/`` holds a run's journal, the spec as it was at the start, and the files of a
+handoff."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
 def runs_dir() -> Path:
-    """The folder of runs: CODA_AGENT_RUNS or ./runs."""
+    """The folder that holds all runs: CODA_AGENT_RUNS or ./runs."""
     return Path(os.environ.get("CODA_AGENT_RUNS") or "runs")
 
 
@@ -46,8 +47,8 @@ class Run:
 
     @property
     def derived(self) -> Program | None:
-        """The derived program that its kernel has to beat, as it was at the run's start. Raises JournalError
-        where it is damaged."""
+        """The derived program that the run's kernel has to beat, as it was at the run's start; None if the
+        run has none. Raises JournalError if the derived program is damaged."""
         text = self.journal.header.get(DERIVED)
         try:
             return Program.from_json(text, self.spec.signature()) if text else None
@@ -56,31 +57,34 @@ class Run:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> Run:
-    """Start a run of the spec at ``path``. Raises SpecError before anything is written."""
+    """Start a run of the spec at ``path``. Raises SpecError, and then nothing is written, and
+    JournalError."""
     spec = load(path)
     return create(spec, path.read_text(encoding="utf-8"), {**options, **derived_beside(path, spec)})
 
 
 def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
-    """The header's field with the derived program beside a spec; empty if there is none. Raises SpecError."""
+    """The header's field with the derived program stored next to a spec; empty if no program is stored there.
+    Raises SpecError."""
     program = derived_program(path, spec)
     return {DERIVED: program.to_json()} if program else {}
 
 
 def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
-    """Start a run of a spec, whose YAML is ``text``. Raises JournalError."""
+    """Start a run of a spec. ``text``: the spec's YAML. Raises JournalError."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         name = f"{spec.name}-{stamp}{suffix}"
         if _claim(runs_dir() / name, text):
             break
-    # The journal comes last: a folder without one is not a run, so an interrupted start leaves no run.
+    # The journal comes last. A folder without a journal is not a run, so an interrupted start leaves no run.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def derived_program(path: Path, spec: Spec) -> Program | None:
-    """The derived program beside the spec of a backward.  Raises SpecError if it belongs to another spec."""
+    """The derived program stored next to the spec of a backward; None if no program is stored there. Raises
+    SpecError if the program does not fit the spec."""
     file = path.with_suffix(".program.json")
     if spec.forward is None or not file.is_file():
         return None
@@ -92,7 +96,7 @@ def derived_program(path: Path, spec: Spec) -> Program | None:
 
 
 def _claim(directory: Path, spec: str) -> bool:
-    """Create a run's folder with its spec; False if the name is taken. Raises JournalError."""
+    """Create a run's folder with its spec. Return False if the name is taken. Raises JournalError."""
     try:
         directory.mkdir(parents=True)
         write_atomic(directory / "spec.yaml", spec)
@@ -134,8 +138,8 @@ def reopen(name: str) -> Run:
 
 
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """Read a run and its spec, even if another process has the run open. Raises JournalError as ``reopen``
-    does."""
+    """Read a run and its spec, even if another process has the run open. Raises JournalError for the same
+    faults as ``reopen``."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)
@@ -145,14 +149,15 @@ def look(name: str) -> tuple[Snapshot, Spec]:
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
     path = directory / "spec.yaml"
-    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked at the start of the run
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # was checked when the run started
     if spec.hash != header["spec_hash"]:
         raise JournalError(f"{path}: the spec has changed since the run started; undo the change")
     return spec, text
 
 
 def names() -> list[str]:
-    """All runs, oldest first; empty without a folder. Raises OSError if the folder cannot be read."""
+    """The names of all runs, oldest first; empty if the folder of runs does not exist. Raises OSError if the
+    folder cannot be read."""
     try:
         found = [*runs_dir().iterdir()]
     except FileNotFoundError:
@@ -161,6 +166,7 @@ def names() -> list[str]:
 
 
 def _age(name: str) -> tuple[str, int, str]:
-    """A run's start time, and its order among the runs of that second, both from its name."""
+    """A sort key from a run's name: the run's start time, then its order among the runs that started in the
+    same second."""
     stamp = STAMP.search(name)
     return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

@@ -1,4 +1,4 @@
-"""The task of a run's author, and its check without a GPU."""
+"""The task of a run's author, with the check of its answers that needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Run the GPU gates. ``kept`` is the incumbent."""
+    """Run the GPU gates. ``kept``: the incumbent (the kernel that the measured kernel has to beat), if
+    any."""
 
     def __call__(
         self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
@@ -46,31 +47,34 @@ class Check(Protocol):
 
 
 class Task(Protocol):
-    """A task. ``edits``: its answer is CuTeDSL instead of a kernel file."""
+    """The task of an author. ``edits``: whether the author answers with CuTeDSL instead of a kernel file."""
 
     edits: bool
 
     def opening(self) -> prompt.Prompt:
-        """The author's first message."""
+        """The prompt that the author gets first."""
 
     def rival(self) -> Incumbent | None:
-        """The incumbent that the first answer must beat, besides the baseline."""
+        """The incumbent: the kernel that the first answer must beat in addition to the baseline. None if only
+        the baseline counts."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        """Run the gates that need no GPU. ``schedules`` are the author's, by step."""
+        """Run the gates that need no GPU. ``schedules``: the schedules that the author set, by step."""
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """The function that measures an answer on a GPU. ``usual`` measures kernels."""
+        """The function that measures an answer to this task on a GPU. ``usual``: the function that measures
+        kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        """The message after an acceptance. ``rounds`` remain to make the kernel faster."""
+        """The message after an acceptance. ``rounds``: how many rounds remain to make the kernel faster."""
 
 
 @dataclass(frozen=True)
 class AuthoringTask:
-    """Author a kernel for a spec. ``text`` is the spec's YAML as the author sees it; ``tips`` come from the
-    log; ``derived`` is the program to beat, of a backward that was derived; ``elsewhere`` checks a source, if
-    that is not done in this process."""
+    """The task of authoring a kernel for a spec. ``text``: the spec's YAML as the author sees it. ``tips``:
+    the tips in the prompt; None for the log's accepted tips. ``derived``: for a derived backward, the derived
+    program, which the kernel has to beat. ``elsewhere``: the function that checks a source, if it is not
+    ``verify.check``."""
 
     spec: Spec
     text: str
@@ -101,7 +105,7 @@ class AuthoringTask:
 
 
 def _to_beat(program: Program) -> str:
-    """The derived program in words: an author starts from it."""
+    """The derived program in words, from which an author starts."""
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]

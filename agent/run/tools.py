@@ -1,8 +1,8 @@
-"""Tools that an author has before it answers: check a draft, read a page, propose a tip. The journal lists
-every use.
+"""The tools of an author: check a draft, submit a kernel, read a page, and propose a tip. The journal records
+every checked draft and every proposed tip.
 
-Drafts go through the gates of this machine, in the same jail as answers. They count towards the kernel's
-cost.
+Drafts go through the gates of this machine, in the same jail as answers. Tool calls count towards the
+kernel's cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coda_agent.verifier.report import REPORT, Rejected
 from coda_agent.verifier.spec.model import Spec
 
 DRAFT, TIP = "draft", "tip"  # kinds of events
-LONGEST = 2000  # characters of a tip's field
+LONGEST = 2000  # characters that a tip's field may have
 _TEXT = {"type": "string"}
 
 
@@ -68,14 +68,15 @@ Judge = Callable[[str], dict[str, Any]]  # maps a source to its report with its 
 
 @dataclass(frozen=True)
 class Tools:
-    """Execute a run's tool calls. Each call runs once; its result stays in the journal."""
+    """Execute a run's tool calls. The results of drafts and tips stay in the journal, so that these calls run
+    only once."""
 
     journal: Journal
     spec: Spec
     judge: Judge
 
     def answer(self, place: str, call: ToolCall) -> str:
-        """The result of calling ``check``, ``read`` or ``propose_tip``. ``place`` is its name in the
+        """The result of calling ``check``, ``read`` or ``propose_tip``. ``place``: the call's name in the
         journal."""
         arguments = _arguments(call)
         if isinstance(arguments, str):
@@ -93,7 +94,7 @@ class Tools:
 
 
 def submission(turn: Turn) -> str | None:
-    """The source that a turn submits by its tool; None without one."""
+    """The source that a turn submits with the ``submit`` tool; None if the turn does not call this tool."""
     for call in reversed(turn.calls):
         if call.name == SUBMIT.name:
             source = call.input.get("source")
@@ -102,7 +103,8 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message with the results of a turn's calls by id. A turn without calls gets ``text`` alone."""
+    """The message that answers a turn: the results of its calls, from ``words`` by id. A call without a
+    result there, or a turn without calls, gets ``text``."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -123,7 +125,7 @@ def checked(report: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: ToolCall) -> dict[str, str] | str:
-    """The input of a call, or its error in words."""
+    """The input of a call, or the error in the call in words."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(t.name for t in TOOLS)}"
@@ -134,7 +136,7 @@ def _arguments(call: ToolCall) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """A tip, or the reason why the log would refuse it, while its author can still correct it."""
+    """The tip, or the reason why the log would refuse it, which its author can still correct."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"

@@ -28,8 +28,9 @@ Report = Accepted | Checked | Rejected
 
 @dataclass(frozen=True)
 class Judged:
-    """An attempt with a report. ``number``: the turn that submitted it. ``payload`` is its report
-    event's. ``measured`` is its measurement event's, without the charge, if it was measured."""
+    """An attempt with a report. ``number``: the attempt's number, from 1 (0 for a draft). ``payload``: the
+    payload of the report event. ``measured``: the payload of the measurement event without its charge; None
+    if the attempt was not measured."""
 
     number: int
     payload: Mapping[str, Any]
@@ -41,7 +42,7 @@ class Judged:
 
     @property
     def edited(self) -> str | None:
-        """The edited text; None if the attempt is a kernel file."""
+        """The CuTeDSL that the author edited; None if the attempt is a kernel file."""
         return self.payload.get("raw") or None
 
     @property
@@ -55,7 +56,7 @@ class Judged:
 
     @cached_property
     def checked(self) -> Report:
-        """The report of the gates before the measurement."""
+        """The report of the gates that come before the measurement."""
         return REPORT.validate_python(self.payload["report"])
 
     @cached_property
@@ -68,7 +69,7 @@ class Judged:
 
     @property
     def report(self) -> Report:
-        """The whole report, including the measurement if there is one."""
+        """The whole report, which includes the measurement if the attempt was measured."""
         return joined(self.checked, self.measurement)
 
 
@@ -96,6 +97,6 @@ class RunView:
 
     @property
     def standing(self) -> Judged | None:
-        """The attempt that is the run's result: the last accepted one, else the last."""
+        """The attempt that is the run's result: the last accepted attempt, else the last attempt."""
         accepted = [number for number, attempt in self.attempts.items() if attempt.accepted]
         return self.attempts[max(accepted)] if accepted else self.last

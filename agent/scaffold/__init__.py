@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-It reads the function's source (``function``, ``words``), takes missing facts from options or the user, and
-infers the outputs by running the body as a reference (``infer``).
+The command reads the function's source (modules ``function`` and ``words``), takes missing facts from options
+or the user, and infers the outputs by running the function's body as a reference (module ``infer``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
 class ScaffoldOptions(NamedTuple):
-    """The command's options: values by the name of a dim, an input or an output. ``ask``: whether to ask for
-    the rest."""
+    """The command's options. Each option except ``ask`` maps names of dims, inputs or outputs to values.
+    ``ask``: whether to ask the user for missing values."""
 
     dim: Mapping[str, str]
     shape: Mapping[str, str]
@@ -48,7 +48,7 @@ class ScaffoldOptions(NamedTuple):
 
 
 def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, SpecDraft]:
-    """Write the spec of ``path/to/file.py:function``; return its path and the draft.
+    """Write the spec of ``path/to/file.py:function``. Return the spec's path and its draft.
 
     Raises ScaffoldError, and then nothing is written.
     """
@@ -76,7 +76,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
 
 
 def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDraft:
-    """A spec with placeholder outputs and sizes, enough to run its reference."""
+    """A draft with placeholder outputs and sizes, which is enough to run its reference."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
     dims = _dims(inputs)
@@ -96,7 +96,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
 
 
 def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
-    """Shapes and dtypes from options, annotations and the user."""
+    """The inputs' shapes and dtypes, from options, annotations and the user."""
     inputs = {t.name: t for t in function.tensors}
     _check_names("shape", options.shape, [*inputs, *function.outputs])
     _check_names("dtype", options.dtype, [*inputs, *function.outputs])
@@ -118,7 +118,7 @@ def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDra
 
 
 def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
-    """The dims of shapes in order, with a description of each."""
+    """The dims of the inputs' shapes in order, each with a description."""
     words = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
@@ -131,7 +131,7 @@ def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
 
 
 def _index(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Give integers a range, without which nothing can run."""
+    """Give each integer input a range, without which no values can be drawn."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
             own = {n for extent in entry.shape for n in extent.names}
@@ -158,14 +158,16 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """The inputs' shapes with this dim multiplied, because an output holds a fraction of it."""
+    """The inputs' shapes that contain this dim, with the dim multiplied by ``number``, because an output
+    holds a fraction of the dim."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Choose inits: weights that preserve a product's magnitude, vectors around one."""
+    """Choose how inputs are drawn: weights so that a product keeps its magnitude, and vectors with values
+    around 1."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
@@ -182,7 +184,8 @@ def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _domain(name: str, entry: TensorDraft, init: str) -> str:
-    """The legal values, inferred from a name and a range: integers within their range, scales above zero."""
+    """The domain (the legal values), inferred from an input's name and range: integers lie in their range,
+    and scales lie above zero."""
     if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{found[1]}, {found[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
@@ -203,7 +206,8 @@ def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int
 
 
 def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """The measured case, the same with few rows, and a ragged case whose rows are multiples of 16 bytes."""
+    """The cases: the measured case, the same case with few rows, and a ragged case in which each row of a
+    tensor is a multiple of 16 bytes."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
     widths = iter(range(512 + grain, 1 << 20, 256))

@@ -1,6 +1,6 @@
-"""Read a PyTorch function's source for a spec: parameters, outputs, a reference.
+"""Read the parts of a spec from a PyTorch function's source: parameters, outputs and a reference.
 
-The file is parsed, never imported, since an import runs its code. Needs no torch.
+The file is only parsed, never imported, since an import would run its code. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
 
-DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states the shapes of asserts
+DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states the shapes that asserts check
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 DECORATORS = ("compile", "inference_mode", "no_grad")
 ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
@@ -38,12 +38,14 @@ REMEDIES = {
 
 
 class ScaffoldError(InvalidInput):
-    """A function cannot become a spec. The message names the place, the value and the remedy."""
+    """The error for a function that cannot become a spec. The message names the place, the value and the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class TensorParameter:
-    """A parameter that is an input, with the hints of a jaxtyping annotation: ``BFloat16[Tensor, "M K"]``."""
+    """A parameter that is an input, with the shape and dtype of its jaxtyping annotation, if any:
+    ``BFloat16[Tensor, "M K"]``."""
 
     name: str
     shape: str | None = None
@@ -52,7 +54,8 @@ class TensorParameter:
 
 @dataclass(frozen=True)
 class SizeParameter:
-    """An integer parameter: a dim if a shape names it (static if keyword-only), else a number."""
+    """An integer parameter. It is a dim if a shape names it, else a number. ``static``: whether it is
+    keyword-only, which makes the dim static."""
 
     value: int | None
     static: bool
@@ -60,7 +63,7 @@ class SizeParameter:
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a reference, and its position in the user's file."""
+    """A line of a reference, and the number of the line in the user's file that it comes from."""
 
     text: str
     number: int
@@ -68,9 +71,9 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Note:
-    """A remark on line ``number`` of the file. The second line of ``text``, if any, is code for a comment
-    in the spec. ``remedy`` is for the owner of the file. ``swaps`` and ``otherwise`` are those of an
-    ``Advice``."""
+    """A remark on line ``number`` of the file. The second line of ``text``, if any, is code, which a comment
+    in the spec shows. ``remedy``: what the owner of the file can do. ``swaps`` and ``otherwise``: as in
+    ``halves.Advice``."""
 
     text: str
     number: int
@@ -81,7 +84,8 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a file. ``baseline``: its body with casts, if it has any."""
+    """One function of a file. ``reference``: its body without casts. ``baseline``: its body with casts; None
+    if it has no casts."""
 
     path: Path
     name: str
@@ -97,8 +101,9 @@ class Function:
 
 
 def read(target: str, wanted: Collection[str] = ()) -> Function:
-    """The function ``path/to/file.py:function``. ScaffoldError if it cannot become a spec. A parameter with
-    default None is left out, with all code that uses it, unless it is ``wanted``."""
+    """The function ``path/to/file.py:function``. Raises ScaffoldError if the function cannot become a spec. A
+    parameter whose default is None is left out, together with the branches that need it, unless ``wanted``
+    names the parameter."""
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
@@ -147,7 +152,7 @@ def _find(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
 
 
 class _Reader:
-    """Analyse one function. Its methods raise ScaffoldError with a line of the file."""
+    """Analyse one function. The methods raise ScaffoldError, which names a line of the file."""
 
     def __init__(
         self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
@@ -238,13 +243,13 @@ class _Reader:
         return arg.arg
 
     def _specialise(self) -> None:
-        """Inline helpers, and keep only the branches taken when left-out parameters are None."""
+        """Inline helpers, and keep only the branches that run when the left-out parameters are None."""
         special = Specialised(self.absent, {t.name for t in self.tensors})
         names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
         names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
         body = list(inlined.body(list(special.body(self.body))))
-        # again, since a helper may test its argument for None
+        # specialise again, since an inlined helper may test its argument for None
         self.body = list(Specialised(self.absent, special.present).body(body))
         self.skipped = special.skipped
 
@@ -256,7 +261,7 @@ class _Reader:
             self.notes.append(Note(found.text, number, swaps=found.swaps, otherwise=found.otherwise))
 
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
-        """Refuse statements that a reference may not contain."""
+        """Raise ScaffoldError for a statement that a reference may not contain."""
         for node in body:
             if isinstance(node, ast.For):
                 self._check([*node.body, *node.orelse], depth + 1)
@@ -266,7 +271,7 @@ class _Reader:
                 raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
 
     def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
-        """The outputs' names, and the body with assignments instead of the return."""
+        """The outputs' names, and the body in which assignments to these names replace the return."""
         last = self.body[-1] if self.body else None
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.fail(
@@ -291,7 +296,7 @@ class _Reader:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """(requested name, expression) of each output."""
+        """For each output, the name that the function suggests, and its expression."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):
@@ -310,7 +315,8 @@ class _Reader:
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
     def _reworded(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
-        """Each statement with a reference's names; None for a statement that it does not need."""
+        """Each statement, rewritten with the names in a reference's scope; None for a statement that the
+        reference does not need."""
         words = Words(self.names, casts)
         changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
         return changed if casts else without_idle_dtypes(changed)
@@ -336,9 +342,10 @@ class _Reader:
                 yield SourceLine(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
-        """A statement's own lines, with parentheses and comments; None if the lines contain more."""
+        """A statement's lines as in the file, with parentheses and comments; None if these lines also contain
+        other code."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]
-        if node not in self.body and isinstance(node, ast.Assign):  # an assignment that replaces the return
+        if node not in self.body and isinstance(node, ast.Assign):  # this assignment replaces the return
             value = ast.get_source_segment("\n".join(self.lines), node.value) or ""
             return None if "\n" in value else f"{ast.unparse(node.targets[0])} = {value}"
         before = lines[0].encode()[: node.col_offset].strip()
@@ -359,7 +366,7 @@ def _assignment(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
 
 
 def _means(text: str, node: ast.stmt) -> bool:
-    """Whether a text is exactly this statement."""
+    """Whether a text parses to exactly this statement."""
     try:
         return [ast.dump(read) for read in ast.parse(text).body] == [ast.dump(node)]
     except SyntaxError:

@@ -1,5 +1,5 @@
-"""Contiguous parts of a tile in a reference: common in PyTorch, but kernels split tiles only into adjacent
-columns."""
+"""Advice on a reference that cuts a tile into contiguous parts, such as halves of its columns. PyTorch code
+often does this, but a kernel can compute only with a tile's even and odd columns as its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 JOINS = ("cat", "concat", "concatenate")
 SHAPES = ("unflatten", "view", "reshape")
-LAST = (-1, 1)  # the axis of columns
+LAST = (-1, 1)  # the columns' axis, counted from either end
 ADJACENT = (
     "The vocabulary has no such cut: its pairs takes adjacent columns apart, since both then lie in one "
     "thread's registers. So store the two interleaved (gate, up, gate, up, ...; of a weight, its rows)"
@@ -36,8 +36,9 @@ Swap = tuple[str, str]  # a text, and its replacement
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice at ``place``: the form that a kernel needs there. ``swaps``: text changes to test the advice,
-    which holds if the reference still runs with them. ``otherwise``: the advice if it does not."""
+    """Advice on the code at ``place``: how a kernel must compute the same. ``swaps``: replacements in the
+    reference that test the advice, which is valid if the reference still runs and its outputs keep their
+    shapes. ``otherwise``: the advice to give if the test fails."""
 
     place: ast.AST
     text: str
@@ -46,8 +47,8 @@ class Advice:
 
 
 def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice for each cut into contiguous parts of columns, or of a weight's rows, and for each concatenation
-    of two tiles."""
+    """Advice on each cut of a tile's columns, or of a weight's rows, into contiguous parts, and on each
+    concatenation of two tiles."""
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and (advice := _called(node, statement, weights)):
@@ -101,8 +102,8 @@ def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int
 
 
 def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """The number of parts of a cut, from its argument, its list of sizes, or its assignment, and whether they
-    may be equal."""
+    """The number of parts of a cut, and whether the parts may be equal. The number comes from the cut's
+    argument, its list of sizes, or the names that the parts are assigned to."""
     match next(iter(given), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True
@@ -114,7 +115,8 @@ def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int,
 
 
 def _blocks(node: ast.expr, count: int) -> bool:
-    """Whether it is ``z.unflatten(-1, (count, -1))`` or a similar view: contiguous blocks."""
+    """Whether an expression is ``z.unflatten(-1, (count, -1))`` or a similar view, whose blocks are
+    contiguous."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=[*args]) if name in SHAPES:
             last = args[-1] if args else None
@@ -166,9 +168,10 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """Advice on a rotation's cosines and sines, from its first tile; empty for anything but a rotation."""
+    """Advice on the cosines and sines of a rotation, found from the first of the concatenated tiles; empty if
+    that tile is not part of a rotation."""
     match first:
-        case ast.UnaryOp(op=ast.USub()):  # it meets cos and sin of both halves later
+        case ast.UnaryOp(op=ast.USub()):  # a negated half, which is later multiplied by the sine
             return (
                 "Interleave the columns of cos and sin in the same way: where they are torch.cat((f, f), -1) "
                 "make them f.repeat_interleave(2, -1)"
@@ -183,7 +186,7 @@ def _tables(first: ast.expr) -> str:
 
 
 class _Adjacent(ast.NodeTransformer):
-    """Turn contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into adjacent columns."""
+    """Turn the contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into the even and the odd columns."""
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
@@ -196,7 +199,8 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice for a tile that is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without parts between."""
+    """Advice on a tile that is cut by slices, such as ``z[:, :n]`` and ``z[:, n:]``, possibly with further
+    parts between the two."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):
@@ -220,7 +224,7 @@ def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterato
             text = _columns(said, first.value, prefix, ()) if prefix else _rows(said, first.value)
             base, comma = f"({ast.unparse(first.value)})", f"{prefix}, " if prefix else ""
             one, other = ast.unparse(first), ast.unparse(second)
-            alike = f"0 * ({one} + {other})"  # fails unless they are halves
+            alike = f"0 * ({one} + {other})"  # adding the two slices fails unless their shapes are equal
             swaps = (one, f"({base}[{comma}0::2] + {alike})"), (other, f"{base}[{comma}1::2]")
             yield Advice(first, text, swaps, _parts(said, 2))
 

@@ -1,4 +1,5 @@
-"""Infer outputs' shapes and dtypes by running a draft's reference at sizes that distinguish all dims."""
+"""Infer the shapes and dtypes of outputs by running a draft's reference at sizes that distinguish all
+dims."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """An output as computed: its extents at the two ``trial_sizes``, and its sizes over the dims (None
-    without a known formula)."""
+    """An output as computed. ``extents``: its sizes in numbers at the two ``trial_sizes``. ``shape``: each
+    size as a formula over the dims; None if no formula is known."""
 
     extents: tuple[list[int], list[int]]
     shape: tuple[Dim | None, ...]
@@ -28,13 +29,14 @@ class Found(NamedTuple):
 
 
 def infer(draft: SpecDraft) -> dict[str, Found]:
-    """Outputs by name. ScaffoldError for a reference that does not run, with the user's line."""
+    """The outputs by name. Raises ScaffoldError, which names the user's line, for a reference that does not
+    run."""
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
     spec = draft.spec()
     try:
-        check_reference(spec.model_copy(update={"outputs": {}}))  # shapes are not known yet
+        check_reference(spec.model_copy(update={"outputs": {}}))  # the outputs' shapes are not known yet
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
@@ -42,7 +44,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
-    """The notes, each tested: a proposal must run with the same shapes, else its alternative replaces it."""
+    """The draft's notes after a test. If the reference does not run with a note's swaps, or its outputs
+    change shape, the note's alternative text replaces its text."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -66,7 +69,8 @@ def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: SpecDraft, message: str) -> str:
-    """The remedy if PyTorch needs integers: vectors are floats unless their dtype is given."""
+    """The remedy in words if PyTorch needs integers; "" otherwise. Vectors are taken to be floats unless the
+    user gives their dtype."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""
@@ -74,7 +78,8 @@ def _indices(draft: SpecDraft, message: str) -> str:
 
 
 def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in their natural dtypes, or in fp64 if this machine cannot compute those."""
+    """The outputs in the dtypes that the inputs' own dtypes give, or in fp64 if this machine cannot compute
+    in those dtypes."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -124,7 +129,8 @@ def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Fou
 
 
 def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
-    """The simplest size over the dims that gives each of the extents."""
+    """The simplest formula over the dims that gives each of the extents at its trial sizes; None if no
+    formula does."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
     known = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
@@ -133,13 +139,14 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
     found += [n * f for n in whole for f in known] + [f * g for f in known for g in known]
     found += [f + g for f in known for g in known] + [n * f * g for n in whole for f in dims for g in dims]
     found += [Dim.parse(extents[0])]
-    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # K - 1
+    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # such as K - 1
     return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
 
 
 def cut(draft: SpecDraft, found: Found) -> tuple[str, int] | None:
-    """The dim that an extent is a fraction of, as with ``chunk(3)``, and the number of parts. A third may be
-    rounded, since the trial sizes are even."""
+    """The dim of which one extent of an output is a fraction, as with ``chunk(3)``, and the number of parts;
+    None if no extent is. The extent may be rounded up or down, since the trial sizes need not be divisible by
+    3 or 4."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:
@@ -160,7 +167,7 @@ def _divided(formula: Dim, number: Dim) -> Dim | None:
 
 
 def trial_sizes(draft: SpecDraft) -> list[dict[str, int]]:
-    """Two sets of small even sizes, all different."""
+    """Two sets of sizes for the dims. All sizes are small, even and different from each other."""
     count = len(draft.dims)
     primes = [p for p in range(5, 500) if all(p % q for q in range(2, p))][: 2 * count]
     halves = primes[:count], primes[: -1 - count : -1]

@@ -1,4 +1,5 @@
-"""Rewrite a function's statements with a reference's names, since only torch's names are in scope there."""
+"""Rewrite a function's statements with the names in a reference's scope, since a reference sees only the
+names of torch and torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half"
 
 @dataclass(frozen=True)
 class Names:
-    """The meaning of a function's names. ``own``: its parameters and assignments, which hide the rest.
-    ``imported``: full names by alias. ``numbers``: from the file's top level. ``defined``: the line of other
-    top-level names. ``fail``: an error with a line."""
+    """The meaning of the names in a function. ``own``: its parameters and assigned names, which hide the
+    other names. ``imported``: full names by alias. ``numbers``: the numbers that the file's top level names.
+    ``defined``: the line of each top-level name. ``fail``: makes an error that names a line."""
 
     own: Set[str]
     imported: Mapping[str, str]
@@ -36,7 +37,8 @@ class Names:
 
 
 class Words(ast.NodeTransformer):
-    """Rewrite a statement with the names in a reference's scope, with or without its casts to floats."""
+    """Rewrite a statement with the names in a reference's scope. ``casts``: whether to keep casts to
+    floats."""
 
     def __init__(self, names: Names, casts: bool):
         self.names, self.casts = names, casts
@@ -48,7 +50,7 @@ class Words(ast.NodeTransformer):
         return self.visit_Assign(made)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, the remains of a cast on its own line."""
+        """Drop ``h = h``, which remains of a line that only casts ``h``."""
         made = self.generic_visit(node)
         idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
             map(ast.unparse, made.targets)
@@ -93,7 +95,7 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else node
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of an import, or None."""
+        """The full name of an imported name, or None for any other expression."""
         if isinstance(node, ast.Name):
             return self.names.imported.get(node.id)
         base = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -119,7 +121,7 @@ class Words(ast.NodeTransformer):
 
 
 def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(name, line) of the bindings at a file's top level, except imports."""
+    """The name and line of each binding at a file's top level, except imports."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
@@ -129,7 +131,7 @@ def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
-    """Full names by a file's own aliases: ``act = F.silu``."""
+    """The full names of aliases that the file defines, such as ``act = F.silu``."""
     bound = Counter(name for name, _ in top_level(tree))
     found: dict[str, str] = {}
     for node in tree.body:
@@ -142,7 +144,7 @@ def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
 
 
 def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
-    """(name in the file, full name) of the imports."""
+    """The name in the file and the full name of each import."""
     yield "torch", "torch"
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -153,7 +155,8 @@ def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
-    """Numbers named at the file's top level."""
+    """The name and value of each number that the file's top level names, if the name is assigned only
+    once."""
     every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in tree.body:
         match node:
@@ -175,7 +178,7 @@ def _is_cast(node: ast.Call) -> bool:
 
 
 def _is_named(node: ast.expr) -> bool:
-    """Whether it is torch.float32 or such."""
+    """Whether an expression is a floating dtype of torch, such as ``torch.float32``."""
     match node:
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
             return name in FLOATS
@@ -183,7 +186,8 @@ def _is_named(node: ast.expr) -> bool:
 
 
 def _is_float(node: ast.expr) -> bool:
-    """Whether it reads like a floating dtype: torch.float32, x.dtype, or a name that contains dtype."""
+    """Whether an expression looks like a floating dtype: ``torch.float32``, ``x.dtype``, or a name that
+    contains "dtype"."""
     if _is_named(node):
         return True
     match node:
@@ -195,7 +199,7 @@ def _is_float(node: ast.expr) -> bool:
 
 
 def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
-    """The statements without an unused ``dtype = x.dtype``."""
+    """The statements, with None in the place of each ``dtype = x.dtype`` that is not used."""
     present = [node for node in statements if node]
     names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}

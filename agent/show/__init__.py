@@ -1,6 +1,7 @@
-"""``coda-agent show KERNEL``: a program's steps in words, its CuTeDSL, resources and roofline.
+"""``coda-agent show KERNEL``: show a program's steps in words, and its CuTeDSL, resources and roofline.
 
-``Shown.to_dict`` returns the data with only the standard library; ``Shown.render`` draws the same with rich.
+``Shown.to_dict`` returns the data and uses only the standard library. ``Shown.render`` draws the same data
+with rich.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ Cases = Mapping[str, Mapping[str, int]]
 
 
 def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) -> dict[str, Roofline]:
-    """The roofline at each case's sizes, by the case's name. ValueError for a case without a size for each
-    dim."""
+    """The roofline at each case's sizes, by the case's name. Raises ValueError for a case that lacks the size
+    of a dim."""
     return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
 def sibling(kernel: Path, suffix: str) -> Path:
-    """NAME.SUFFIX in the folder of a kernel's file."""
+    """The path NAME.SUFFIX next to a kernel's file, whose own name begins with NAME and a dot."""
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
 def edited(kernel: Path) -> str | None:
-    """The text of NAME.raw.py if the kernel is one of NAME.raw.*, else None. Raises OSError."""
+    """The text of NAME.raw.py if the kernel's file is one of NAME.raw.*, else None. Raises OSError."""
     return sibling(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else None
 
 
 def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
-    """The schedules of a measured case by step, from the report beside a kernel's file (NAME.report.json, or
-    NAME.raw.report.json), if it covers this program. KernelError for an unreadable report."""
+    """The schedules of a measured case by step, from the report next to a kernel's file (NAME.report.json, or
+    NAME.raw.report.json). Empty if no report of this program covers the case. Raises KernelError for an
+    unreadable report."""
     from coda_agent.agent.artifacts import accept, atomic_files
 
     path = sibling(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
@@ -60,8 +62,8 @@ def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Sch
 
 @dataclass(frozen=True)
 class Shown:
-    """A kernel and its description: steps; where given, resources and the roofline at each case's sizes; on
-    request the CuTeDSL text."""
+    """A kernel and its description. The description always has the steps. ``resources``, and the roofline at
+    each case's ``sizes``, are included if given. The CuTeDSL text is included if ``cutedsl`` is true."""
 
     kernel: KernelSource
     name: str = ""  # the spec's name
@@ -78,7 +80,8 @@ class Shown:
         return self.name or self.program.signature.name
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``. ProgramError if ``cutedsl`` cannot be lowered."""
+        """The data for ``--json``. Raises ProgramError if ``cutedsl`` is asked for and the program cannot be
+        lowered."""
         return {
             "spec": self.title,
             "program": self.program.hash,
@@ -90,7 +93,7 @@ class Shown:
         }
 
     def render(self) -> Group:
-        """The same data, for a terminal."""
+        """The same data, drawn for a terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -108,7 +111,8 @@ class Shown:
 
 
 def step_table(step: StepText) -> Table:
-    """One step: one line per row, with the dtype and shape of tensors in memory."""
+    """The table of one step: one row per action, with the dtype and shape of the action's tensor if the
+    tensor is in memory."""
     from rich.table import Table
     from rich.text import Text
 
@@ -123,13 +127,14 @@ def step_table(step: StepText) -> Table:
 
 
 def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofline]) -> list[Table]:
-    """The resource table and the roofline table, if not empty."""
+    """The resource table and the roofline table. A table without rows is left out."""
     found = [resource_table(resources)] if resources else []
     return found + ([roofline_table(rooflines)] if rooflines else [])
 
 
 def resource_table(resources: Sequence[Resources]) -> Table:
-    """One row per compiled kernel and configuration; spills, and a GEMM without HGMMA, are highlighted."""
+    """The table with one row per compiled kernel and schedule. Spills, and a GEMM without HGMMA instructions,
+    are highlighted."""
     from rich.text import Text
 
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
@@ -148,7 +153,7 @@ def resource_table(resources: Sequence[Resources]) -> Table:
 
 
 def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
-    """``128x192 pingpong deep 2x1``: tile, kind, cluster."""
+    """A schedule in words, as tile, kind and cluster: ``128x192 pingpong deep 2x1``."""
     if schedule is None:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
@@ -158,7 +163,8 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
 
 
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
-    """Per case and kernel: work, time at the machine's ceilings, and the binding ceiling."""
+    """The table that shows, per case and kernel, the work, the time at the machine's ceilings, and the
+    binding ceiling."""
     machine = next(iter(rooflines.values())).machine
     title = (
         f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit} "

@@ -1,8 +1,9 @@
-"""``coda-agent show KERNEL --counters``: hardware counters of a kernel's launches, from a stored export of
-Nsight Compute, beside the roofline's bytes.
+"""``coda-agent show KERNEL --counters``: show hardware counters of a kernel's launches, from a stored export
+of Nsight Compute, next to the roofline's bytes.
 
-An export is the output of ``ncu --csv --page raw`` (or ``details``); docs/performance.md has the command.
-``read``, ``counters`` and ``as_dict`` return data, ``words`` a prompt's text, ``as_table`` a table.
+An export is the output of ``ncu --csv --page raw`` (or ``--page details``); docs/performance.md has the
+command. ``read``, ``counters`` and ``as_dict`` return data, ``words`` returns text for a prompt, and
+``as_table`` a table.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show: the first of ncu's possible ``names`` in an export. ``unit``: the unit shown;
-    ``scale``: its size in base units (seconds, bytes, percent, a count); ``label``: its name on the details
+    """A figure to show: the first of ncu's ``names`` that an export has. ``unit``: the unit shown. ``scale``:
+    that unit in base units (seconds, bytes, percent, counts). ``label``: the figure's name on the details
     page."""
 
     title: str
@@ -96,18 +97,18 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# Stall reasons: the average number of warps that wait for this reason at each issue.
+# A stall reason's value is the average number of warps that wait for this reason at each issue.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
     "math_pipe_throttle membar mio_throttle misc no_instruction short_scoreboard sleeping tex_throttle wait"
 )
-_NO_STALL = ("selected", "not_selected")  # these issue, or could
+_NO_STALL = ("selected", "not_selected")  # warps in these two states issue, or could issue
 
 
 def wanted(available: Collection[str] = ()) -> list[str]:
-    """The metrics to request from ncu: each figure's first name, and every stall reason. ``available``: a
-    GPU's names without suffixes, if known; other figures are left out."""
+    """The metrics to request from ncu: each figure's first available name, and all available stall reasons.
+    ``available``: the GPU's metric names without suffixes; if empty, all names count as available."""
 
     def there(name: str) -> bool:
         return not available or name.startswith("launch__") or name.partition(".")[0] in available
@@ -119,11 +120,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Counters:
-    """One kernel's figures by the keys of METRICS, in base units, without missing ones, and ``stalls`` by
-    reason, most first: medians over its ``launches``. ``floor``: the roofline at the export's case.
-    ``other_text``: the export covers another lowering. ``schedule``: the counted one; ``tuned``: the one in
-    the kernel's report for that case; both as ``spelled``; "" if unknown, None for a kernel without
-    schedules."""
+    """One kernel's figures, as medians over its ``launches``. ``values``: the known figures by the keys of
+    METRICS, in base units. ``stalls``: by reason, largest first. ``floor``: the roofline at the export's
+    case. ``other_text``: whether the export is of another lowering. ``schedule``: the schedule in the export.
+    ``tuned``: the schedule in the kernel's report for that case. Both schedules are texts from ``spelled``,
+    "" if unknown, None for a kernel without schedules."""
 
     kernel: str
     launches: int
@@ -142,9 +143,10 @@ class Counters:
 
 @dataclass(frozen=True)
 class Export:
-    """The contents of a file: its program and case, if named, and each launch's kernel with its values by
-    ncu's names, in seconds, bytes, percent or counts. For an edited text the program's name ends in .raw, and
-    ``text`` is the beginning of its hash. ``schedules`` by step, as ``spelled``; older files have none."""
+    """The contents of an export file. ``program`` and ``case``: the names that the file states, if any.
+    ``launches``: each launch's kernel, and its values by ncu's names, in base units. For CuTeDSL that an
+    author edited, the program's name ends in .raw, and ``text`` is the beginning of the CuTeDSL's hash.
+    ``schedules``: texts from ``spelled`` by step; empty for older files."""
 
     path: Path
     program: str | None
@@ -155,7 +157,8 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Read a CSV export of ncu. Raises InvalidInput for another file, or for another case than ``case``."""
+    """Read a CSV export of ncu. Raises InvalidInput if the file is not one, or if it is of another case than
+    ``case``."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -167,7 +170,7 @@ def read(path: Path, case: str | None = None) -> Export:
         raise InvalidInput(
             f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
         )
-    # The profiled program's output, and ncu's own ==PROF== lines, may stand anywhere.
+    # Output of the profiled program, and ncu's own ==PROF== lines, may come between the rows.
     header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
     if "Kernel Name" not in header:
         raise InvalidInput(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
@@ -190,14 +193,15 @@ _STEP = re.compile(r"; step (\d+): ([^;]+)")
 def heading(
     name: str, case: str, sizes: Mapping[str, int], schedules: Mapping[int, Schedule], text: str = ""
 ) -> str:
-    """The line of an export that names the kernel; ``text``: the beginning of an edited text's hash."""
+    """The line of an export that names the kernel. ``text``: the beginning of an edited CuTeDSL text's
+    hash."""
     what = f"{name}.raw at {case}, text {text}" if text else f"{name} at {case}"
     steps = "".join(f"; step {step}: {spelled(s)}" for step, s in sorted(schedules.items()))
     return f"# {what}: {', '.join(f'{dim} {size}' for dim, size in sizes.items())}{steps}"
 
 
 def spelled(schedule: Schedule) -> str:
-    """A whole schedule: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
+    """A whole schedule in words: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
     s = schedule
     on = [name for name, value in s._asdict().items() if value is True and name != "pingpong"]
     kind = "pingpong" if s.pingpong else "cooperative"
@@ -206,7 +210,8 @@ def spelled(schedule: Schedule) -> str:
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Parse one row per launch, one column per metric; the first row has the units."""
+    """Parse the raw page, which has one row per launch and one column per metric. Its first row has the
+    units."""
     units = rows.pop(0) if rows and not rows[0]["ID"] else {}
     for row in rows:
         values = {name: _value(text, units.get(name, "")) for name, text in row.items() if "__" in name}
@@ -214,8 +219,7 @@ def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _details(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Parse one row per metric; rows of one ID are one launch. Metrics have their own names, or sections'
-    labels."""
+    """Parse the details page, which has one row per metric. Rows with the same ID are of one launch."""
     names = {metric.label: metric.names[0] for metric in METRICS.values() if metric.label}
     launches: dict[str, tuple[str, dict[str, float]]] = {}
     for row in rows:
@@ -232,7 +236,7 @@ _UNIT = re.compile(r"([numKMGT]?)(second|s|byte|sector|inst)$")
 
 
 def _value(text: str, unit: str) -> float | None:
-    """The value in the base unit, such as ``1,234.5 usecond``; None if it is not a number."""
+    """The value of a figure, such as ``1,234.5 usecond``, in its base unit; None if it is not a number."""
     try:
         number = float(text.replace(",", ""))
     except ValueError:
@@ -244,8 +248,9 @@ def _value(text: str, unit: str) -> float | None:
 def counters(
     source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """An export's figures for each kernel of this source that it contains, in the order they run, on the
-    schedules of its report; ``sizes`` are its case's. InvalidInput if it has none."""
+    """The figures in an export for each kernel of ``source`` (with its report's schedules), in launch order.
+    ``sizes``: the sizes of the export's case. Raises InvalidInput if the export has no kernel of
+    ``source``."""
     program, edited = source.program, source.edited is not None
     name = program.signature.name + (".raw" if edited else "")
     if export.program not in (None, name):
@@ -258,7 +263,7 @@ def counters(
     ran = {step: spelled(s) for step, s in source.schedules.items()}
     found = []
     for step, kind, name in sorted(kernels):
-        stem, digest = (name, None) if edited else name.rsplit("_", 1)  # an edited text's names hold no hash
+        stem, digest = (name, None) if edited else name.rsplit("_", 1)  # only unedited names end in a hash
         module = f"coda_{'edited' if edited else 'lowered'}_"
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
@@ -267,7 +272,7 @@ def counters(
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
-            floor = floors.get((step, kind)) if len(parts) == 1 else None  # the floor is the whole step's
+            floor = floors.get((step, kind)) if len(parts) == 1 else None  # the floor is for the whole step
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
@@ -279,7 +284,7 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of each part of a step, distinguished by their grids; a ``split`` step has two."""
+    """The launches of each part of a step, distinguished by their grids. A ``split`` step has two parts."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -319,7 +324,8 @@ def _summary(
 
 
 def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
-    """One entry per kernel: figures in base units (seconds, bytes, percent, counts), None if missing."""
+    """One entry per kernel. Figures are in base units (seconds, bytes, percent, counts), and None if
+    missing."""
     return [
         {
             "kernel": c.kernel,
@@ -336,7 +342,7 @@ def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
 
 
 def rows(c: Counters) -> list[tuple[str, str]]:
-    """A kernel's figures as (name, value). An absent one is MISSING."""
+    """A kernel's figures as pairs of name and value. The value of an absent figure is MISSING."""
     shown = [(metric.title, _figure(c, key)) for key, metric in METRICS.items()]
     top = [f"{reason} {value:.2f}" for reason, value in list(c.stalls.items())[:TOP_STALLS]]
     stalls = ("stalls, warps at each issue", ", ".join(top) or MISSING)
@@ -365,16 +371,16 @@ def _figure(c: Counters, key: str) -> str:
 
 
 def _short(value: float) -> str:
-    """At least three digits, with no more decimals than needed."""
+    """A value as text: three significant digits, or all digits before the decimal point if those are more."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def counted(
     source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, at the sizes of the case that it names, else of the spec's first case,
-    with the schedules from the report next to ``kernel``. Raises InvalidInput, and KernelError for an
-    unreadable report."""
+    """A file's export and its figures, with the schedules from the report next to ``kernel``. The sizes are
+    those of the case that the export names, else of the spec's first case. Raises InvalidInput, and
+    KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}
@@ -382,7 +388,7 @@ def counted(
 
 
 def words(found: Sequence[Counters]) -> str:
-    """Compact Markdown for a prompt: a table with one column per kernel."""
+    """The counters as compact Markdown for a prompt: a table with one column per kernel."""
     lines = zip(*map(rows, found), strict=True)
     table = ([cells[0][0], *(text for _, text in cells)] for cells in lines)
     return markdown_table(["hardware counter", *map(_title, found)], table).rstrip("\n")
@@ -394,7 +400,7 @@ def _title(c: Counters) -> str:
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:
-    """The same as a table for people."""
+    """The same table, drawn for a terminal."""
     said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
     drawn = new_table(said, ["counter", *map(_title, found)], [])
     for cells in zip(*map(rows, found), strict=True):

@@ -1,6 +1,7 @@
-"""A program's kernels in words: their loads, computations, stores and reductions, as expressions over names.
+"""Describe a program's kernels in words: their loads, computations, stores and reductions, as expressions
+over names.
 
-Standard library only.
+This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 class Action:
     """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
-    A ``sweep`` runs over the accumulator before the epilogue, for a head statistic.
+    A ``sweep`` is a loop over the accumulator before the epilogue, which computes a statistic of each head.
     """
 
     verb: Verb
@@ -40,7 +41,8 @@ class Action:
 
 @dataclass(frozen=True)
 class StepText:
-    """A kernel in words. ``step`` is the GEMM step, or the step before a vector kernel (-1: none)."""
+    """A kernel in words. ``step``: the GEMM's step, or for a vector kernel the step that precedes it (-1 if
+    no step does)."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -56,22 +58,22 @@ def steps(program: Program) -> list[StepText]:
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 
-# Signs and their precedence. fp32 sums and products do not associate, so the right side binds one level
-# tighter.
+# Operators and their precedence. fp32 sums and products are not associative, so the right operand needs a
+# precedence one level higher.
 _COMPARE = {
     "greater": ">", "greater_equal": ">=", "less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!=",
 }  # fmt: skip
 _INFIX = {"add": ("+", 2), "subtract": ("-", 2), "multiply": ("*", 3), "divide": ("/", 3)}
 _NEGATIVE, _ATOM = 4, 5
-# These never get a name.
+# Values of these operations never get a name.
 _SPREAD = ("per_row", "per_column", "per_head")
 _CHEAP = ("input", "constant", "dim", "transpose", "as_tile", "column_index", *_SPREAD)
 _LANES = ("even", "odd")
 
 
 class _Writer(Writer):
-    """Write expressions from the graph. A value in memory has a name, and so has one that a step uses
-    twice."""
+    """Write the graph's nodes as expressions. Values in memory have names, and so have values that a step
+    uses twice."""
 
     def __init__(self, program: Program):
         super().__init__(program, cut(program))
@@ -108,7 +110,8 @@ class _Writer(Writer):
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
     ) -> list[Action]:
-        """Lines for stored values and for those used more than once; ``known`` gains the latter's names."""
+        """The lines for stored values and for values that are used more than once. Adds the names of the
+        latter values to ``known``."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
         lines = []
@@ -141,7 +144,8 @@ class _Writer(Writer):
         return Action("reduce", f"{self.memory[~index]} = {self.call(index, known)}", self.tensor(~index))
 
     def tensor(self, index: int) -> str:
-        """Dtype and shape in memory. ``~node`` means a reduction's partials."""
+        """The dtype and shape of a node's value in memory. ``~node`` stands for the partial results of the
+        reduction ``node``."""
         if index < 0:
             shape = partial_shape(self.program, self.steps, ~index)
             return f"fp32 [{', '.join(f'{_factor(d)} / {tile}' if tile else str(d) for d, tile in shape)}]"
@@ -149,15 +153,15 @@ class _Writer(Writer):
         return f"{self.dtype(index)} [{', '.join(map(str, self.steps.types[index].shape))}]{over}"
 
     def defined(self, index: int, known: Mapping[int, str]) -> str:
-        """The right-hand side of a node that has a name."""
+        """The expression that a node's name is assigned."""
         if reduction(self.nodes[index]):
             return self.finished(index)
         return self.written(index, known)[0]
 
     def finished(self, index: int) -> str:
-        """A reduction, from a step's partials."""
+        """The expression that computes a reduction from the partial results that a step stored."""
         how, node, kept = reduction(self.nodes[index]), self.nodes[index], self.memory[~index]
-        assert how is not None  # of a reduction
+        assert how is not None  # the node is a reduction
         chosen = self.memory[node.args[1]] if how.selects else ""
         columns = _factor(self.steps.types[node.args[0]].shape[1])
         return how.said.format(kept=kept, index=chosen, extent=columns)
@@ -170,7 +174,7 @@ class _Writer(Writer):
         return f"gemm({', '.join(operands)})"
 
     def term(self, index: int, known: Mapping[int, str]) -> tuple[str, int]:
-        """A text and its precedence."""
+        """The expression for a node, which is its name if it has one, and the expression's precedence."""
         if index in known:
             return known[index], _ATOM
         return self.written(index, known)
@@ -187,7 +191,7 @@ class _Writer(Writer):
             case "constant":
                 number = _number(self.constant(index))
                 return number, _NEGATIVE if number.startswith("-") else _ATOM
-            case "as_tile":  # its other argument gives only a shape
+            case "as_tile":  # the other argument of as_tile gives only a shape
                 return self.term(node.args[0], known)
             case "column_index":
                 return f"column_index({self.steps.types[index].shape[1]})", _ATOM
@@ -195,7 +199,7 @@ class _Writer(Writer):
                 return "-" + self.bound(node.args[0], known, _ATOM), _NEGATIVE
         if node.op in _SPREAD and node.args[0] in self.memory:
             return f"{node.op}({self.memory[node.args[0]]})", _ATOM
-        if node.op in _COMPARE:  # Python would chain them
+        if node.op in _COMPARE:  # parenthesised, because Python would chain comparisons
             left, right = (self.bound(a, known, 2) for a in node.args)
             return f"{left} {_COMPARE[node.op]} {right}", 1
         if node.op in _INFIX:

@@ -1,6 +1,6 @@
-"""``coda-agent show KERNEL --sass``: the lowered text beside its machine code.
+"""``coda-agent show KERNEL --sass``: show the lowered text next to its machine code.
 
-Data first: ``as_dict`` for programs; ``tables`` draws the same with rich.
+``as_dict`` returns the data for programs. ``tables`` draws the same data with rich.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ MEANING = (
 
 
 def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
-    """One entry a kernel, for a step in two launches one each: counts by kind in total, by line of the
-    lowered text, and by file elsewhere; ``full``: also every instruction, by address."""
+    """One entry per kernel, or per launch for a step that has two launches. An entry counts instructions by
+    kind: in total, per line of the kernel's class in the lowered text, and per other file that the
+    instructions come from. ``full``: also list every instruction, by address."""
     return [
         {
             "kernel": listing.kernel,
@@ -63,8 +64,9 @@ def _title(listing: Listing) -> str:
 
 
 def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
-    """A table a kernel, for a step in two launches one after the other: a row a line of its class, then one a
-    file elsewhere; ``full``: then its instructions under their lines."""
+    """One table per kernel, or per launch for a step that has two launches. A table has one row per line of
+    the kernel's class in the lowered text, then one row per other file. ``full``: after each table, list the
+    kernel's instructions under their lines."""
     from rich.text import Text
 
     yield Text(MEANING, style="dim")
@@ -93,7 +95,8 @@ def _table(listing: Listing) -> Table:
 
 
 def _code(listing: Listing) -> Iterator[RenderableType]:
-    """Each source of instructions, the lowered text first, with its instructions by address."""
+    """Each line that instructions come from, with its instructions by address. Lines of the lowered text come
+    first."""
     from rich.text import Text
 
     places: dict[tuple[str, int], list[Instruction]] = {}

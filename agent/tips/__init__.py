@@ -1,11 +1,11 @@
-"""The tips log: lessons of failed attempts. Every prompt contains the accepted tips, except those learned on
-its own spec.
+"""Read and change the tips log, which holds lessons of failed attempts. A prompt contains the accepted tips,
+except those that were learned on the prompt's own spec.
 
 People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` followed by ``-
-field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, versions; state (accepted
-by default, since a person wrote it on purpose); level (cutedsl for editors of CuTeDSL, left out for the
-vocabulary's authors); and its measurement. An edit changes or adds lines of one entry, and leaves every other
-byte.
+field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, and versions. Optional
+fields are state (accepted by default, since a person wrote such a tip on purpose), level (cutedsl if the tip
+is for editors of CuTeDSL instead of authors of programs), and measured (the tip's measurement). An edit
+changes or adds lines of one entry, and leaves every other byte as it is.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ FIELDS = ("spec", "failed", "fix", "versions")
 OPTIONAL = ("state", "level", "measured")
 VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # the two kinds of authors that read tips
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
-AND, OR_ELSE = ", ", " | "  # separators in the evidence of merged tips
+AND, OR_ELSE = ", ", " | "  # separators in fields of merged tips: OR_ELSE in fix, AND in the other fields
 ALIKE = 0.85  # difflib's ratio above which two lessons may be the same
 VERDICTS = ("hurts", "undecided", "helps")
 
 
 class TipsError(InvalidInput):
-    """The tips log, or a request on it, is invalid: file and line, fault, remedy."""
+    """The tips log, or a request to change it, is invalid. The message names the place, the fault and the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One lesson and its evidence, not in the log yet."""
+    """One lesson and its evidence, which are not in the log yet."""
 
     lesson: str
     spec: str
@@ -60,7 +61,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Tip:
-    """One entry of the log. ``measured``: a verdict and its figures, empty without a measurement."""
+    """One entry of the log. ``measured``: a verdict and its figures; empty if the tip was not measured."""
 
     id: str
     lesson: str
@@ -86,12 +87,13 @@ class Tip:
 
     @property
     def difference(self) -> float:
-        """The gain in first attempts that pass; 0 where it was not measured."""
+        """The tip's gain in the share of first attempts that pass; 0 if the tip was not measured."""
         return self._measured()[1]
 
     @property
     def help(self) -> tuple[int, float, int]:
-        """The sort key by help: verdict, then difference, then the newer tip."""
+        """A sort key, more helpful tips last: verdict, then difference, then number, so that newer tips come
+        later."""
         return VERDICTS.index(self.verdict), self.difference, self.number
 
     def _measured(self) -> tuple[str, float]:
@@ -101,8 +103,9 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """The entry of a lesson: new, or an entry with the same words that gained its evidence. ``alike``: other
-    entries, in any state, that may mean the same."""
+    """The entry that ``add`` made or changed for a lesson. ``merged``: whether an older entry with the same
+    words gained the lesson's evidence. ``alike``: other entries, in any state, that may mean the same; only
+    given for a new entry."""
 
     tip: Tip
     merged: bool
@@ -110,18 +113,18 @@ class Added:
 
 
 def read_tips(path: Path = TIPS) -> list[Tip]:
-    """All tips of the log, in order, in any state; none without a log. Raises TipsError."""
+    """All tips of the log, in order and in any state; empty if there is no log. Raises TipsError."""
     return [entry.tip for entry in _entries(path, _text(path))]
 
 
 def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
-    """The tips for prompts of a level."""
+    """The accepted tips of ``level``, which tells the two kinds of authors apart."""
     return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
-    """The tips that a run's header asks for: without some, or with others that are not accepted. None: the
-    log's accepted tips."""
+    """The tips that a run's header asks for: the log's accepted tips without some of them, and with some that
+    are not accepted. None if the header asks for no change, so that the log's accepted tips are used."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -131,8 +134,8 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 
 def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
-    """Tips whose lessons fit into ``length`` characters, including list markers. The least helpful are
-    dropped first, among equals the oldest."""
+    """The tips whose lessons fit into ``length`` characters, including list markers. The least helpful tips
+    are dropped first, and among equally helpful tips the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):
@@ -143,8 +146,8 @@ def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
 
 
 def check_lesson(lesson: str) -> None:
-    """Raise TipsError unless this is one short line that begins like a sentence. It goes into every prompt,
-    where it must not look like a heading, a rule or code."""
+    """Raise TipsError unless a lesson is one short line that begins like a sentence. The line goes into
+    prompts, where it must not look like a heading, a horizontal rule or code."""
     shown = repr(lesson if len(lesson) <= 60 else lesson[:60] + "…")
     if len(lesson) > LONGEST_LESSON:
         wrong = f"has {len(lesson)} characters; say one thing in at most {LONGEST_LESSON}"
@@ -162,7 +165,7 @@ def check_lesson(lesson: str) -> None:
 
 
 def one_line(words: str, longest: int = LONGEST_FIX) -> str:
-    """Evidence as a field's value: printable, on one line, cut if too long."""
+    """A piece of evidence as a field's value: printable, on one line, and cut if it is too long."""
     plain = "".join(c if c.isprintable() else " " for c in words)
     text = " ".join(plain.split()) or "unknown"
     return text if len(text) <= longest else text[: longest - 1] + "…"
@@ -172,8 +175,8 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Add a lesson to the log as proposed, or its evidence to the entry with the same words, whose state and
-    lesson stay. Raises TipsError, OSError."""
+    """Add a lesson to the log as a proposed tip. If an entry has the same words, add only the evidence to
+    this entry, whose state and lesson stay. Raises TipsError and OSError."""
     with _changing(path):
         text = _text(path)
         tips = [entry.tip for entry in _entries(path, text)]
@@ -191,8 +194,7 @@ def add(lesson: Lesson, path: Path = TIPS) -> Added:
 
 
 def change(id: str, path: Path = TIPS, **values: str) -> Tip:
-    """Change a tip's state, or record its measurement; return the old tip. Raises TipsError, OSError.
-    """
+    """Change a tip's state, or record its measurement. Return the old tip. Raises TipsError and OSError."""
     with _changing(path):
         before = find(id, path)
         _write(path, _edited(path, _text(path), id, values))
@@ -200,7 +202,7 @@ def change(id: str, path: Path = TIPS, **values: str) -> Tip:
 
 
 def find(id: str, path: Path = TIPS) -> Tip:
-    """The tip of this id. Raises TipsError."""
+    """The tip with this id. Raises TipsError if the log has no such tip."""
     tips = read_tips(path)
     for tip in tips:
         if tip.id == id:
@@ -210,7 +212,8 @@ def find(id: str, path: Path = TIPS) -> Tip:
 
 
 def same_words(tip: Tip, lesson: Lesson) -> bool:
-    """Whether both say the same to the same readers. One failure can teach two lessons."""
+    """Whether a tip and a lesson have the same words for the same level. The failures may differ, since one
+    failure can teach two lessons."""
     return tip.level == lesson.level and _plain(tip.lesson) == _plain(lesson.lesson)
 
 
@@ -224,12 +227,13 @@ def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
 
 
 def _plain(lesson: str) -> str:
-    """A lesson normalised for comparison. Operators stay: a * b is not a / b."""
+    """A lesson normalised for comparison. Operators are kept, since a * b is not a / b."""
     return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
 
 
 def _alike(tip: Tip, lesson: Lesson) -> bool:
-    """Whether a person should compare them: nearly the same words, or the same failure and fix."""
+    """Whether a person should compare a tip with a lesson, because the words are nearly the same, or the
+    failure and the fix are the same."""
     words = SequenceMatcher(None, _plain(tip.lesson), _plain(lesson.lesson), autojunk=False)
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
@@ -239,7 +243,7 @@ def _parts(value: str, between: str = ",") -> tuple[str, ...]:
 
 
 def _united(name: str, old: str, new: str) -> str:
-    """Both pieces of evidence, once each; ``old`` unchanged if ``new`` adds nothing."""
+    """A field's value that joins ``old`` with the parts of ``new`` that ``old`` lacks."""
     if name == "fix":
         return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
@@ -251,7 +255,8 @@ def _united(name: str, old: str, new: str) -> str:
 
 @dataclass
 class _Entry:
-    """An entry's position in the file: indices of lines."""
+    """An entry as it stands in the file. ``line``: the index of its heading. ``fields``: each field's line
+    index and value."""
 
     path: Path
     line: int
@@ -265,7 +270,7 @@ class _Entry:
 
     @property
     def end(self) -> int:
-        """The line after the last field's."""
+        """The index of the line after the last field."""
         return max(index for index, _ in self.fields.values()) + 1
 
     @property
@@ -312,8 +317,8 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Exclude other processes from changing the log. Locks its folder, since every change replaces the
-    log."""
+    """Keep other processes from changing the log. Locks the log's folder, since every change replaces the
+    log's file."""
     directory = path.resolve().parent
     with ExitStack() as stack:
         try:
@@ -325,7 +330,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """The file's text with unchanged line ends."""
+    """The log's text with its line ends unchanged; "" if the file does not exist."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -343,7 +348,8 @@ def _newline(text: str) -> str:
 
 
 def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
-    """The text with one entry's fields changed in their lines, or added after its last."""
+    """The text in which one entry's fields have these values. New fields are added after the entry's last
+    field."""
     entry = next(entry for entry in _entries(path, text) if entry.id == id)
     lines = text.split("\n")
     for name, value in values.items():
@@ -361,8 +367,8 @@ def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
 
 
 def _appended(text: str, tip: Tip) -> str:
-    """The text with a new entry at its end, whose id is marked as used, so that a removed entry's id is never
-    reused."""
+    """The text with a new entry at its end. A comment in the text records the new id as used, so that the id
+    is never reused even if the entry is removed."""
     newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
     lines = text.split("\n")
     marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]
@@ -377,7 +383,7 @@ def _appended(text: str, tip: Tip) -> str:
 
 
 def _last(text: str) -> int:
-    """The highest number that the log has used."""
+    """The highest number that the log's comment records as used; 0 without this comment."""
     return max((int(found[1]) for line in _lines(text) if (found := LAST.match(line))), default=0)
 
 

@@ -1,5 +1,5 @@
 """Find the lessons in a run's journal: failures that a later attempt or draft fixed, changes that were no
-faster than their original, and tips that the author proposed."""
+faster than the kernel that they started from, and tips that the author proposed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection at ``failed`` (gate/reason) that a later source of the run passed, with the fix; or the
-    rejection of a change that was no faster than its original."""
+    """A rejection for ``failed`` (gate/reason), with its fix. Either a later source of the run passed that
+    gate, or the rejected change was no faster than the kernel that it started from."""
 
     spec: str
     failed: str
@@ -37,13 +37,14 @@ class FixedFailure:
     level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
-        """Raise TipsError for a lesson that no prompt should contain."""
+        """The lesson in these words, with this failure as its evidence. Raises TipsError for words that no
+        prompt should contain."""
         return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 
 @dataclass(frozen=True)
 class ProposedLesson:
-    """A tip in the words of the run's author, and its failure."""
+    """A tip in the words of the run's author, and the failure that it was learned from."""
 
     lesson: str
     failure: FixedFailure
@@ -51,7 +52,8 @@ class ProposedLesson:
 
 @dataclass(frozen=True)
 class RunLessons:
-    """All lessons of a run; ``told`` may concern the same failures."""
+    """All lessons of a run. ``told``: the tips that the author proposed, some of which may concern
+    ``failures``."""
 
     run: str
     failures: tuple[FixedFailure, ...]
@@ -63,7 +65,8 @@ class RunLessons:
         return tuple(failure for failure in self.failures if failure.failed not in named)
 
     def named(self, failed: str | None) -> FixedFailure:
-        """The failure of this gate/reason, or the only one. Raises TipsError."""
+        """The failure for ``failed`` (gate/reason), or the run's only failure if ``failed`` is None. Raises
+        TipsError if no failure fits, or several do."""
         fitting = [failure for failure in self.failures if failed in (None, failure.failed)]
         if len(fitting) == 1:
             return fitting[0]
@@ -75,7 +78,7 @@ class RunLessons:
 
 
 def learned(name: str) -> RunLessons:
-    """A run's lessons by its current journal. Raises JournalError."""
+    """A run's lessons according to its current journal. Raises JournalError."""
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
@@ -92,16 +95,17 @@ Report = Accepted | Checked | Rejected
 
 
 def _judged_sources(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
-    """Reports with their sources, in order, including an attempt's measurement."""
+    """The reports of drafts and attempts with their sources, in order. An attempt's report includes its
+    measurement."""
     attempts = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     for event in events:
         if event.kind in SOURCES:
-            judged = attempts.get(event.key) or Judged(0, event.payload)  # else a draft
+            judged = attempts.get(event.key) or Judged(0, event.payload)  # a draft is no attempt
             yield judged.report, judged.source
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
-    """The text that a run's edits started from; None if it edits none."""
+    """The text that a run's edits started from; None if the run edits no kernel."""
     found = next((event.payload for event in events if event.kind == "base"), None)
     if found is None:
         return None
@@ -113,8 +117,9 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[FixedFailure]:
-    """For each reason, the last rejection that was fixed; the change after it is the fix. ``best``: the
-    incumbent text, until another is accepted."""
+    """For each gate/reason, the last rejection that was fixed. Its fix is the change from the rejected source
+    to the next one that passed the gate. ``best``: the text to beat at first, which each accepted source
+    replaces. A change that was no faster has this text as its fix if no later source passed the gate."""
     found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -130,14 +135,15 @@ def _failures(
 
 
 def _passed(report: Report, gate: str) -> bool:
-    """Whether a source passed a gate; one that never reached it did not."""
+    """Whether a source passed a gate. A source that never reached the gate did not pass it."""
     if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
         return GATES.index(report.gate) > GATES.index(gate)
     return any(passed.gate == gate for passed in report.gates)
 
 
 def changed(before: str, after: str) -> str:
-    """The lines that a fix removed and added, in one line, without indentation, comments and blanks."""
+    """The lines that a fix removed and added, joined to one line, without indentation, comments and blank
+    lines."""
     old, new = (
         [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         for text in (before, after)
@@ -148,7 +154,8 @@ def changed(before: str, after: str) -> str:
 
 
 def _versions(events: Sequence[Event]) -> str:
-    """Packages in the last evidence that names some; none if the run never compiled."""
+    """The versions of PACKAGES in the last report that is not a rejection; "unknown" if the run has no such
+    report."""
     for event in reversed(events):
         if event.kind in SOURCES:
             report = REPORT.validate_python(event.payload["report"])
@@ -161,7 +168,8 @@ def _versions(events: Sequence[Event]) -> str:
 def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
-    """An author's tip; its failure is the run's own if the tip's words name one."""
+    """An author's tip. Its failure is one of the run's failures if the tip names one, else it is in the
+    author's words."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

@@ -1,8 +1,8 @@
-"""Measure whether a tip helps: author the same specs with it and without it, with equal limits, and compute
-an interval.
+"""Measure whether a tip helps: author the same specs with the tip and without it, with equal limits, and
+compute an interval for the difference.
 
-A verdict is about first attempts, since a known lesson should save the failure. It is "undecided" unless the
-95% interval of the difference excludes 0.
+The verdict depends on first attempts, since an author who knows the lesson should avoid the failure at once.
+The verdict is "undecided" unless the 95% interval of the difference excludes 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Author = Callable[[Path, Sequence[Tip]], "int | None"]
 
 @dataclass(frozen=True)
 class Effect:
-    """Successes in ``runs`` runs with the tip, and in the same number without it."""
+    """The numbers of successes in ``runs`` runs with the tip, and in as many runs without it."""
 
     with_tip: int
     without: int
@@ -52,7 +52,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class TipMeasurement:
-    """The result of measuring a tip: first attempts, which decide, and all attempts within the limit."""
+    """The result of measuring a tip. ``first``: runs that passed at the first attempt, which decide the
+    verdict. ``within``: runs that passed at any attempt within the limit."""
 
     tip: str
     first: Effect
@@ -67,8 +68,9 @@ class TipMeasurement:
 
 
 def part(limits: RunLimits, runs: int) -> RunLimits:
-    """One run's equal part of a whole measurement's limits, including its seconds, since the runs follow one
-    another. Rounded, so that twice the runs at twice the cost have the same part."""
+    """The limits of one run: an equal part of a whole measurement's limits. The seconds are divided too,
+    since the runs follow one another. The parts are rounded, so that twice the limits for twice the runs give
+    the same part."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
     parts = replace(shared, seconds=seconds).to_json()
@@ -78,14 +80,14 @@ def part(limits: RunLimits, runs: int) -> RunLimits:
 def measure(
     tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author
 ) -> TipMeasurement:
-    """Author each spec ``repeats`` times with the tip and as often without it, besides the other accepted
-    tips of ``known``, after ``refuse_without_effect``."""
+    """Author each spec ``repeats`` times with the tip and as often without it. All prompts also have the
+    other accepted tips of ``known``. Call ``refuse_without_effect`` first."""
     with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # Alternate, with each arm first equally often, so that changes over time, such as of a provider's
-            # model, affect both.
+            # Alternate which arm is first, so that changes over time, such as of a provider's model, affect
+            # both arms.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
@@ -95,13 +97,14 @@ def measure(
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
-    """The tips of the prompts with this tip, and of those without it."""
+    """The tips in the prompts that contain this tip, and the tips in the prompts that do not."""
     without = [other for other in in_prompts(known) if other.id != tip.id]
     return sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number), without
 
 
 def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path]) -> None:
-    """Raise TipsError for a spec whose prompt is the same with and without the tip."""
+    """Raise TipsError if the prompt of one of the specs is the same with and without the tip, or if there are
+    no specs."""
     with_tip, without = _arms(tip, known)
     if tip.level != VOCABULARY:
         raise TipsError(
@@ -123,18 +126,19 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An author that starts real runs, or continues those of an interrupted call of the same measurement,
-    with the same spec, prompt and ``options`` (of the header, as for ``generate``)."""
+    """An ``Author`` that starts real runs. If an earlier measurement of the same tip was interrupted, it
+    continues the earlier runs that have the same spec, prompt and options. ``options``: fields of the runs'
+    headers, as for ``generate``."""
 
     tip: Tip
     known: Sequence[Tip]
     options: dict[str, Any]
     listener: Listener
-    total: int  # runs with the tip and without
+    total: int  # how many runs the measurement has, with and without the tip
     measure: Measure | None = None
     told: Callable[[str], None] = print
     taken: list[str] = field(default_factory=list)
-    judged: int = 0  # attempts of all runs
+    judged: int = 0  # the number of attempts of all runs so far
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
         from coda_agent.agent.setup import provider_of
@@ -179,7 +183,7 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     """Whether a run was started with this header and has this prompt."""
     try:
         found, events = record.glance(runs.runs_dir() / name / runs.JOURNAL)
-    except JournalError:  # another run's journal, damaged or of another version
+    except JournalError:  # the journal is damaged or of another version
         return False
     if any(key not in found or found[key] != value for key, value in header.items()):
         return False
@@ -188,8 +192,9 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 
 def _attempts_needed(loop: Loop) -> tuple[int | None, int, str]:
-    """The attempts that a run needed to pass (None: it did not), the judged attempts, and its end in words. A
-    run that its budget ended did not pass; neither did one that awaits a requested measurement."""
+    """The number of attempts that a run needed to pass (None if it did not pass), the number of judged
+    attempts, and how the run ended in words. A run did not pass if its budget ended it, or if its kernel
+    still awaits a requested measurement."""
     try:
         outcome = loop.run()
     except OutOfBudget:

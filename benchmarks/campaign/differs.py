@@ -1,5 +1,5 @@
-"""Decide whether a mutant differs from its original by more than the error gate allows. Both run in plain
-fp64."""
+"""Decide whether a mutant (a changed program) differs from its original by more than the error gate allows.
+Both programs run in plain fp64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-AIMED = 24  # draws towards the values in a mutant's conditions
+AIMED = 24  # draws that aim at the values in a mutant's conditions
 STEPS = 4  # steps by which a draw approaches such a value
 
 
 class CampaignDraw:
-    """A draw with its true outputs. ``passes``: whether the original passes on it; if not, the draw proves
-    nothing."""
+    """A draw with its true outputs. ``says``: whether the draw can prove anything, which needs a finite true
+    output and an original program that passes the error gate on it."""
 
     def __init__(self, spec: Spec, program: Program, draw: Draw):
         self.spec, self.draw = spec, draw
@@ -43,7 +43,7 @@ class CampaignDraw:
 
 
 class Judge:
-    """Decide which mutants of one program differ from it. All mutants see the same draws."""
+    """Decide which mutants of one program differ from the program. All mutants see the same draws."""
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
@@ -51,7 +51,7 @@ class Judge:
         self._more = (CampaignDraw(spec, program, draw) for draw in draws(spec, seed))
 
     def samples(self) -> Iterator[CampaignDraw]:
-        """The draws on which the original passes, made on first use."""
+        """The draws on which the original passes. Each draw is made when it is first needed."""
         for index in count():
             while index >= len(self._kept):
                 if (sample := next(self._more, None)) is None:
@@ -62,21 +62,22 @@ class Judge:
 
     @cached_property
     def scales(self) -> list[float]:
-        """The largest magnitude of each node under the spec's own init."""
+        """The largest magnitude of each node's values, for inputs drawn by the spec's own init."""
         draw = next(draws(self.spec, self.seed))
         found = fp64.values(self.program, draw.inputs, draw.sizes)
         return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
 
     def seen(self, *versions: Program) -> str:
-        """The draw on which one of these programs differs; empty if none does."""
+        """The name of the first draw on which one of these programs differs; empty if none of the programs
+        differs on any."""
         for sample in self.samples():
             if any(sample.differs(version) for version in versions):
                 return sample.draw.name
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
-        """Like ``seen``, but with draws that bring the original's nodes to the values in a mutant's
-        conditions."""
+        """Like ``seen``, but with draws that bring nodes of the original near the values in a mutant's
+        conditions. ``aims``: pairs of such a node and value."""
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
@@ -93,8 +94,9 @@ class Judge:
         return ""
 
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
-        """A draw that brings a node's values near ``value``, by scaling an input that the node depends on."""
-        # Scaling target indices has no meaning.
+        """A changed draw that brings a node's values near ``value``, by scaling or replacing an input on
+        which the node depends."""
+        # Integer inputs such as target indices are not scaled, since that has no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.integers is None]
         if not names:
             return draw
@@ -123,7 +125,7 @@ class Judge:
         return Draw(draw.name, draw.sizes, inputs)
 
     def _read(self, node: int) -> list[str]:
-        """The inputs that a node depends on."""
+        """The names of the inputs on which a node depends."""
         seen, pending = set[int](), [node]
         while pending:
             index = pending.pop()

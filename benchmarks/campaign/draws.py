@@ -1,6 +1,7 @@
-"""Inputs for the campaign's own check: magnitudes over each input's whole domain, small and long sizes.
+"""Draw inputs for the campaign's own check, with magnitudes over each input's whole domain, at small and long
+sizes.
 
-Shares no code with the verifier's draws, so that the two miss different errors.
+This module shares no code with the verifier's draws, so that the two miss different errors.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-SCALED = 90  # draws at other magnitudes
-MODERATE, FAR = 5.0, 30.0  # decades
+SCALED = 90  # the number of draws at other magnitudes
+MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
 
 
@@ -34,8 +35,8 @@ class Draw:
 
 
 def draws(spec: Spec, seed: int) -> Iterator[Draw]:
-    """Draws with the spec's own init at small sizes, at other magnitudes, and with each dim as long as in the
-    largest case."""
+    """All draws of a spec: by its own init at small sizes, then at other magnitudes, then with each dim in
+    turn as long as in the largest case."""
     random = Random(f"{spec.name}/{seed}")
     for k in range(6):
         yield made(spec, small(spec, random), random, 0.0, f"init {k}")
@@ -46,7 +47,8 @@ def draws(spec: Spec, seed: int) -> Iterator[Draw]:
 
 
 def small(spec: Spec, random: Random) -> dict[str, int]:
-    """Sizes of a few dozen at most; static dims come from a case."""
+    """Random sizes of a few dozen at most. Static dims have the sizes that one of the spec's cases gives
+    them."""
     static = random.choice(spec.cases).sizes
     heads = {n for d in _extents(spec) for m, _ in d.terms if set(m) & set(spec.static) for n in m}
     rows = row_dims(spec)
@@ -58,15 +60,16 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
 
 
 def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
-    """Sizes with one dim as long as in any case and a handful for the others."""
+    """Sizes with the dim ``dim`` as long as in the largest case, and at most 8 for other dims that are not
+    static."""
     static = {d: spec.cases[-1].sizes[d] for d in spec.static}
     found = {d: random.randint(1, 2) if static else random.randint(2, 8) for d in spec.dims} | static
     return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
 
 
 def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
-    """Inputs at ``sizes``. One input, and a share of the others, ignore the spec's init; with share 0 all
-    follow it."""
+    """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. One random input
+    ignores it in any case, unless ``name`` contains "init" or "long"."""
     odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
     odd |= {n for n in spec.inputs if random.random() < share}
     inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
@@ -74,7 +77,8 @@ def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> D
 
 
 def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
-    """Values of one input, in its dtype and within its domain. ``odd``: of any magnitude and pattern."""
+    """Values of one input, in its dtype and within its domain. ``odd``: whether the values have a random
+    magnitude and pattern instead of the spec's init."""
     generator = torch.Generator().manual_seed(random.getrandbits(48))
     values = usual(tensor, sizes, generator)
     if odd:
@@ -88,7 +92,7 @@ def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
 
 
 def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """The spec's own init in fp64; for a count, any of its values."""
+    """Values drawn by the spec's own init, in fp64. Integers and counts are uniform over their range."""
     shape, init = [d(sizes) for d in tensor.shape], tensor.init
     if init.integers or init.count is not None:
         low, high = init.range_at(sizes)
@@ -109,7 +113,7 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 
 def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
-    """Values clipped to the domain, in the input's dtype."""
+    """The values clipped to the input's domain, in the input's dtype."""
     low, high = tensor.bounds(sizes)
     if low >= 0:
         values = values.abs()
@@ -130,20 +134,20 @@ def _scaled(values: Tensor, random: Random, generator: torch.Generator) -> Tenso
 
 
 def _shifted(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Values near one value of either sign."""
+    """Values that are all near one random value, of either sign."""
     near = _magnitude(random) * random.choice((-1, 1))
     spread = torch.randn(values.shape, generator=generator, dtype=torch.float64)
     return near * (1 + random.choice((0.01, 0.3)) * spread)
 
 
 def _wide(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Independent magnitudes over three decades."""
+    """The values with independent magnitudes, over three decades."""
     decades = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 3 - 3
     return values * _magnitude(random) * 10**decades
 
 
 def _rows(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """One magnitude per row."""
+    """The values with one random magnitude per row."""
     if not values.dim():
         return values
     factors = torch.rand(values.shape[:1], generator=generator, dtype=torch.float64) * 4 - 2
@@ -155,7 +159,7 @@ def _negated(values: Tensor, random: Random, generator: torch.Generator) -> Tens
 
 
 def _alike(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Equal magnitudes, or one value everywhere, or zeros."""
+    """The values without their signs, or one value everywhere, or zeros."""
     return random.choice((values.abs(), torch.full_like(values, _magnitude(random)), 0 * values))
 
 
@@ -171,7 +175,8 @@ PATTERNS: tuple[Pattern, ...] = (_scaled, _scaled, _shifted, _shifted, _wide, _r
 def _whole(
     tensor: TensorSpec, low: float, high: float, usual: Tensor, random: Random, generator: torch.Generator
 ) -> Tensor:
-    """Integers of any magnitude in the domain; target indices are often all equal."""
+    """Integers in the domain. They are uniform if the spec's init is ``integers``, as for target indices;
+    otherwise their logarithm is uniform up to a random limit."""
     if tensor.init.integers:
         unit = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
         return (low + (high - low + 1) * unit).floor()
