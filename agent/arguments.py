@@ -12,7 +12,7 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-# a checkout or the installed package: both contain the two folders
+# this folder is a checkout or the installed package, both of which contain the two folders
 PACKAGE = Path(__file__).resolve().parents[1]
 NO_SOURCE = {  # files of a kernel that are not its source, by suffix
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
@@ -24,7 +24,8 @@ NO_SOURCE = {  # files of a kernel that are not its source, by suffix
 
 
 def shipped(path: Path) -> Path:
-    """A path below the current folder, else below the package if it exists only there."""
+    """The path below the package if it exists there and not below the current folder; otherwise the path
+    unchanged."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 
@@ -36,10 +37,10 @@ def spec_file(given: Path) -> Path:
 
 
 def spec_for(kernel: Path, given: Path | None) -> Path:
-    """The spec of a kernel's file: the given one, else NAME.yaml beside the file, else the one in specs/.
+    """The spec of a kernel's file: the given spec, else NAME.yaml in the kernel's folder, else in specs/.
 
-    For an accepted kernel specs/ comes first, since it was accepted for that spec. Raises BadParameter if
-    there is none.
+    For an accepted kernel specs/ comes first, since the kernel was accepted for the spec there. Raises
+    BadParameter if no spec is found.
     """
     if given:
         return spec_file(given)
@@ -57,7 +58,7 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
 
 
 def name_in(folder: Path, given: str) -> str:
-    """The NAME in NAME or folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
+    """The NAME in NAME or folder/NAME.yaml. Raises BadParameter for a path outside ``folder``."""
     path = Path(given)
     if given == path.name and path.suffix != ".yaml":
         return given
@@ -73,8 +74,8 @@ def accepted_file(kernel: Path, suffix: str) -> Path:
 
 
 def refuse_unused(why: str, *names: str, **options: object) -> None:
-    """Raise BadParameter for options without effect: ``why``, with the remedy. ``names`` are as typed;
-    ``options`` maps names to values, and counts those with a value."""
+    """Raise BadParameter for options without effect. ``why`` is the reason and the remedy. ``names`` lists
+    options as typed. ``options`` maps names to values; only options with a true value count."""
     given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
     if given:
         raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
@@ -82,8 +83,8 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Read or write a file from the command line in the block. Raises BadParameter if that fails; the message
-    names that file, not a draft beside it."""
+    """Read or write a file from the command line in the block. Raises BadParameter if the block fails; the
+    message names that file, not the temporary draft that an atomic write makes."""
     try:
         yield
     except FileNotFoundError:
@@ -96,8 +97,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Ask a person in the block. Raises KeyboardInterrupt for Ctrl-C, and EOFError without an answer: typer
-    has one exception for both."""
+    """Ask a person in the block. Raises KeyboardInterrupt for Ctrl-C, and EOFError if there is no answer;
+    typer raises the same exception for both."""
     try:
         yield
     except typer.Abort as ended:
@@ -112,7 +113,7 @@ def source(path: Path) -> str:
 
 
 def kernel_source(kernel: Path) -> str:
-    """The source of a kernel, after completing an interrupted acceptance of it."""
+    """Return a kernel's source. An interrupted acceptance of the kernel is completed first."""
     from coda_agent.agent.artifacts.accept import consistent_files
 
     name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
@@ -128,7 +129,7 @@ def _kernel(path: Path) -> str:
 
 
 def _instead(name: str) -> str:
-    """A suggestion for the name of a missing kernel."""
+    """A suggestion of what to give instead of a missing kernel's name."""
     from coda_agent.agent.run import runs
 
     if name in runs.names():
@@ -141,8 +142,8 @@ def _instead(name: str) -> str:
 
 
 def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
-    """Raise BadParameter for a file that is not a kernel's source, judging by its name, and say what to give
-    instead. ``also`` lists endings that the command accepts."""
+    """Raise BadParameter if a file's name shows that it is not a kernel's source; the message says what to
+    give instead. ``also`` lists further endings that the command accepts."""
     name = kernel.name.partition(".")[0]
     for ending, what in NO_SOURCE.items():
         if kernel.name.endswith(ending) and ending not in also:

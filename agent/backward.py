@@ -1,7 +1,8 @@
-"""A derived backward as a spec: its text, its forward's text, and sizes as the forward has them.
+"""Write a spec for a derived backward: the backward's text, the forward's text, and the forward's sizes.
 
-The ordinary gates then judge forward and backward as a pair: inputs are drawn for the forward, its stored
-tensors follow from them, and the backward's text is compared with autograd of the forward's reference.
+The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward, the tensors
+that the forward stores are computed from these inputs, and the backward's text is compared with the gradient
+that autograd derives from the forward's reference.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
 
-NEXT_VALUE = "next"  # of which d_next is the gradient
+NEXT_VALUE = "next"  # the output of the next product; d_next is its gradient
 
 
 class Pair(NamedTuple):
-    """The backward's products with their spec, and the YAML of that."""
+    """A program with the backward's products, and the YAML text of its spec."""
 
     program: Program
     text: str
 
     @property
     def spec(self) -> Spec:
-        """The spec, tried. Raises SpecError, also where the text is not the gradient of its forward."""
+        """The spec, after running its reference. Raises SpecError, for example if the backward's text does
+        not compute the gradient of its forward."""
         return file.of_text(Path(f"{self.program.signature.name}.yaml"), self.text, Spec, check_reference)
 
 
@@ -44,8 +46,8 @@ def pair(
     of: Collection[str] | None = None,
     behind: str | None = None,
 ) -> Pair | None:
-    """The spec of a derived backward; None where it has no products. ``of`` and ``behind`` as it was derived.
-    Raises ProgramError for an operation without a PyTorch text."""
+    """The spec of a derived backward; None if the backward has no products. ``of`` and ``behind`` must be as
+    ``derive`` got them. Raises ProgramError for an operation that has no PyTorch text."""
     if derived.program is None:
         return None
     whole = joined(program)
@@ -81,8 +83,8 @@ def pair(
 
 
 class _Spelled(NamedTuple):
-    """Widths of the backward in the forward's dims. Static dims that follow from no shape there are given by
-    name."""
+    """Rewrite the backward's widths in terms of the forward's dims. ``static`` names the forward's static
+    dims."""
 
     widths: Mapping[str, Dim]
     static: tuple[str, ...]
@@ -107,7 +109,8 @@ class _Spelled(NamedTuple):
 
 
 def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
-    """The forward's own reference, what it must also store, ranges side by side, and the next product."""
+    """The lines of the forward's reference. After the spec's own reference they compute the tensors that the
+    forward must also store, join outputs that are ranges of one tile, and compute the next product."""
     text = spec.reference
     if derived.saves:
         text = f"{text.rstrip()}\n{reference(whole.program._replace(outputs=dict(derived.saves)))}"
@@ -116,8 +119,9 @@ def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) ->
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
-    """The gradients that come in, read or not: a rule that drops one is seen. Gradients of outputs behind a
-    statistic stop there."""
+    """The incoming gradients. Those that the backward does not read are included, so that a check finds a
+    derivative rule that wrongly drops one. The gradient of an output is left out if the output depends on
+    an operation without a derivative (a statistic), where gradients stop."""
     types, stops = program.types(), list[bool]()
     for node in program.nodes:
         stopped = bool(node.args) and OPERATIONS[node.op].derivative is None
@@ -128,7 +132,8 @@ def _coming(program: Program, of: Collection[str] | None, behind: str | None) ->
 
 
 def _head(derived: Derived) -> list[str]:
-    """The head, and gradients that equal another value or are zero."""
+    """The lines that compute the pointwise head (the backward's part before its products), and the gradients
+    that equal another value or are zero."""
     lines = reference(derived.head).splitlines() if derived.head else []
     later = derived.program.outputs if derived.program else {}
     lines += [f"{name} = {other}" for name, other in derived.same.items() if other not in later]

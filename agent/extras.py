@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXTRAS = {  # by the name that is imported
+EXTRAS = {  # from the name of an imported module to its extra
     "anthropic": "author",
     "anyio": "author",
     "genai_prices": "author",

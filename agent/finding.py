@@ -1,4 +1,4 @@
-"""One line of ``coda-agent doctor``, and the check of a program."""
+"""One line of output of ``coda-agent doctor``, and the check that a command is installed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def output(*command: str) -> str:
 
 
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
-    """A command on PATH and its version. ``without``: what is impossible without it; ``install`` and
-    ``reinstall``: the remedies."""
+    """Check that a command is on PATH and prints its version. ``without`` says what is impossible without the
+    command. ``install`` and ``reinstall`` are the remedies if it is missing or broken."""
     path = shutil.which(command)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)

@@ -1,5 +1,5 @@
-"""Options that several commands share. ``grouped`` turns a dataclass's fields into options of the command
-that takes it."""
+"""Options that several commands share. Some are fields of dataclasses; ``grouped`` turns the fields into
+options of a command that has such a dataclass as a parameter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WeakJail = Annotated[
 
 @dataclass(frozen=True)
 class MeasuringOptions:
-    """How to measure."""
+    """The options that say how to measure."""
 
     max_autotune: Annotated[
         bool, typer.Option("--max-autotune", help="Also measure torch.compile's max-autotune.")
@@ -80,7 +80,7 @@ class MeasuringOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """A run's limits."""
+    """The options that limit what a run spends."""
 
     budget_tokens: Annotated[
         int | None,
@@ -113,7 +113,7 @@ TIME_LIMIT = typer.Option(
 
 @dataclass(frozen=True)
 class AuthoringOptions:
-    """The author, and the number of attempts."""
+    """The options that choose the author and limit the number of attempts."""
 
     provider: Annotated[
         ProviderName,
@@ -129,13 +129,13 @@ class AuthoringOptions:
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
 
     def header(self) -> dict[str, Any]:
-        """These options for the run's journal header."""
+        """These options as fields of the run's journal header."""
         return asdict(self) | {"directory": None}
 
 
 @dataclass(frozen=True)
 class Further:
-    """Options that replace a resumed run's own; None keeps them."""
+    """Options that replace the options of a resumed run; None keeps the run's own value."""
 
     attempts: Annotated[int | None, ATTEMPTS] = None
     improve: Annotated[int | None, IMPROVE] = None
@@ -143,12 +143,12 @@ class Further:
     time_limit: Annotated[float | None, TIME_LIMIT] = None
 
     def header(self) -> dict[str, Any]:
-        """The changes to the journal's header."""
+        """The given options, as changes to the header of the run's journal."""
         return _changed(self)
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """These options as a command line."""
+    """These options as words of a command line. Options with default values are omitted."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _changed(group).items():
@@ -163,7 +163,7 @@ def typed_options(*groups: Any) -> list[str]:
 
 def _typed(group: Any, field: str) -> str:
     (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
-    # In Annotated, the option's first name would take the place of the field's default.
+    # In Annotated, typer stores the option's first name in ``default``; the default itself is the field's.
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 
@@ -173,7 +173,7 @@ def _changed(group: Any) -> dict[str, Any]:
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``command`` with its dataclass parameters' fields as options, for typer."""
+    """Wrap ``command`` for typer: each parameter that is a dataclass becomes one option per field."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {
         name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)

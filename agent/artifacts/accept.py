@@ -1,9 +1,10 @@
 """Accept a kernel that passed every gate: write it and its evidence to generated_kernels/, and commit.
 
-A kernel has four files: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the text
-that ran) and NAME.report.json. An edited text adds three: NAME.raw.py, NAME.raw.program.json (the same
-program with its own schedules) and NAME.raw.report.json. The run that made it is recorded for replay. The
-files are replaced atomically: a later reader completes an interrupted replacement.
+A kernel has four files: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the
+generated text that ran) and NAME.report.json. If an author edited the generated text, there are three more:
+NAME.raw.py, NAME.raw.program.json (the same program with the schedules of the edited text) and
+NAME.raw.report.json. The run that made the kernel is recorded for replay. The files are replaced atomically:
+a later reader completes an interrupted replacement.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from coda_agent.verifier.spec.model import Spec
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
-# Fields of a run's header in a recording. The others describe the machine, such as local paths.
+# The fields of a run's header that a recording keeps. The other fields describe the machine, such as paths.
 HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
@@ -53,7 +54,7 @@ class KernelError(InvalidInput):
 
 @dataclass(frozen=True)
 class AcceptedKernel:
-    """An accepted kernel from its files."""
+    """An accepted kernel, as read from its files."""
 
     kernel: KernelSource
     report: Accepted
@@ -64,7 +65,7 @@ RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
 
 
 def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list[Path]:
-    """The files of a kernel: the source first, then the program; the report last."""
+    """The paths of a kernel's files, with the source first, the program second and the report last."""
     return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if edited else SUFFIXES)]
 
 
@@ -72,16 +73,18 @@ def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list
 def consistent_files(
     name: str, directory: Path | None = None, *, edited: bool = False
 ) -> Iterator[list[Path]]:
-    """Within, a kernel's ``files``, by default in generated_kernels/, are from one acceptance: an interrupted
-    one is completed first, and others wait. Raises OSError, FileNotFoundError without a directory."""
+    """Guarantee in the block that all of a kernel's ``files`` come from the same acceptance. An interrupted
+    acceptance is completed first, and other acceptances wait. ``directory`` is generated_kernels/ by default.
+    Raises OSError, and FileNotFoundError if the directory does not exist."""
     *others, evidence = files(name, directory or KERNELS, edited=edited)
     with atomic_files.consistent(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
-    """The accepted kernel of a spec, by default in generated_kernels/, or its edited text; None if there is
-    none. ``verifier.provenance`` checks that the report covers these files. Raises KernelError."""
+    """Read a spec's accepted kernel, or with ``edited`` the accepted kernel whose text an author edited. The
+    result is None if no such kernel is accepted. ``directory`` is generated_kernels/ by default.
+    ``verifier.provenance`` checks that the report covers these files. Raises KernelError."""
     try:
         with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
@@ -94,8 +97,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured again after its text was edited. With better schedules it may now be
-    the faster one."""
+    """Whether the program was measured again after its text was edited. If so, the program may now be faster
+    than the edited text, thanks to better schedules."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -121,19 +124,20 @@ def report(path: Path) -> Accepted:
 
 
 def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) -> Path:
-    """The recording of the run that made a kernel; ``edited``: that edited its text, or wrote a primitive."""
+    """The path of the recording of the run that made a kernel. ``edited``: the run edited the kernel's text,
+    or wrote a primitive."""
     return directory / (f"{name}.raw.jsonl" if edited else f"{name}.jsonl")
 
 
 def recorded(journal: Record) -> str:
-    """A run as a recording: without machine-specific data, and without data that its report has."""
+    """The text of a run's recording. It omits data about the machine, and data that the report has."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})
 
 
 def export(run: str, path: Path) -> Path:
-    """Write all events of a run to ``path``, with its header except for local paths. The run may be in any
-    state, and open in another process. Raises JournalError and OSError."""
+    """Write all events of a run to ``path``, with the run's header but without local paths. The run may be in
+    any state, and another process may have it open. Raises JournalError and OSError."""
     journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
@@ -148,14 +152,14 @@ def accept(
     *,
     looked: bool = False,
 ) -> list[Path]:
-    """Write an accepted kernel's files and its run's recording, all or none of them. ``looked``: a person has
-    read it, which an edited text needs. Raises Refused for anything but an accepted kernel, or where
-    writing fails."""
+    """Write an accepted kernel's files and its run's recording: either all of them or none. ``looked``: a
+    person has read the kernel, which is required if its text was edited. Raises Refused if the run's result
+    is not an accepted kernel, or if writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise Refused(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
-    given = journal.header["run"]  # a replay's own run: the authorship is the recorded run's
+    given = journal.header["run"]  # for a replay, its own name; the authorship names the recorded run
     if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
             f"run {given} is {report.status}, not accepted: "
@@ -176,28 +180,28 @@ def accept(
     if not edited:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
     evidence, run = files(name, directory, edited=edited)[-1], recording(name, recordings, edited=edited)
-    if not journal.header.get("replays"):  # otherwise the recording there is the run that it replays
+    if not journal.header.get("replays"):  # otherwise the existing recording is of the replayed run
         written[run] = recorded(journal)
     written[evidence] = report.model_dump_json(indent=1) + "\n"
     try:
         atomic_files.put(directory, evidence.name, written)
     except OSError as error:
-        place = error.filename or directory  # a failed write names no file
+        place = error.filename or directory  # the error of a failed write names no file
         remedy = "make room" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's accepted kernel to this one, after completing an interrupted acceptance;
-    "" if there is none, or no change."""
+    """A unified diff from the spec's accepted kernel to this outcome's kernel; "" if the spec has no accepted
+    kernel, or nothing changed. An interrupted acceptance is completed first."""
     if isinstance(outcome.report, Rejected):
         return ""
     kernel = outcome.kernel
-    assert kernel is not None  # a rejected one has no changes to show
+    assert kernel is not None  # only a rejected outcome may have no kernel
     edited = kernel.edited is not None
     if edited and kernel.lowered.hash != outcome.report.identity.lowered_hash:
-        return ""  # a primitive's functions, not a program's text
+        return ""  # this kernel is a primitive's functions, not a program's text
     name = outcome.report.identity.spec
     path, *_ = files(name, directory, edited=edited)
     try:
@@ -212,7 +216,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
 
 
 def message(report: Accepted, authorship: Authorship) -> str:
-    """The commit message: what was accepted, by which author, with the measurements."""
+    """The commit message, which names the accepted kernel and its author, and lists the measurements."""
     lines = [
         f"Accept {report.identity.spec}" + (", raw CuTeDSL" if report.identity.raw else ""),
         "",

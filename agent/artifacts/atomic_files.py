@@ -1,7 +1,7 @@
 """Replace several files atomically: after a crash a reader sees all old files, or completes the replacement.
 
-New files go into a draft folder. Renaming that folder decides; then each file is renamed to its path, which
-needs no disk space.
+New files go into a draft folder. Once that folder has been renamed, the replacement will be completed. Each
+file is then renamed to its final path, which needs no disk space.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-STATES = ("draft", "whole", "done")  # of a folder: being written, complete, and emptied
-PLACES = "places.json"  # a file in a folder that lists the paths of its files, in order
+STATES = ("draft", "whole", "done")  # a replacement's folder is being written, is complete, or is emptied
+PLACES = "places.json"  # this file in a replacement's folder lists the final paths of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace files by these, in order. The last file vouches for the others, so it is missing while they are
-    replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError; then all files are old, or
-    the next reader completes the replacement."""
+    """Replace files by ``contents``, in order. The last file is the evidence for the other files, so it is
+    missing while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
+    then either all files are old, or the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)
@@ -42,15 +42,16 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def consistent(directory: Path, name: str = "*") -> Iterator[None]:
-    """Guarantee in the block that files come from one replacement. A replacement that was interrupted after
-    its decision is completed first; one that was interrupted before it is discarded. Without ``name``, all
-    replacements. Raises OSError, FileNotFoundError without ``directory``."""
+    """Guarantee in the block that all files come from the same replacement. If a replacement was interrupted,
+    it is completed first if its draft folder was already renamed, and discarded otherwise. Without ``name``,
+    this holds for all replacements in ``directory``. Raises OSError, and FileNotFoundError if ``directory``
+    does not exist."""
     while True:
         _end(directory, name)
         with together(directory):
             if not any(
                 folder.is_dir() for folder in directory.glob(f".{name}.whole")
-            ):  # otherwise another process has just decided it
+            ):  # otherwise another process has just renamed a draft folder, so look again
                 yield
                 return
 
@@ -69,7 +70,7 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        whole.rename(done)  # a kill from here on must not leave files without the list of their paths
+        whole.rename(done)  # so a kill during rmtree cannot leave a "whole" folder without its list of paths
         shutil.rmtree(done)
 
 
@@ -84,7 +85,8 @@ def _replace(directory: Path, whole: Path) -> None:
 
 
 def _way(directory: Path, path: Path) -> str:
-    """The relative path from a directory to a file, without links, since ``..`` follows a link's target."""
+    """The relative path from a directory to a file. Links are resolved first, since ``..`` means the parent
+    of a link's target."""
     return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 
@@ -93,7 +95,7 @@ def _move(staged: Path, place: Path) -> None:
     try:
         staged.rename(place)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # its directory may be on another disk
+        if error.errno != errno.EXDEV:  # EXDEV: the file's directory is on another disk
             raise
         write_atomic(place, staged.read_bytes())
         staged.unlink()

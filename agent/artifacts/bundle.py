@@ -1,8 +1,8 @@
 """Work with two machines: pack checked kernels for an H100 elsewhere, measure there, continue the runs here.
 
-A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result file is another. An
-author's Python does not travel: the measuring machine gets programs, and edited texts, which it compiles in
-confinement.
+A bundle is one JSON file of programs, specs, expected hashes and known tunings. The results come back in
+another JSON file. An author's Python is not sent. The measuring machine gets only programs and texts that an
+author edited, and it compiles edited texts in the sandbox.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 
 FORMAT = 1
-WHOLE = "whole"  # the stage of a finished entry
+WHOLE = "whole"  # the name of the stage that stores a finished entry's result
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -53,11 +53,11 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
+Schedules = dict[str, tuple[dict[str, Any], ...]]  # from a step to its schedules
 
 
 class PackedIncumbent(_File):
-    """An incumbent (``verifier.incumbent.Incumbent``) as JSON data."""
+    """The kernel to beat (``verifier.incumbent.Incumbent``) as JSON data."""
 
     program: str
     schedules: dict[str, dict[str, dict[str, Any]]]
@@ -81,9 +81,9 @@ class PackedIncumbent(_File):
 
 
 class PackedKernel(_File):
-    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before; ``quack``: the
-    same for QuACK's arms. ``kept``: the incumbent. ``raw``: its edited text, with its compiled ``objects``,
-    so that the other machine need not run it."""
+    """A checked kernel that awaits measurement. ``known``: for each case, the schedules that won before;
+    ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's text if an
+    author edited it. ``objects``: its compiled code, so that the other machine need not run the text."""
 
     run: str
     attempt: int
@@ -117,8 +117,9 @@ class BundleResults(_File):
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
-    """Write the last checked kernels of runs to ``path``. InvalidInput for a run that awaits no measurement.
-    Compiling an edited text takes minutes if tuning searches widely; ``progress`` gets each case."""
+    """Write the last checked kernel of each run to ``path``. Raises InvalidInput for a run that awaits no
+    measurement. Compiling a text that an author edited takes minutes if tuning searches widely. ``progress``
+    is told each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     write(path, bundle)
     return bundle
@@ -138,7 +139,7 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
         if last is None or not isinstance(last.checked, Checked) or last.measured:
             raise InvalidInput(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
         kernel, kept, report = last.kernel(run.spec), _incumbent(run, view), last.checked
-        assert kernel is not None  # a checked one is there
+        assert kernel is not None  # a checked attempt has a kernel
         return PackedKernel(
             run=run.name,
             attempt=last.number,
@@ -158,8 +159,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """An edited text's objects on the schedules of the compile gate, and on those that tuning may choose for
-    the incumbent."""
+    """The compiled objects of a text that an author edited. The text is compiled for the schedules of the
+    compile gate, and for the schedules that tuning may choose for the kernel to beat."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -194,11 +195,11 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """The tuning of the spec's accepted kernel if program and text are the same, so that tuning only re-times
-    its schedules."""
+    """The schedules to which the spec's accepted kernel was tuned, if its lowered text is the same. Tuning
+    then only times these schedules again."""
     try:
         before = accept.read(spec)
-    except accept.KernelError:  # another version's
+    except accept.KernelError:  # another version wrote the files
         return {}
     if before is None or before.report.identity.lowered_hash != identity.lowered_hash:
         return {}
@@ -206,26 +207,27 @@ def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
 
 
 def partial_folder(out: Path) -> Path:
-    """The folder of finished cases, until ``out`` is complete."""
+    """The folder that holds finished cases until ``out`` is complete."""
     return out.with_name(out.name + ".partial")
 
 
 def stages(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePieces:
-    """The folder of one entry's measurement, until ``out`` is complete."""
+    """The folder that holds the stages of one entry's measurement until ``out`` is complete."""
     rival = entry.kept.model_dump_json() if entry.kept else ""
     return FilePieces.of(partial_folder(out), entry.identity, options, rival)
 
 
 def read(path: Path) -> Bundle:
-    """Read a bundle. Raises InvalidInput for another kind of file, or another format."""
+    """Read a bundle. Raises InvalidInput if the file is no bundle, or has another format version."""
     return _read(path, Bundle)
 
 
 def measure(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
 ) -> BundleResults:
-    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Stages in
-    ``out``.partial are not measured again. InvalidInput, naming ``path``, for another version's bundle."""
+    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
+    are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, for a
+    bundle that another version wrote."""
     from coda_agent.verifier.measure import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()
@@ -240,7 +242,7 @@ def measure(
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = BundleResults(results=(*done.results, result))
             write(out, done)
-            _close(here)  # a finished entry did not take the worker
+            _close(here)  # an entry that was finished before did not use its workers
     finally:
         _close([*here, *waiting])
     shutil.rmtree(partial_folder(out), ignore_errors=True)
@@ -253,8 +255,8 @@ def _close(workers: Iterable[Worker]) -> None:
 
 
 def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
-    """The stored result of an entry that was finished before an interruption, unchanged: it may have been
-    imported already."""
+    """Measure an entry, or return its stored result if it was finished before an interruption. The stored
+    result stays as it is, since it may have been imported already."""
     kept = keep.load(WHOLE)
     if kept is not None:
         return kept
@@ -353,7 +355,8 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
 
 
 def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
-    """Lower again here and compare with what was checked there."""
+    """Lower an entry's program again on this machine, and compare the hashes with those of the machine that
+    checked it. Raises InvalidInput if they differ."""
     spec = _spec(path, entry)
     try:
         kernel = KernelSource.from_json(dict(entry), spec.signature())
@@ -372,7 +375,7 @@ def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
 
 
 def _spec(path: Path, entry: PackedKernel) -> Spec:
-    try:  # parse without running: its hash equals that of the checked spec
+    try:  # parse without running the reference, since the hash shows that the spec was checked
         return of_text(path, entry.spec_text, Spec, lambda spec: None)
     except SpecError as error:
         place = f"line {error.line} of its spec" if error.line else "its spec"
@@ -380,10 +383,10 @@ def _spec(path: Path, entry: PackedKernel) -> Spec:
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:
-    """Copy the measurements of a result file into their runs' journals. A second call does nothing. An
-    invalid measurement leaves its run awaiting measurement.
+    """Copy the measurements of a result file into their runs' journals. A second call does nothing. A run
+    whose measurement is invalid still awaits measurement.
 
-    InvalidInput for a result of another kernel than the run's.
+    Raises InvalidInput if a result is of another kernel than its run's.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, BundleResults).results:

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class FilePieces:
-    """The finished stages of one measurement, one atomically written file each."""
+    """The finished stages of one measurement, each stored in its own file, which is written atomically."""
 
     directory: Path
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The stages for exactly this kernel, spec, sizes, options and ``more`` dependencies."""
+        """The store for the stages of exactly this kernel, spec, options and ``more`` dependencies."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        """A stage's result; None if it is missing or unreadable, so that it is measured again."""
+        """A stage's result; None if it is missing or unreadable, so that the stage is measured again."""
         try:
             found = json.loads(self._path(piece).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -46,12 +46,12 @@ class FilePieces:
         write_atomic(self._path(piece), json.dumps(found))
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """All stages by name."""
+        """The results of all stages, by the stage's name."""
         names = [unquote(path.stem) for path in self.directory.glob("*.json")]
         return {name: found for name in names if (found := self.load(name)) is not None}
 
     def written(self) -> list[datetime]:
-        """The times of all stages, earliest first."""
+        """The times at which the stages were stored, earliest first."""
         files = self.directory.glob("*.json")
         return sorted(datetime.fromtimestamp(path.stat().st_mtime) for path in files)
 
@@ -66,9 +66,10 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Hold in the block a folder for the stages of a kernel's measurement on this card, and the GPU
-    exclusively among our commands. Stages of an interrupted measurement count, unless ``again`` starts over.
-    Afterwards all stages are deleted, whatever the result: the next measurement draws its own inputs."""
+    """Give the block a function that opens the folder for the stages of a kernel's measurement on this card,
+    and locks the GPU against our other commands. Stages of an interrupted measurement are reused, unless
+    ``again`` starts over. After the block all stages are deleted, whatever the result, because the next
+    measurement draws its own inputs. If the block raises an exception, the stages stay."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

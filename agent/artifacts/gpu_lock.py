@@ -16,9 +16,9 @@ SAYING = 60.0  # seconds between two messages of a waiting command
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Exclude other measuring commands of this user from this process's first GPU. Waits for a running one,
-    and tells ``say`` again and again. Raises filelock's Timeout if it still runs at ``deadline``, a moment of
-    ``time.monotonic``."""
+    """Exclude other measuring commands of this user from this process's first GPU. If such a command is
+    running, wait for it, and tell ``say`` so at intervals. Raises filelock's Timeout if that command is still
+    running at ``deadline``, which is a moment of ``time.monotonic``."""
     lock = FileLock(cache_dir() / f"{_first_gpu()}.lock")
     wait = 0.0
     while True:
@@ -38,6 +38,6 @@ def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> It
 
 
 def _first_gpu() -> str:
-    """The UUID of this process's first GPU; "gpu" if none is known."""
+    """The UUID of this process's first GPU; "gpu" if no GPU is visible."""
     gpus = visible_gpus()
     return gpus[0].uuid if gpus else "gpu"

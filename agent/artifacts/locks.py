@@ -1,5 +1,5 @@
-"""Lock directories. The kernel drops a lock when its holder dies, and no lock file is left among a user's
-files."""
+"""Lock directories. The operating system releases a lock when the process that holds it dies. No lock file is
+left among a user's files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def together(directory: Path) -> Iterator[None]:
-    """Exclude processes that are ``alone`` in this directory; other readers may share it. Raises OSError."""
+    """Exclude processes that are ``alone`` in this directory; other processes may also be ``together`` in it.
+    Raises OSError."""
     with _locked(directory, fcntl.LOCK_SH):
         yield
 
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    # lock the directory itself: its files, and locks on them, are replaced
+    # Lock the directory itself, because its files are replaced, and locks on them would be lost.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)

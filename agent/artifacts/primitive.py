@@ -1,7 +1,7 @@
 """``coda-agent primitive``: add a missing elementwise primitive to the vocabulary.
 
-A person defines its meaning in ``specs/primitives/NAME.yaml``. An author writes its CuTeDSL in a run. A
-person merges the resulting patch. Nothing here changes a file of the vocabulary.
+A person defines the primitive's meaning in ``specs/primitives/NAME.yaml``. An author writes its CuTeDSL code
+in a run. A person applies the resulting patch. This module never changes a file of the vocabulary itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"
-HEADER = "proposes"  # in a run's header: the proposal's YAML as it was
+HEADER = "proposes"  # the field of a run's header that holds the proposal's YAML when the run started
 VOCABULARY, FAMILY, LANGUAGE = (
     f"primitives/{n}.py" for n in ("__init__", "lang/ops/elementwise", "raw/names")
 )
@@ -80,8 +80,8 @@ def proposed(name: str) -> Path:
 
 
 def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
-    """Write the proposal of a primitive, for its owner to complete. Raises InvalidInput before anything is
-    written."""
+    """Write a draft of a primitive's proposal, which its owner completes. Raises InvalidInput before anything
+    is written."""
     path = path_of(name)
     if path.exists():
         raise InvalidInput(f"{path} already exists: edit it, or remove it first")
@@ -107,8 +107,8 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
-    """Start a run that authors the primitive proposed at ``path``, or that replays its recording, whose
-    primitive may be in the vocabulary by now. Raises SpecError before anything is written."""
+    """Start a run that writes the primitive proposed at ``path``, or that replays its recording. The
+    primitive of a recording may already be in the vocabulary. Raises SpecError before anything is written."""
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
@@ -124,7 +124,7 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
 
 @dataclass(frozen=True)
 class PrimitiveTask:
-    """The task of writing a proposed primitive (``agent.run.task.Task``). ``text``: the proposal's YAML."""
+    """The task (``agent.run.task.Task``) of writing a proposed primitive. ``text``: the proposal's YAML."""
 
     spec: Spec
     text: str
@@ -159,7 +159,8 @@ class PrimitiveTask:
         return proposal_gates.check(self.proposal, self.spec, source, progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """A primitive is right or wrong, so nothing is timed."""
+        """Return a function that checks a primitive on the GPU. It times nothing, since a primitive is only
+        right or wrong."""
 
         def measure(
             spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
@@ -174,7 +175,7 @@ class PrimitiveTask:
 
 
 def pack() -> str:
-    """The stable prompt for authors of primitives: the rules, the language, existing primitives."""
+    """The part of the prompt that all proposals share: the rules, the language and existing primitives."""
     from coda_agent.primitives.compiler.lower import exports
 
     language = (
@@ -191,7 +192,7 @@ def pack() -> str:
 
 
 def _examples() -> Iterable[str]:
-    """Existing primitives: page, rule and templates, then the unchanged device functions."""
+    """Show existing primitives: first the definitions of some of them, then all device functions."""
     entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
     yield (
         f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
@@ -203,7 +204,7 @@ def _examples() -> Iterable[str]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """The functions of a module by name, with decorators."""
+    """The source of each function of a module by name, with its decorators."""
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:
@@ -217,7 +218,7 @@ def _sources(text: str) -> dict[str, str]:
 
 
 def latest(name: str) -> str:
-    """The last run that authors a primitive. Raises InvalidInput."""
+    """The name of the last run that authored a primitive. Raises InvalidInput if there is no such run."""
     for run in reversed(runs.names()):
         if run.startswith(f"{name}-"):
             opened = runs.reopen(run)
@@ -228,8 +229,9 @@ def latest(name: str) -> str:
 
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
-    """Write a patch that adds the primitive of its last run to the vocabulary. Return that run's state, and
-    what the primitive's page lacks. Raises InvalidInput."""
+    """Write a patch that adds a primitive, as its last run wrote it, to the vocabulary. Return the patch's
+    path, that run's outcome, and a message about the missing parts of the primitive's page (the docstring
+    shown in prompts). Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
@@ -251,12 +253,12 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference: early versions could skip that."""
+    """Whether the run compared numbers with the reference; runs of early versions could skip that."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
 def missing_parts(page: str) -> str:
-    """The parts that a page lacks, as a message; empty if none."""
+    """A message that lists the parts that a page lacks; empty if the page is complete."""
     if formed(page):
         return ""
     parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")
@@ -265,9 +267,9 @@ def missing_parts(page: str) -> str:
 
 
 def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
-    """A unified diff that adds the primitive, and its run, to the vocabulary under ``root``. Its functions
-    get a module of their own, since existing modules are bound to the evidence of kernels. Raises RawError if
-    the source lacks the functions' form."""
+    """A unified diff that adds the primitive to the vocabulary under ``root``, and its run to the recordings.
+    The primitive's functions get a new module, because the reports of accepted kernels hold only for the
+    existing modules as they are. Raises RawError if the source does not define the required functions."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
@@ -289,7 +291,7 @@ def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROO
 
 
 def _module(proposal: Proposal, source: str, fast: bool) -> str:
-    """The device code as a module."""
+    """The text of a new module with the primitive's device functions."""
     names = [proposal.name, f"{proposal.name}_fast"][: 1 + fast]
     return (
         f'"""{proposal.name}: of register values, which are fp32."""\n\n'
@@ -299,20 +301,20 @@ def _module(proposal: Proposal, source: str, fast: bool) -> str:
 
 
 def _permitted(text: str, name: str) -> str:
-    """The language of edited modules, with the new module in its list."""
+    """The text of the module that lists what an edited text may import, with the new module added."""
     place = text.index('    "primitives.device.values": ')
     return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
 
 
 def _listed(text: str, opening: str, closing: str, name: str) -> str:
-    """The text with a name added to a sorted list, one name per line."""
+    """The text with ``name`` added to the sorted list, one name per line, that ``opening`` starts."""
     head, begin, rest = text.partition(opening)
     body, end, tail = rest.partition(closing)
     return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
 
 
 def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
-    """The family's text with the operation's entry after the other activations."""
+    """The text of the module of elementwise primitives, with the new primitive after the activations."""
     exact, coarse = proposal.templates(fast)
     given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
     decorator = f"@elementwise({', '.join(given)})"

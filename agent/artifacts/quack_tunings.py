@@ -1,4 +1,4 @@
-"""Known schedules of QuACK's arms, from earlier reports."""
+"""Read from earlier reports the schedules to which QuACK's arms were tuned."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
-    """By case, the schedules that the installed QuACK's arms were tuned to when a kernel of this spec, or an
-    edited text of it, was measured; empty without such a report in generated_kernels/."""
+    """Map each case to the schedules of QuACK's arms in the report of this spec's accepted kernel, or of its
+    text as edited by an author. Only a report with the installed version of QuACK counts; the result is empty
+    if generated_kernels/ has no such report."""
     for edited in (False, True):
-        with suppress(accept.KernelError):  # another version's
+        with suppress(accept.KernelError):  # another version wrote the report
             found = accept.read(spec, edited=edited)
             told = found.report.quack() if found and found.report.identity.spec_hash == spec.hash else {}
             if told and {each.version for each in told.values()} == {version("quack-kernels")}:

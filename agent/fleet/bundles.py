@@ -1,4 +1,4 @@
-"""Measure the entries of a bundle on the GPUs of a fleet: each entry on one GPU."""
+"""Measure the entries of a bundle on the GPUs of a fleet (local or of a cluster), each entry on one GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def measure(
     pool: Pool,
     progress: Callable[[str], Progress],
 ) -> bundles.BundleResults:
-    """As ``bundle.measure``, on the pool's GPUs. Results are written in the bundle's order as they come."""
+    """Do what ``bundle.measure`` does, but on the pool's GPUs. Results are written to ``out`` as they come,
+    in the order of the bundle's entries."""
     checked = [bundles.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
     turns = defaultdict[Path, threading.Lock](threading.Lock)  # equal entries share their stages
@@ -62,7 +63,8 @@ def _measured(
     keep: FilePieces,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on one GPU; on another one, from the start, if that is lost or fails its controls."""
+    """Measure an entry on one GPU. If that GPU is lost or fails its controls, measure the entry on another
+    GPU from the start."""
     voids = lost = 0
     while lost < LOSSES:
         try:

@@ -1,7 +1,8 @@
 """Drive a sweep: author its runs in threads, and lease slots for their checks and measurements.
 
-An author waits for a network, so one process drives many runs. A run that loses its slot is as a run that was
-killed: it begins again from its journal, which has every answer, verdict and finished stage.
+An author mostly waits for the network, so one process can drive many runs. A run that loses its slot is
+treated like a run that was killed. It begins again from its journal and its stored stages, so no answer,
+verdict or finished stage is lost.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import MeasureOptions
 
-SILENCE = 900.0  # seconds after which a piece on a core hangs: one compile may take COMPILE_SECONDS
-MEASURING = 1800.0  # the same on a GPU, whose workers have limits of their own
+SILENCE = 900.0  # seconds without a message after which a piece on a core counts as hung; compiles are slow
+MEASURING = 1800.0  # the same limit for a piece on a GPU, whose workers have their own limits
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
-SAME = "gpu"  # the stage that names the GPU of a measurement
-VOIDS = 3  # invalid measurements of one kernel before it is left for later
-CHECKING = "slot"  # the gate of a source that kills or hangs whatever checks it
+SAME = "gpu"  # the name of the stage that stores on which GPU a measurement runs
+VOIDS = 3  # how many invalid measurements of a kernel end its run or entry; resuming measures it again
+CHECKING = "slot"  # the gate of a source that kills or hangs every process that checks it
 
 
 @dataclass
@@ -67,15 +68,15 @@ class Driver:
     limits: RunLimits
     measuring: MeasureOptions | None
     given: Mapping[str, Any] = field(default_factory=dict)
-    now: dict[str, str] = field(default_factory=dict)  # by run, the step in progress
-    problems: dict[str, str] = field(default_factory=dict)  # by run, why it ended early
-    ended: list[str] = field(default_factory=list)  # in order, in words
+    now: dict[str, str] = field(default_factory=dict)  # from a run to its current step
+    problems: dict[str, str] = field(default_factory=dict)  # from a run to the reason why it ended early
+    ended: list[str] = field(default_factory=list)  # one message per ended run, in order
     began: float = field(default_factory=time.process_time)
     bug: BaseException | None = None
 
     def unfinished(self, names: Sequence[str]) -> list[str]:
-        """The runs that can go further: those without an end, that ended early, or whose kernel is not
-        measured although GPUs are here."""
+        """The runs that can continue: runs that have not ended, that ended early, or whose kernel is not
+        measured although this session measures. If options were given anew, all runs can continue."""
         last: dict[str, str | None] = dict.fromkeys(names)
         for event in self.sweep.journal.events():
             if event.kind == "ended":
@@ -85,12 +86,12 @@ class Driver:
         return [name for name in names if last[name] != "" or (self.measuring and _checked(name))]
 
     def news(self) -> list[str]:
-        """Lines for a person without a terminal."""
+        """Lines that report the sweep's state where no live table can be shown."""
         lines = [*self.ended, *(f"left out: {slot}: {why}" for slot, why in list(self.pool.left_out.items()))]
         return lines + [f"refused: {node}: {why}" for node, why in list(self.pool.refusals.items())]
 
     def close(self) -> None:
-        """Record the processor time that the driver itself took."""
+        """Record how much processor time the driver itself used."""
         self.sweep.record("session", {"driver_seconds": round(time.process_time() - self.began, 3)})
 
     def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
@@ -113,7 +114,7 @@ class Driver:
         return threads
 
     def _author(self, name: str) -> None:
-        """Author a run to its end. An expected error ends this run alone; a bug ends the sweep."""
+        """Author a run to its end. An expected error ends only this run; a bug ends the sweep."""
         try:
             self.now[name], status = "opening", history.UNDECIDED
             outcome = self._authored(name)
@@ -153,7 +154,7 @@ class Driver:
 
 @dataclass
 class _OnSlots:
-    """One run on slots: its check, its measurement, and its listener."""
+    """One run that is checked and measured on slots of the pool."""
 
     driver: Driver
     run: Run
@@ -164,7 +165,7 @@ class _OnSlots:
         driver, run = self.driver, self.run
         header = {**run.journal.header, **driver.given}
         task = setup.task_of(run)
-        assert isinstance(task, AuthoringTask)  # a sweep has no others
+        assert isinstance(task, AuthoringTask)  # a sweep has no runs of other tasks
         return Loop(
             run.journal,
             run.spec,
@@ -188,8 +189,8 @@ class _OnSlots:
         weak_jail: bool = False,
         progress: Progress = silent,
     ) -> Verdict:
-        """The gates without a GPU: examine the source on one slot, and compile its program on another, unless
-        the fleet has compiled it already."""
+        """Run the gates that need no GPU. Examine the source on one slot, and compile its program on a slot,
+        unless this sweep has already compiled the same program."""
         pool, name = self.driver.pool, self.run.name
         asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
         asked |= {"schedules": {str(step): s.to_json() for step, s in (schedules or {}).items()}}
@@ -226,7 +227,7 @@ class _OnSlots:
             yield self.gpu
 
     def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: Incumbent | None) -> Measurement:
-        """Measure on the leased GPU. One that fails its controls leaves the pool."""
+        """Measure on the leased GPU. A GPU that fails its controls leaves the pool."""
         assert self.gpu is not None and self.driver.measuring is not None
         quack = quack_tunings.quack(spec)
         entry = bundle.PackedKernel(
@@ -249,7 +250,7 @@ class _OnSlots:
 
 
 def spent_before(names: Sequence[str]) -> dict[str, Spent]:
-    """By run, the spending so far."""
+    """Return what each run has spent so far."""
     return {name: history.past_of(name).spent for name in names}
 
 
@@ -263,7 +264,8 @@ class _Refused(Exception):
 
 
 def failed_controls(found: Unmeasured) -> bool:
-    """Whether a GPU found a difference between equal arms, or missed the planted delay."""
+    """Whether the controls failed: a GPU measured a difference between equal arms, or no difference for an
+    arm with a known delay."""
     return bool(found.evidence.get("controls"))
 
 
@@ -276,8 +278,8 @@ class Stages(Checkpoint, Protocol):
 def measured_on(
     slot: Slot, entry: bundle.PackedKernel, options: MeasureOptions, keep: Stages, progress: Progress
 ) -> Measurement:
-    """Measure an entry on a slot's GPU. Its finished stages arrive one by one, and are stored here. Raises
-    SlotLost."""
+    """Measure an entry on a slot's GPU. The slot sends each finished stage, which is stored in ``keep``.
+    Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
@@ -304,7 +306,7 @@ def _heard(now: dict[str, str], run: str) -> Progress:
 
 @dataclass
 class _Listener:
-    """A run's observer, which keeps its current step for the live table."""
+    """A listener that stores a run's current step for the live table."""
 
     now: dict[str, str]
     run: str

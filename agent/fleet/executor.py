@@ -1,7 +1,7 @@
-"""The interface of an executor: slots on which pieces of work run, here or on other machines.
+"""The interface of an executor, which provides slots that run pieces of work on this or other machines.
 
-``local`` has the slots of this machine, ``on_ray`` those of a Ray cluster. Nothing above this module knows
-which one runs.
+``local`` provides the slots of this machine, and ``on_ray`` provides the slots of a Ray cluster. The modules
+that use this interface do not know which of the two executors runs.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu, visible_gpus
 from coda_agent.verifier.gpu.worker import Task, Worker
 
-CPU = "CPU"  # the kind of a slot without a GPU; the others' is their GPU's name
+CPU = "CPU"  # the kind of a slot without a GPU; the kind of a slot with a GPU is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early
+AHEAD = {  # modules that a slot's worker imports early, by whether the slot has no GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }
 
 
 class SlotLost(Exception):
-    """A slot is gone: its process, node or cluster. This says nothing about the piece that it worked on."""
+    """A slot is gone, because its process, node or cluster is gone. This does not mean that the piece of work
+    on the slot was wrong."""
 
 
 class ExecutorLost(Absent):
-    """All slots are gone, as with a cluster's head."""
+    """All slots are gone, for example because a cluster's head is gone."""
 
 
 class Slot(Protocol):
-    """A place where one piece runs at a time: a core, or a GPU. ``name`` is unique in the fleet; a GPU's is
-    its UUID."""
+    """A core or a GPU, on which one piece of work runs at a time. ``name`` is unique in the fleet; for a GPU
+    it is the GPU's UUID."""
 
     name: str
     kind: str
     node: str
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        """The task's answer, as ``verifier.gpu.worker.Worker.ask`` gives it. Raises SlotLost if the slot is
-        gone."""
+        """Run a task and return its answer, as ``verifier.gpu.worker.Worker.ask`` does. Raises SlotLost if
+        the slot is gone."""
         ...
 
 
@@ -55,11 +56,11 @@ class Executor(Protocol):
     """The slots that exist now. Nodes may join and leave at any time."""
 
     def slots(self) -> Sequence[Slot]:
-        """Raises ExecutorLost."""
+        """The slots that exist now. Raises ExecutorLost."""
         ...
 
     def refused(self) -> Mapping[str, str]:
-        """The nodes that may not join, with the reason."""
+        """The nodes that may not join, each with the reason."""
         ...
 
     def close(self) -> None: ...
@@ -67,15 +68,15 @@ class Executor(Protocol):
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """The thread that starts workers: a worker dies with the thread that started it, and this one lives as
-    long as its process."""
+    """The thread that starts workers. A worker dies with the thread that started it, so this thread lives
+    until its process ends."""
     return ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 class ProcessSlot:
-    """A slot of this machine: an expendable process, which is replaced if a piece kills it.
+    """A slot of this machine. It runs its pieces in a process, which is replaced if a piece kills it.
 
-    It gets no keys, since a piece may compile untrusted text. A slot without a GPU sees none.
+    The process gets no API keys, since a piece may compile untrusted text. A slot without a GPU sees no GPU.
     """
 
     def __init__(self, name: str, node: str, gpu: Gpu | None = None):
@@ -98,7 +99,7 @@ class ProcessSlot:
 
     def _started(self) -> Worker:
         env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
-        if not self._gpu:  # slots side by side: PyTorch's threads would wait in turn
+        if not self._gpu:  # each core has a slot, so several PyTorch threads per slot would only compete
             env["OMP_NUM_THREADS"] = "1"
         return _starter().submit(Worker, env=env, ahead=AHEAD[self._gpu is None]).result()
 
@@ -108,14 +109,15 @@ class ProcessSlot:
 
 
 def usable_gpus() -> list[Gpu]:
-    """This process's GPUs for which kernels are lowered."""
+    """The GPUs of this process that have the architecture for which kernels are lowered."""
     from coda_agent.primitives.target import TARGET
 
     return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]
 
 
 def environment() -> dict[str, str]:
-    """The versions that must agree in a fleet: Python, packages, and a hash of our own files."""
+    """The versions that must be equal on all nodes of a fleet: those of Python and of packages, and a hash of
+    this project's own files."""
     from importlib.metadata import version
 
     from coda_agent.primitives.compiler.lower import PACKAGES
@@ -127,7 +129,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def _own_hash() -> str:
-    """The hash of the files that decide and compile; ``CODA_AGENT_VERSION`` overrides it, for tests."""
+    """The hash of this project's Python files. In tests, ``CODA_AGENT_VERSION`` overrides it."""
     if given := os.environ.get("CODA_AGENT_VERSION"):
         return given
     hashed = hashlib.sha256()
@@ -138,7 +140,7 @@ def _own_hash() -> str:
 
 
 def differing(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """A message about the versions in which another node differs; "" if it does not."""
+    """A message that lists the versions in which another node differs from this one; "" if all are equal."""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     words = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in names

@@ -1,4 +1,4 @@
-"""The executor of one machine: a slot for every core and every GPU, each a process."""
+"""The executor of one machine. Every core and every GPU is a slot, and each slot has its own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from coda_agent.verifier.gpu.visible import Gpu
 
 
 class Local:
-    """This machine. ``gpus`` and ``cpus`` are its own by default."""
+    """The slots of this machine. ``cpus`` is the number of cores to use, by default all that this process may
+    use. ``gpus`` are by default all of this process's usable GPUs."""
 
     def __init__(self, cpus: int | None = None, gpus: Sequence[Gpu] | None = None):
         node = platform.node()

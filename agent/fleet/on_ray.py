@@ -1,8 +1,9 @@
-"""The executor of a Ray cluster: an actor for every core and every GPU of every node that fits the fleet.
+"""The executor of a Ray cluster. It starts an actor for every core and GPU of every node that fits the fleet.
 
-Ray only leases. Its actors are never restarted and its tasks never retried: a lost piece is void, and the
-driver begins it again under the same key. An actor hands its work to an expendable process, beats while that
-works, and sends the answer. Beats are counted by the driver's clock, so clocks of nodes do not matter.
+Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. A lost piece
+is void, and the driver begins it again under the same key. An actor hands its work to a separate process,
+sends a sign of life ("beat") at intervals while that process works, and then sends the answer. The driver
+times the beats with its own clock, so the nodes' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.visible import Gpu
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-BEAT = 2.0  # seconds between two signs of life
-SILENT = 20.0  # seconds without one after which a slot is lost
-LOOK = 1.0  # seconds between two questions for the cluster's nodes
-GONE = 10.0  # seconds without an answer after which the cluster's head is gone
-FILES = 65_536  # a raylet with many actors needs more than the usual 1,024
+BEAT = 2.0  # seconds between two signs of life of a slot
+SILENT = 20.0  # seconds without a sign of life after which a slot counts as lost
+LOOK = 1.0  # seconds between two requests for the list of the cluster's nodes
+GONE = 10.0  # seconds without an answer after which the cluster's head counts as gone
+FILES = 65_536  # limit of open files; a raylet with many actors needs more than the usual 1,024
 
 GPU = "GPU"  # the kind of a GPU's slot until its actor has told the GPU's name
-Message = tuple[str, Any]  # "beat", "progress", "answer", "failed", "lost", "bug"
+Message = tuple[str, Any]  # its kind ("beat", "progress", "answer", "failed", "lost" or "bug") and content
 
 
 class Seat:
-    """A slot's process on its node. Ray gives it one core, or one GPU."""
+    """The actor of a slot, on the slot's node. Ray gives the actor one core or one GPU."""
 
     def __init__(self, name: str, needs_gpu: bool):
         self.gpu: Gpu | None = None
         if needs_gpu:
-            found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the one that it leases
+            found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU that it leases
             if len(found) != 1:
                 raise RuntimeError(
                     f"Ray leased a GPU here, and {len(found)} fit: {[gpu.name for gpu in found]}"
@@ -66,7 +67,7 @@ class Seat:
         return self._slot.name, self._slot.kind
 
     def run(self, work: str, patience: float) -> Iterator[Message]:
-        """Run a pickled task and its argument; yield its progress and beats, and at last how it ended."""
+        """Run a pickled task on its argument. Yield progress messages and beats, then the task's result."""
         said: queue.SimpleQueue[Message] = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(work, patience, said), daemon=True)
         thread.start()
@@ -95,7 +96,7 @@ class Seat:
 
 
 class Porter:
-    """Describes a node to the driver before it may join."""
+    """An actor that tells the driver a node's versions before the node may join."""
 
     def environment(self) -> dict[str, str]:
         return environment()
@@ -115,12 +116,12 @@ class RaySlot:
         return self.answer(self.begin(task, argument, patience), progress)
 
     def begin(self, task: Task, argument: Any, patience: float) -> Any:
-        """Begin a piece; return the stream of its messages."""
+        """Begin a piece of work, and return the stream of its messages."""
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
 
     def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
-        """The piece's answer, after its progress. Raises SlotLost as ``run`` does, also for an answer that
-        was lost with its node."""
+        """Pass on a piece's progress, then return its answer. Raises SlotLost as ``run`` does, also if an
+        answer was lost together with its node."""
         try:
             for kind, told in self._messages(stream):
                 match kind:
@@ -141,8 +142,8 @@ class RaySlot:
             raise SlotLost(_first_line(error)) from None
 
     def _messages(self, stream: Any) -> Iterator[Message]:
-        """The messages of a piece. Raises SlotLost if the slot falls silent: Ray may notice a lost node much
-        later."""
+        """Yield the messages of a piece. Raises SlotLost if the slot falls silent, since Ray may notice a
+        lost node only much later."""
         while True:
             ready, _ = ray.wait([stream], timeout=SILENT, fetch_local=False)
             if not ready:
@@ -156,7 +157,7 @@ class RaySlot:
 
 @dataclass
 class _Node:
-    """A node on its way into the fleet."""
+    """A node of the cluster, and what is known of it while it joins the fleet."""
 
     name: str
     cores: int
@@ -167,12 +168,12 @@ class _Node:
     joined: bool = False
     waiting: list[tuple[RaySlot, Any]] = field(
         default_factory=list
-    )  # slots whose actors start, and their identity
+    )  # slots whose actors are starting, each with the reference to its future identity
 
 
 class OnRay:
-    """The slots of a cluster. ``address`` is a cluster's, or "auto": the one that runs here, or a new one of
-    this machine alone. ``gpus``: whether to use its GPUs."""
+    """The slots of a Ray cluster. ``address`` is the cluster's address. If it is "auto", the cluster is the
+    one that already runs here, or else a new cluster of only this machine. ``gpus``: whether to use GPUs."""
 
     def __init__(self, address: str, *, gpus: bool = True):
         _raise_limit()
@@ -214,7 +215,7 @@ class OnRay:
             self._follow(identifier, self._nodes[identifier])
 
     def _asked(self, identifier: str, told: Mapping[str, Any]) -> _Node:
-        """A new node, which is asked to describe itself."""
+        """Register a new node, and ask for its versions."""
         name = f"{told['NodeManagerHostname']}:{identifier[:8]}"
         resources = told["Resources"]
         porter: Any = ray.remote(Porter).options(num_cpus=0, **_on(identifier)).remote()
@@ -222,7 +223,8 @@ class OnRay:
         return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
-        """Take a node in once it is described, and its slots once their actors run."""
+        """Admit a node once its versions are known, and each of its slots once the slot's actor runs. Replace
+        lost slots."""
         if not node.joined and _done(node.answer):
             node.joined = True
             try:
@@ -239,7 +241,7 @@ class OnRay:
                 self._seat(identifier, node, RaySlot(f"{node.name}/GPU {gpu}", GPU, node.name, None))
         for slot in [slot for slot in self._slots.values() if slot.lost and slot.node == node.name]:
             del self._slots[slot.name]
-            with suppress(RayError):  # it may only be silent
+            with suppress(RayError):  # the actor may still be alive, though silent
                 ray.kill(slot.actor)
             self._seat(identifier, node, slot)
         for slot, identity in list(node.waiting):
@@ -252,8 +254,8 @@ class OnRay:
                     self._refused[slot.name] = f"it did not start: {_last_line(error)}"
 
     def _seat(self, identifier: str, node: _Node, like: RaySlot) -> None:
-        """Begin a slot's actor on a node."""
-        # a GPU's slot only waits for its GPU: the cores are for compiling
+        """Start the actor of a slot on a node."""
+        # A slot with a GPU reserves no core, because it only waits for its GPU and cores are for compiling.
         needs_gpu = like.kind != CPU
         options = {"num_cpus": 0, "num_gpus": 1} if needs_gpu else {"num_cpus": 1}
         actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(like.name, needs_gpu)
@@ -261,19 +263,20 @@ class OnRay:
 
 
 def _on(identifier: str) -> dict[str, Any]:
-    """Options of an actor on one node, which is never restarted."""
+    """The options of an actor that runs on this node only, and is never restarted."""
     strategy = NodeAffinitySchedulingStrategy(node_id=identifier, soft=False)
     return {"scheduling_strategy": strategy, "max_restarts": 0, "max_task_retries": 0}
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """The cluster's nodes. Raises ExecutorLost if its head does not answer: Ray would wait for minutes."""
+    """The cluster's nodes. Raises ExecutorLost if the cluster's head does not answer soon; Ray itself would
+    wait for minutes."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             found.put(ray.nodes())
-        except Exception as error:  # Ray's client raises whatever its transport does
+        except Exception as error:  # Ray's client raises whatever exceptions its transport raises
             found.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
@@ -300,7 +303,8 @@ def _last_line(error: Exception) -> str:
 
 
 def _raise_limit() -> None:
-    """Allow the raylets that this process starts as many files as the system does."""
+    """Raise the limit of open files to ``FILES``, or as far as the system allows, for the raylets that this
+    process starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft < wanted:

@@ -1,7 +1,7 @@
 """The pieces of work that slots run: examine a source, compile a program, measure a kernel.
 
-Each is a task of ``verifier.gpu.worker``: plain data in, JSON out. An author's Python runs only in the jail,
-as everywhere.
+Each piece is a task of ``verifier.gpu.worker``, which gets plain data and returns JSON. An author's Python
+runs only in the sandbox, as everywhere in this project.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from coda_agent.verifier.report import Gate, Rejected
 from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
 
-STAGE = "stage"  # the gate under which a finished stage of a measurement is reported
+STAGE = "stage"  # a finished stage of a measurement is reported as progress under this gate name
 
 
 def spec_of(text: str) -> Spec:
-    """A spec that was checked before."""
+    """Parse a spec's text. The spec was checked before, so its reference is not run again."""
     return of_text(Path("spec.yaml"), text, Spec, lambda spec: None)
 
 
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the gates before the compiler on a source. The answer has ``rejected``, or the program."""
+    """Run the gates that come before the compiler on a source. The answer has the report under ``rejected``,
+    or the traced program with its source lines and the passed gates."""
     from coda_agent.verifier import verify
 
     spec = spec_of(asked["spec"])
@@ -47,7 +48,8 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the compile gate on an examined program. The answer has ``rejected``, or the ``gate``."""
+    """Run the compile gate on an examined program. The answer has the report under ``rejected``, or the
+    passed gate under ``gate``."""
     from coda_agent.verifier import verify
 
     spec = spec_of(asked["spec"])
@@ -62,7 +64,8 @@ def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stages:
-    """The stages of a measurement: those known before, and new ones, which are reported at once."""
+    """The store for a measurement's stages. It has the stages known before, and reports new stages at
+    once."""
 
     def __init__(self, known: dict[str, dict[str, Any]]):
         self._known = known
@@ -75,7 +78,7 @@ class _Stages:
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure a bundle's entry on this slot's GPU, which no other command uses meanwhile."""
+    """Measure a bundle's entry on this slot's GPU, which is locked against our other commands meanwhile."""
     from coda_agent.agent.artifacts import bundle
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 

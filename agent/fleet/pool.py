@@ -1,4 +1,4 @@
-"""Lease the slots of an executor: to each piece of work one slot, to each slot one piece.
+"""Lease the slots of an executor. Each piece of work gets one slot, and each slot has one piece at a time.
 
 A piece whose slot is lost is void, and begins again on another slot. Every lease is recorded with the
 driver's own clock, so that the clocks of other machines do not matter.
@@ -19,23 +19,24 @@ from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
 TICK = 0.5  # seconds between two looks at the executor's slots
-ALONE = 600.0  # seconds to wait for a first slot, as while a cluster grows
-LOSSES = 5  # slots that one piece may lose before the driver gives it up
+ALONE = 600.0  # seconds to wait while the fleet has no slot of the needed kind, for example while it grows
+LOSSES = 5  # how many slots one piece may lose before the driver gives up on the piece
 
-Record = Callable[[str, dict[str, Any]], None]  # kind of event, and its payload
+Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
 
 
 class GivenUp(Absent):
-    """A piece has lost slot after slot, or no slot is left for it."""
+    """A piece has lost too many slots or failed twice, or no slot is left for it."""
 
 
 class Suspect(Exception):
-    """A piece failed by no fault of a kernel, for the first time: it begins again on another node."""
+    """A piece failed for the first time, and no kernel is to blame. It begins again, if possible on another
+    node."""
 
 
 @dataclass
 class SlotState:
-    """What is known of a slot. ``now`` is the piece that it works on."""
+    """The state of a slot. ``now`` is the piece that the slot works on, and "" if it is idle."""
 
     slot: Slot
     joined: float
@@ -48,8 +49,9 @@ class SlotState:
 class Pool:
     """The slots of one driver.
 
-    ``left_out``: slots that an earlier driver left out, with the reason. ``kind``: the name of the GPUs that
-    may measure, by default the first one's: figures of two kinds make no table.
+    ``left_out``: slots that must not be used, each with the reason. An earlier driver may have left them out.
+    ``kind``: the name of the only GPU model that may measure, by default that of the first GPU, since times
+    of two models cannot be compared.
     """
 
     executor: Executor
@@ -63,7 +65,7 @@ class Pool:
         self._began = time.monotonic()
         self._changed = threading.Condition()
         self._closed = ""
-        self._suspects: dict[str, tuple[Slot, str]] = {}  # by piece
+        self._suspects: dict[str, tuple[Slot, str]] = {}  # from a failed piece to its slot and the error
         self._look()
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
@@ -77,7 +79,7 @@ class Pool:
         return [use for use in list(self.uses.values()) if use.slot.kind != CPU]
 
     def close(self, reason: str = "the driver ends") -> None:
-        """Let no more leases begin."""
+        """Allow no further leases."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
@@ -92,7 +94,7 @@ class Pool:
         try:
             yield use.slot
             outcome = "done"
-            if suspect := self._suspects.pop(piece, None):  # it worked elsewhere
+            if suspect := self._suspects.pop(piece, None):  # the piece failed before, on another slot
                 self.leave_out(suspect[0], f"a piece failed there, and not elsewhere: {suspect[1]}")
         except SlotLost as lost:
             self.leave_out(use.slot, f"lost: {lost}", forget=True)
@@ -112,9 +114,9 @@ class Pool:
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """Run a piece on a core. It begins again if its slot is lost, and once more if its process dies or
-        falls silent, which may be the machine's fault. Raises Lost if it hangs twice, GivenUp if it fails
-        twice otherwise."""
+        """Run a piece on a core. The piece begins again if its slot is lost. It also begins again, once, if
+        its process dies or falls silent, since the machine may be to blame. Raises Lost if the piece hangs
+        twice, and GivenUp if it fails twice in another way."""
         for lost in range(LOSSES):
             try:
                 with self.lease(False, piece) as slot:
@@ -129,8 +131,8 @@ class Pool:
         )
 
     def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:
-        """The error for a piece that failed by no fault of a kernel: its slot's, or ours if another slot says
-        the same."""
+        """The error for a piece that failed although no kernel is to blame. The first failure is blamed on
+        the slot (Suspect); the second one is blamed on our own code (GivenUp)."""
         if piece in self._suspects:
             del self._suspects[piece]
             return GivenUp(f"{piece} failed twice, the second time on {slot.name}: {words}")
@@ -138,8 +140,8 @@ class Pool:
         return Suspect(words)
 
     def leave_out(self, slot: Slot, reason: str, *, forget: bool = False) -> None:
-        """Lease this slot no more. A lost one may come back with its node; any other stays out, until a
-        person has looked at it and resumes the sweep with it."""
+        """Do not lease this slot again. With ``forget``, for a lost slot, the slot may come back with its
+        node. Otherwise it stays out until a person has looked at it and resumes the sweep with it."""
         with self._changed:
             self.uses.pop(slot.name, None)
             if not forget:
@@ -153,7 +155,7 @@ class Pool:
                 if self._closed:
                     raise GivenUp(self._closed)
                 able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
-                if piece in self._suspects:  # elsewhere, if there is an elsewhere
+                if piece in self._suspects:  # prefer another node than the one where the piece failed
                     able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
                 if use := next((use for use in able if not use.now), None):
                     use.now, use.since = piece, self.clock()
@@ -174,7 +176,8 @@ class Pool:
                 self.close(str(lost))
 
     def _look(self) -> None:
-        """Take in new slots, forget idle ones that have gone, and refuse what does not fit the fleet."""
+        """Add new slots, forget idle slots that have gone, and leave out slots and nodes that do not fit the
+        fleet."""
         found = self.executor.slots()
         here = {slot.name for slot in found}
         for use in [use for name, use in self.uses.items() if name not in here and not use.now]:

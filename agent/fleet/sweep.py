@@ -1,9 +1,9 @@
 """A sweep: many runs under one budget, on the slots of an executor.
 
-A sweep's folder has a journal of its own: the runs that belong to it, what was compiled, and every lease. The
-runs' journals stay the authority on answers, verdicts and costs. All journals are written by the driver
-alone; a slot returns results and writes nothing of a run. So a killed driver, a lost node or a new cluster
-loses no more than the pieces under way.
+A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease. The
+runs' journals remain the authority on answers, verdicts and costs. Only the driver writes journals; a slot
+returns results and writes nothing of a run. So if the driver is killed, a node is lost or the cluster is
+replaced, only the pieces in progress are lost.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Sweep:
         return self.journal.header
 
     def runs(self) -> list[str]:
-        """Its runs, in the order in which they begin."""
+        """The sweep's runs, in the order in which they begin."""
         return members(self._events())
 
     def record(self, kind: str, payload: dict[str, Any]) -> None:
-        """Add an event of this session, with the driver's clock."""
+        """Add an event of this session to the journal, with the time by the driver's clock."""
         with self._lock:
             self._number += 1
             key = f"{kind}/{self.session}.{self._number}"
@@ -64,7 +64,7 @@ class Sweep:
             )
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Like ``Journal.once``, and safe for threads: work for a key is done once."""
+        """Do what ``Journal.once`` does, but safely for threads: only one thread does the work for a key."""
         with self._lock:
             flight = self._flights.setdefault(key, threading.Lock())
         with flight:
@@ -77,12 +77,12 @@ class Sweep:
                 return self.journal.once(key, kind, lambda: made)
 
     def kind(self) -> str:
-        """The name of its GPUs; "" until one has joined."""
+        """The model name of the sweep's GPUs; "" until a GPU has joined."""
         joined = (event.payload["kind"] for event in self._events() if event.kind == "joined")
         return next((kind for kind in joined if kind != CPU), "")
 
     def left_out(self) -> dict[str, str]:
-        """The slots that stay out of the pool, with the reason."""
+        """The slots that stay out of the pool, each with the reason."""
         left: dict[str, str] = {}
         for event in self._events():
             if event.kind == "left" and event.payload["stays_out"]:
@@ -101,12 +101,12 @@ class Sweep:
 
 
 def members(events: Sequence[Event]) -> list[str]:
-    """The runs of a sweep by its events."""
+    """The runs of a sweep, according to its events."""
     return [event.payload["run"] for event in events if event.kind == "run"]
 
 
 def is_sweep(name: str) -> bool:
-    """Whether this names a sweep, and no run."""
+    """Whether this is the name of a sweep, not of a run."""
     return bool(NAME.fullmatch(Path(name).name)) and (runs.runs_dir() / Path(name).name / JOURNAL).is_file()
 
 
@@ -130,7 +130,7 @@ def reopen(name: str) -> Sweep:
 
 
 def read(name: str) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of a sweep, which may be going. Raises JournalError."""
+    """The header and events of a sweep, which may still be running. Raises JournalError."""
     path = runs.runs_dir() / Path(name).name / JOURNAL
     if not path.is_file():
         raise JournalError(f"{path}: there is no such sweep; check its name")
@@ -138,6 +138,7 @@ def read(name: str) -> tuple[dict[str, Any], list[Event]]:
 
 
 def compile_key(spec_hash: str, program: Program) -> str:
-    """The key of a compile: the spec, whose cases set static sizes, and the program with its schedules."""
+    """The journal's key for compiling a program. It covers the spec, whose cases set static sizes, and the
+    program with its schedules."""
     what = json.dumps([spec_hash, program.to_json()])
     return f"compile/{hashlib.sha256(what.encode()).hexdigest()}"

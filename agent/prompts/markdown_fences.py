@@ -9,14 +9,14 @@ PYTHON = ("python", "py")
 
 
 def blocks(text: str, *languages: str) -> Iterator[re.Match[str]]:
-    """Blocks of these languages in order, or of any named language, with groups ``language`` and ``content``.
-    """
+    """Find the blocks of these languages, in order; without ``languages``, the blocks of any named language.
+    Each match has the groups ``language`` and ``content``."""
     named = "|".join(languages) or r"\w+"
     pattern = rf"^```(?P<language>{named})[ \t]*\n(?P<content>.*?)^```[ \t]*$"
     return re.finditer(pattern, text, re.DOTALL | re.MULTILINE)
 
 
 def last(text: str, *languages: str) -> str | None:
-    """The content of the last block of these languages; None without one."""
+    """The content of the last block of these languages; None if there is no such block."""
     contents = [found["content"] for found in blocks(text, *languages)]
     return contents[-1] if contents else None

@@ -1,8 +1,8 @@
-"""Assemble the prompt pack.
+"""Assemble the prompt.
 
-The system text is a stable prefix: rules, the vocabulary's own docstrings, examples, tips. The task is the
-spec. No part derives from the spec it is for: examples are other operators, and tips learned on this spec are
-left out. All of it fits a token budget.
+The system text is a stable prefix of rules, the vocabulary's docstrings, examples and tips. The task is the
+spec. The prefix contains nothing that was derived from the spec: its examples are other operators, and it
+leaves out tips learned on this spec. The whole prompt fits a token budget.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # of the pack, and the task's share of it
-CHARACTERS_A_TOKEN = 3.5  # for these prompts: English, YAML and Python
+BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and how many of them the task may use
+CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python
 
 ROLE = """\
 You write CODA kernels for NVIDIA H100: a matrix product (GEMM) with the memory-bound operators around it
@@ -90,12 +90,12 @@ class Prompt:
 
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
-    """The prompt for a spec, with its YAML as ``text``. Tips default to tips_log.md. Only accepted tips
-    count; the least helpful are dropped if the budget is short."""
+    """The prompt for a spec, whose YAML is ``text``. Tips come from tips_log.md by default. Only accepted
+    tips are used; the least helpful tips are dropped if the budget is too small for all."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # Dropped before the spec's own are left out, so that all specs' prompts share one prefix.
+    # First drop tips that exceed the budget, then the spec's own tips, so that most specs share one prefix.
     shared = fitting(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = fitting((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
@@ -104,24 +104,24 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
 
 
 def lessons(tips: Iterable[Tip]) -> str:
-    """The lessons of earlier attempts in the form of the prompt."""
+    """The prompt's section of lessons from earlier attempts."""
     return TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in tips)
 
 
 def tokens(text: str) -> int:
-    """An estimate of a text's tokens."""
+    """An estimate of the number of tokens in a text."""
     return ceil(len(text) / CHARACTERS_A_TOKEN)
 
 
 def _room(parts: Iterable[str], reserved: int) -> int:
-    """Characters left for tips besides parts of the prefix, with ``reserved`` tokens for the task."""
+    """How many characters are left for tips if the prefix has ``parts``, and the task ``reserved`` tokens."""
     beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
 
 def read(name: str, exclude: str = "") -> str | None:
-    """A primitive's page or a worked example, by name; None for an unknown name. ``exclude``: as for
-    examples."""
+    """A primitive's page (call and docstring) or a worked example, by name; None for an unknown name.
+    ``exclude`` is the name of an example that counts as unknown."""
     if name in primitive_names():
         return page(name)
     named = [path for path in EXAMPLES.glob("*.yaml") if path.stem == name != exclude]
@@ -129,7 +129,8 @@ def read(name: str, exclude: str = "") -> str | None:
 
 
 def examples(exclude: str = "") -> str:
-    """Worked examples: other operators' specs with kernels that the verifier accepts."""
+    """The prompt's section of worked examples: specs of other operators, each with a kernel that the verifier
+    accepts. The example named ``exclude`` is left out."""
     pages = ["# Examples"]
     for path in sorted(EXAMPLES.glob("*.yaml")):
         if path.stem != exclude:
@@ -138,14 +139,14 @@ def examples(exclude: str = "") -> str:
 
 
 def _example(path: Path) -> str:
-    """A kernel, and of its spec what it computes."""
+    """A worked example: the part of its spec that says what to compute, then its kernel."""
     spec, kernel = (p.read_text(encoding="utf-8").strip() for p in (path, path.with_suffix(".py")))
     spec = spec[spec.index("inputs:") : spec.index("\ncases:")]
     return f"```yaml\n{spec}\n```\n\n```python\n{kernel}\n```"
 
 
 def task(spec: Spec, text: str) -> str:
-    """The first message: the spec, and how to answer."""
+    """The first message, which has the spec and says how to answer."""
     parameters = ", ".join([*spec.inputs, *spec.constants, *spec.static])
     return (
         "Write the kernel for this spec. In `reference`, torch and torch.nn.functional names are in scope;\n"
@@ -156,12 +157,12 @@ def task(spec: Spec, text: str) -> str:
 
 
 def feedback(report: Rejected) -> str:
-    """The verifier's message on a rejected attempt, as the next message."""
+    """The message to the author after a rejected attempt: the verifier's message, and how to answer."""
     return f"{rejection(report)}\n\n{ANSWER}"
 
 
 def rejection(report: Rejected) -> str:
-    """The verifier's message on a rejected source."""
+    """The verifier's message about a rejected source."""
     place = f" (line {report.line} of your file)" if report.line else ""
     passed = ", ".join(g.gate for g in report.gates) or "none"
     return (

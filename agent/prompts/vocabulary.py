@@ -1,4 +1,4 @@
-"""The vocabulary in the prompt: a paragraph for each primitive, made of its docstring."""
+"""The prompt's section on the vocabulary: one paragraph per primitive, made from its docstring."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from textwrap import fill
 from coda_agent import primitives
 
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
-FORM = re.compile(  # of a primitive's docstring, with unwrapped paragraphs
+FORM = re.compile(  # the form of a primitive's docstring after its paragraphs are unwrapped
     r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
     r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
     re.DOTALL,
 )
-EVERYWHERE, SIMPLE = "as for operators.", ("fp32.", "any to fp32.")  # shapes and dtypes that are not said
+EVERYWHERE, SIMPLE = "as for operators.", ("fp32.", "any to fp32.")  # usual shapes and dtypes, left out
 WIDTH = 110
-ALIKE = re.compile(r",? (Final after its step,|else) as \w+")  # of a reduction that is like another
+ALIKE = re.compile(r",? (Final after its step,|else) as \w+")  # refers to another reduction's docstring
 UNIT = re.compile(r"( an)? instructions? an element|(?<=\d) of them")
 
 
 def formed(docstring: str) -> re.Match[str] | None:
-    """The parts of a docstring in ``FORM``; None for another."""
+    """The parts of a docstring; None if the docstring is not in ``FORM``."""
     return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", docstring))
 
 
 def vocabulary() -> str:
-    """All primitives, by family, with a paragraph each."""
+    """The section's text: all primitives by family, with one paragraph per primitive."""
     parts = ["# Vocabulary"]
     for family in FAMILIES:
         module = f"coda_agent.primitives.lang.ops.{family}"
@@ -36,7 +36,7 @@ def vocabulary() -> str:
 
 
 def primitive_names() -> list[str]:
-    """The names of all primitives, each of which has a page."""
+    """The names of all primitives. Each primitive has a ``page``."""
     return [name for name in primitives.__all__ if name != "kernel"]
 
 
@@ -46,7 +46,7 @@ def page(name: str) -> str:
 
 
 def _paragraph(name: str) -> str:
-    """A docstring's facts without the example, and without what holds everywhere."""
+    """The facts in a primitive's docstring, without the example and without the usual shapes and dtypes."""
     found = formed(inspect.getdoc(getattr(primitives, name)) or "")
     assert found is not None, f"{name}: its docstring is not in the vocabulary's form"
     said = [f"- `{_call(name)}`: {found['summary']}"]

@@ -1,4 +1,4 @@
-"""Providers of answers. Each provider is one file with one method.
+"""Providers, which give the author's answers. Each provider is one file, with a class of one method.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
 Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.
@@ -44,10 +44,10 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the conversation. The first is the user's, and roles alternate.
+    """One message of the conversation. The first message is the user's, and roles alternate.
 
-    ``blocks``: the message in the format of the provider's API, if that holds more than its text (tool calls,
-    their results, thinking).
+    ``blocks``: the message in the format of the provider's API, if the message has more than text, such as
+    tool calls, their results or thinking.
     """
 
     role: Literal["user", "assistant"]
@@ -57,7 +57,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that an author may use before it answers. ``schema`` describes its input, as JSON Schema."""
+    """A tool that an author may use before it answers. ``schema`` is the JSON Schema of the tool's input."""
 
     name: str
     description: str
@@ -75,7 +75,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as billed. `input_tokens` excludes cache reads and cache writes."""
+    """The numbers of tokens as billed. `input_tokens` excludes cache reads and cache writes."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -104,9 +104,9 @@ class Usage:
 class Turn:
     """One complete assistant turn, never truncated.
 
-    `author` says who wrote it and through which provider, such as "claude-opus-5-5 via anthropic". `usage`
-    covers this request only; the meter accounts for failed ones. `blocks`: as in Message. `dollars`: its cost
-    as the provider reports it, if known; the ledger records it.
+    `author` says who wrote the turn and through which provider, such as "claude-opus-5-5 via anthropic".
+    `usage` covers only the request that succeeded; the meter accounts for failed requests. `blocks`: as in
+    Message. `dollars`: the turn's cost if the provider reports it; the ledger records it.
     """
 
     text: str
@@ -118,13 +118,13 @@ class Turn:
     dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event, without the ledger's fields."""
+        """The payload of a journal's "answer" event. It omits the dollars, which the ledger records."""
         told = {key: value for key, value in asdict(self).items() if key != "dollars"}
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Turn:
-        """The inverse of `to_json`. Raises ValueError naming the field that is missing or has a wrong
+        """The inverse of `to_json`. Raises ValueError, which names a field that is missing or has a wrong
         type."""
         for field in ("text", "author", "stop_reason"):
             if not isinstance(data.get(field), str):
@@ -143,20 +143,21 @@ class Turn:
 
 
 class Charge(Protocol):
-    """One request's reservation. The turn's usage settles the request that produced it. A failed request
-    stays charged unless it is settled, since its cost is unknown. ``dollars``: as in Turn."""
+    """The tokens and dollars reserved for one request. The usage of the resulting turn replaces them. A
+    failed request stays charged in full, since its cost is unknown, unless ``settle`` is called with its
+    cost. ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
-        """The limit of the answer's tokens: at most the requested number."""
+        """The most tokens that the answer may have, which is at most the requested number."""
         ...
 
     def settle(self, usage: Usage, dollars: float | None = None) -> None: ...
 
 
 class Meter(Protocol):
-    """Pays for each request, including failed and repeated ones. ``model``: "" if only the answer names it;
-    then only tokens are reserved."""
+    """Reserves the cost of each request, including failed and repeated requests. ``model`` is "" if the model
+    is not known before the answer; then only tokens are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -182,13 +183,13 @@ def _unheard(text: str) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a provider: it asks for the turn that follows `messages`.
+    """A question to a provider, which asks for the turn that follows `messages`.
 
-    `system` is the prompt's stable prefix, equal in every question of a run, so that it can be cached.
-    `tools` are offered to providers that support tools. `meter` pays; a provider that cannot see its author's
-    tokens ignores it. `say` receives text as it arrives, for a person to watch; only the turn counts.
-    `deadline`: the moment of `time.monotonic` after which an answer is useless; a provider then gives up with
-    a ProviderError. `run`: the folder of the run, which has the run's name.
+    `system` is the prompt's stable prefix, which is equal in every question of a run, so that it can be
+    cached. `tools` are offered to providers that support tools. `meter` accounts for the cost; a provider
+    that cannot see its author's tokens ignores the meter. `say` receives text as it arrives, for a person to
+    watch; only the returned turn counts. `deadline`: the moment of `time.monotonic` after which an answer is
+    useless; a provider then raises ProviderError. `run`: the folder of the run, which has the run's name.
     """
 
     system: str
@@ -201,7 +202,8 @@ class Question:
 
     @property
     def number(self) -> int:
-        """The number of the turn that it asks for, from 1. Names a handoff's files and a replay's answer."""
+        """The number of the turn that the question asks for, from 1. It is in the names of a handoff's files,
+        and selects a replay's answer."""
         return sum(message.role == "user" for message in self.messages)
 
 
@@ -211,12 +213,12 @@ class Provider(Protocol):
     name: str
 
     def next_turn(self, question: Question) -> Turn:
-        """The next turn. Raises ProviderError if there is no complete one."""
+        """The next turn. Raises ProviderError if no complete turn can be had."""
         ...
 
 
 class ProviderError(Absent):
-    """There is no answer. `retryable`: the same request may succeed later."""
+    """The provider has no answer. `retryable`: the same request may succeed later."""
 
     def __init__(self, message: str, remedy: str, *, retryable: bool = False):
         super().__init__(f"{message}; {remedy}")
@@ -241,13 +243,13 @@ def provider_spec(name: str) -> ProviderSpec:
 
 
 def automatic() -> list[tuple[str, Auto]]:
-    """The providers that `auto` chooses from, by name, first choice first."""
+    """The names and rules of the providers that `auto` chooses from, with the first choice first."""
     found = [(spec.name, spec.auto) for spec in specs().values() if spec.auto]
     return sorted(found, key=lambda choice: choice[1].rank)
 
 
 def used_by(option: str) -> list[str]:
-    """The providers that use an option such as "--model"; none for an option that all use."""
+    """The names of the providers that use an option such as "--model"; empty if all providers use it."""
     return [spec.name for spec in specs().values() if option in spec.options]
 
 

@@ -1,16 +1,17 @@
-"""Ask Claude through the `claude` command line, headless. A subscription is enough.
+"""Ask Claude through the `claude` command line, without its interactive mode. A subscription is enough.
 
 Each turn is one process that gets the whole conversation and keeps no session, so a run can be resumed
 anywhere. The process has none of the command's tools, no settings and no files. It starts in an empty
 directory and answers with text. The command adds the model's name, the platform, that directory and the date
-to our prompt. ANTHROPIC_API_KEY is withheld, since the command would bill it instead of the subscription. The
-model uses the loop's tools by blocks of code in its text. So each request is a turn with its own reservation
-and record.
+to our prompt. ANTHROPIC_API_KEY is withheld, since the command would charge that key's account instead of the
+subscription. The model uses the loop's tools by writing blocks of code in its text. So each request is a turn
+with its own reservation and record.
 
-Each turn reserves an estimate first. The command reports its cost at its end, in tokens and US dollars. A
-turn that is killed or breaks off stays charged at its reservation. Only our own patience retries after an
-outage: the command's retries are off. Two of its continuations cannot be turned off: of an answer cut at its
-limit, up to three times, and of an empty answer, once. Those requests are charged but not reserved.
+Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
+dollars. A turn that is killed or breaks off stays charged at its reservation. The command's own retries are
+off, so only our own patience retries after an outage. Two ways of continuing cannot be turned off: the
+command continues an answer that was cut at its limit up to three times, and an empty answer once. Those
+requests are charged but not reserved.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ FLAGS = (
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 SET = {
     "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # else `@/a/path` anywhere in a prompt sends that file
-    "CLAUDE_CODE_MAX_RETRIES": "0",  # else ten, over minutes and within one reservation
-    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # else it repeats a broken stream as one request
+    "CLAUDE_CODE_MAX_RETRIES": "0",  # else the command retries ten times within one reservation
+    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # else a broken stream is repeated without streaming
     "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
-    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # else it falls back to another model
+    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # else the command falls back to another model
 }
-WORDS = 400  # characters of the command's output in an error
+WORDS = 400  # how many characters of the command's output an error message quotes
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
@@ -60,9 +61,9 @@ MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCre
 
 @dataclass(frozen=True)
 class Said:
-    """The output of the command. ``result``: its final summary, empty if there is none. ``text``: all text by
-    the model; the summary has only the last block. ``begun``: the number of responses that began. ``stops``:
-    the stop reasons of the completed ones."""
+    """The output of the command. ``result``: its final summary, empty if there is no summary. ``text``: all
+    of the model's text; the summary has only the last block of it. ``begun``: the number of responses that
+    began. ``stops``: the stop reasons of the responses that were completed."""
 
     result: Mapping[str, Any]
     text: str
@@ -71,9 +72,9 @@ class Said:
 
 
 class ClaudeCode:
-    """Claude through its command line. `model` is an alias or a model's name, by default the command's own
-    default. `max_tokens` and `time_limit` (seconds) bound one answer, thinking included. `patience` bounds
-    retries. Raises ProviderError if the command is not installed."""
+    """Claude through its command line. `model` is a model's name or alias; without it the command chooses its
+    default model. `max_tokens` and `time_limit` (seconds) bound one answer, thinking included. `patience`
+    bounds retries. Raises ProviderError if the command is not installed."""
 
     name = "claude-code"
 
@@ -92,7 +93,7 @@ class ClaudeCode:
                 f"there is no `{command}` command on this machine's PATH",
                 "install Claude Code and log in once, or use --provider anthropic or handoff",
             )
-        # absolute: it runs in another directory, and PATH may be relative
+        # The path must be absolute, since the command runs in another directory and PATH may be relative.
         self._command = [os.path.abspath(found), *FLAGS, *(["--model", model] if model else [])]
         self._model = model or ""
         self._max_tokens = max_tokens
@@ -100,8 +101,9 @@ class ClaudeCode:
         self._patience = patience or Patience()
 
     def next_turn(self, question: Question) -> Turn:
-        """The command's whole answer. Raises ProviderError if the command is logged out or refuses, or if it
-        fails or takes too long until patience or the question's deadline ends; raises OutOfBudget."""
+        """Return the command's whole answer. Raises ProviderError if the command is logged out or refuses, or
+        if it still fails or takes too long when patience ends or at the question's deadline. Raises
+        OutOfBudget if the budget does not suffice for an answer."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if is_priced(self._model) else ""
@@ -119,12 +121,12 @@ class ClaudeCode:
     def _attempt(
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """Make one request, killed after ``seconds``. Settles it if it failed at a known cost."""
-        # a process of the command may still write there; that must not lose an answer
+        """Make one request, which is killed after ``seconds``. A failed request of known cost is settled."""
+        # A process of the command may still write there, but that must not lose an answer.
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
-            except OSError as error:  # it did not start: it was being updated, or the disk was full
+            except OSError as error:  # the command did not start, as during an update or on a full disk
                 return _not_started(charge, str(error))
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
@@ -144,8 +146,8 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """The error for an answer that reached its limit. The command's continuation may not fit its
-        beginning."""
+        """The error for an answer that reached its token limit, since the continuation that the command then
+        asks for may not fit the answer's beginning; None for other answers."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
@@ -156,10 +158,10 @@ class ClaudeCode:
     def _run(
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
     ) -> tuple[int | None, str, str]:
-        """Run one request for at most ``most`` tokens; return its status (None: out of time), output and
-        errors. No process of the command survives."""
+        """Run one request for at most ``most`` tokens. Return the command's exit status (None if its time ran
+        out), its output and its error output. No process of the command survives."""
         prefix = scratch / "system"
-        prefix.write_text(system, encoding="utf-8")  # it may be too long for an argument
+        prefix.write_text(system, encoding="utf-8")  # the text may be too long for an argument
         (scratch / "empty").mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
 
@@ -167,7 +169,7 @@ class ClaudeCode:
             return subprocesses.start(
                 [*self._command, "--system-prompt-file", str(prefix)],
                 cwd=scratch / "empty",
-                # the command leaves its socket and other files there if it is killed
+                # If the command is killed, it leaves its socket and other files in TMPDIR.
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
                 **files,
             )
@@ -183,7 +185,7 @@ def _not_started(charge: Charge, why: str) -> Fault:
 
 
 def _how_to_use(tools: Sequence[Tool]) -> str:
-    """The end of the system prompt: the tools, and how to use them in a text answer."""
+    """The end of the system prompt, which lists the tools and says how to use them in a text answer."""
     offered = [tool for tool in tools if tool.name != SUBMIT]
     if not offered:
         return ""
@@ -196,7 +198,7 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
 
 
 def _example(tool: Tool) -> str:
-    """A tool's block: its argument alone, or one line per argument."""
+    """The block of code that uses a tool. It has the tool's only argument, or one line per argument."""
     arguments = {name: schema["description"] for name, schema in tool.schema["properties"].items()}
     if len(arguments) == 1:
         body = next(iter(arguments.values()))
@@ -206,7 +208,8 @@ def _example(tool: Tool) -> str:
 
 
 def _calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """The tool calls in an answer, including its submission; none if it only submits."""
+    """The tool calls in an answer. A submitted source counts as a call if there are other calls, and
+    otherwise there are no calls."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
     found = [(block["language"], block["content"]) for block in blocks(text)]
     calls = [(name, _input(named[name], body)) for name, body in found if name in named]
@@ -225,7 +228,7 @@ def _input(tool: Tool, body: str) -> dict[str, str]:
 
 
 def _conversation(messages: Sequence[Message]) -> str:
-    """The conversation as one prompt: the task, then each answer and its reply."""
+    """The conversation as one prompt, which has the task, then each answer and the reply to it."""
     if len(messages) == 1:
         return messages[0].text
     titles = {"user": "What you are told", "assistant": "What you answered"}
@@ -233,7 +236,7 @@ def _conversation(messages: Sequence[Message]) -> str:
 
 
 def _parse(printed: str) -> Said:
-    """Parse the output, one JSON object per line. Other lines are skipped."""
+    """Parse the command's output, which has one JSON object per line. Other lines are skipped."""
     lines = [found for line in printed.split("\n") if isinstance(found := _json(line), dict)]
     events = [line.get("event") for line in lines if line.get("type") == "stream_event"]
     texts = [
@@ -248,7 +251,7 @@ def _parse(printed: str) -> Said:
         result=next((line for line in reversed(lines) if line.get("type") == "result"), {}),
         text="".join(text for text in texts if isinstance(text, str)),
         begun=sum(_nested(event, "type") == "message_start" for event in events),
-        stops=tuple(stop for stop in stops if isinstance(stop, str)),  # null for a response that broke off
+        stops=tuple(stop for stop in stops if isinstance(stop, str)),  # null if a response broke off
     )
 
 
@@ -260,14 +263,14 @@ def _json(line: str) -> Any:
 
 
 def _nested(found: Any, *names: str) -> Any:
-    """The value in nested objects; None if it is missing."""
+    """The value under these names in nested objects; None if it is missing."""
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found
 
 
 def _message(answer: Mapping[str, Any], printed: str, words: str) -> str:
-    """The command's own message, in one line, for an error."""
+    """The message that the command printed, in one line, for use in an error message."""
     told = str(answer.get("result") or answer.get("errors") or words or printed or "nothing")
     return " ".join(told.split())[-WORDS:]
 
@@ -277,8 +280,9 @@ def _logged_out(told: str) -> bool:
 
 
 def _is_known(said: Said, told: str) -> bool:
-    """Whether a failure's cost is known. After a response broke off, the summary omits or guesses its cost.
-    Before any response, the API refused the request or never received it."""
+    """Whether the cost of a failed request is known. It is unknown if a response broke off, since the summary
+    omits or guesses the cost of such a response. If no response began, the cost is known to be zero if the
+    API refused the request or never received it."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)
@@ -313,13 +317,13 @@ def _usage(answer: Mapping[str, Any]) -> Usage:
 
 
 def _token_counts(found: Any, names: Sequence[str]) -> Usage:
-    """Token counts by ``names``, in the order of Usage; 0 if missing or not a number."""
+    """Token counts under ``names``, in the order of Usage's fields; 0 for a missing or invalid count."""
     counts: Mapping[str, Any] = found if isinstance(found, dict) else {}
     return Usage(*(n if isinstance(n := counts.get(name), int) else 0 for name in names))
 
 
 def _dollars(answer: Mapping[str, Any]) -> float | None:
-    """The cost by the command's summary, else by its models' tokens and prices; None if neither is known."""
+    """The cost by the command's summary, else by its models' tokens and prices; None if both are unknown."""
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)
@@ -329,7 +333,7 @@ def _dollars(answer: Mapping[str, Any]) -> float | None:
 
 
 def _model(answer: Mapping[str, Any]) -> str:
-    """The model that wrote most of the answer: the command asks smaller models for chores."""
+    """The model that wrote the most tokens, since the command uses smaller models for side tasks."""
     models = _models(answer)
     return max(
         models, key=lambda name: _token_counts(models[name], MODEL_COUNTS).output_tokens, default="Claude"
@@ -337,13 +341,13 @@ def _model(answer: Mapping[str, Any]) -> str:
 
 
 def _models(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The usage of each model by name."""
+    """The usage of each model, by the model's name."""
     models = answer.get("modelUsage")
     return models if isinstance(models, dict) else {}
 
 
 def _objection(model: str | None) -> str:
-    """Dollars cannot be reserved for a model without a price."""
+    """Why a dollar limit cannot be enforced for a model; "" if the model's price is known."""
     if is_priced(model):
         return ""
     named = f"--model {model}" if model else "the command's own model"
@@ -364,7 +368,7 @@ SPEC = ProviderSpec(
     options=("--model", "--max-tokens", "--time-limit"),
     package="coda-agent[author]",
     objection=_objection,
-    check=lambda: finding.program(  # only a request shows whether it is logged in
+    check=lambda: finding.program(  # whether the command is logged in shows only in a request
         "claude command",
         "claude",
         "no --provider claude-code",

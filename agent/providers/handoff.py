@@ -1,12 +1,12 @@
 """Hand prompts over as files, so that any agent or person can be the author.
 
 Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` there. An answer is complete if its
-last line is END. Without END its writer may be pausing: then it counts after some time without changes, and
-after a longer time if it has no code block or its last one is open. A file named `stop` in the directory ends
-the wait.
+last line is END. If END is missing, the author may still be writing, so the answer is taken only after some
+time without changes. That time is longer if the answer has no code block, or if its last code block is open.
+A file named `stop` in the directory ends the wait.
 
-The author needs no more trust than access to this directory: an answer must be a regular file of limited
-size. A link is refused, since its target's text would enter the next prompt.
+The author needs access only to this directory. An answer must be a regular file of limited size. A link is
+refused, since the text of its target would enter the next prompt.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from coda_agent.primitives.system.files import write_atomic
 
 END = "<!-- end -->"
 HOW = "<!-- how to answer -->"
-LARGEST = 1 << 20  # bytes of an answer
+LARGEST = 1 << 20  # the most bytes of an answer
 LARGEST_PROMPT = 1 << 26
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # the opening or closing line of a Markdown code block
 
 
 class Handoff:
-    """Exchange prompts and answers as files in `directory`, by default in the run's folder; creates it.
+    """Exchange prompts and answers as files in `directory`, which is created if it does not exist. By default
+    it is the folder `handoff` in the run's folder.
 
-    `author` names the author in reports. `time_limit` bounds the wait for one answer. `settle`: how long an
-    answer without END must stay unchanged; `patience`: the same for an answer that looks unfinished; `poll`:
-    the time between looks. All in seconds.
+    `author` names the author in reports. The other parameters are in seconds. `time_limit` bounds the wait
+    for one answer. `settle`: how long an answer without END must stay unchanged; `patience`: the same for an
+    answer that looks unfinished; `poll`: the time between two looks at the answer's file.
     """
 
     name = "handoff"
@@ -61,11 +62,11 @@ class Handoff:
         self._poll = poll
 
     def next_turn(self, question: Question) -> Turn:
-        """The contents of the answer file; its usage is unknown and counts as zero.
+        """Return the contents of the answer file as a turn. The usage is unknown and counts as zero.
 
-        An answer that exists already is used, and its prompt is not written again. Raises ProviderError at
+        If the answer already exists, it is used, and the prompt is not written again. Raises ProviderError at
         the time limit or the question's deadline (retryable), for a `stop` file, or for unusable files.
-        KeyboardInterrupt passes after a message to `say`.
+        KeyboardInterrupt is raised again after a message to `say`.
         """
         say, number = question.say, question.number
         folder = Path(self._directory or (question.run or Path()) / "handoff")
@@ -89,7 +90,7 @@ class Handoff:
         elif prompt.exists() and _without_instructions(
             _read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")
         ) != _without_instructions(text):
-            raise ProviderError(  # otherwise an old run's answer would count for this one
+            raise ProviderError(  # otherwise the answer to an old run's prompt would count in this run
                 f"{answer} answers an older prompt ({prompt} has changed)",
                 "use a fresh directory, or remove both files",
             )
@@ -110,7 +111,7 @@ class Handoff:
             time.sleep(self._poll)
 
     def _whole(self, answer: Path, still: float) -> str:
-        """The answer, if it is complete. ``still``: seconds since its last change."""
+        """The answer; "" if it may be incomplete. ``still``: seconds since the file's last change."""
         content = _read(answer, LARGEST)
         ended = _is_complete(content)
         if not ended and still < self._settle:
@@ -143,8 +144,8 @@ def _check_stop(stop: Path) -> None:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes with the file; None if it is missing or empty. Raises ProviderError for anything
-    but a file."""
+    """A value that changes when the file changes; None if the file is missing or empty. Raises ProviderError
+    if the path is not a regular file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -173,18 +174,18 @@ def _refuse_other(path: Path, mode: int) -> None:
 
 
 def _is_complete(content: bytes) -> bool:
-    """Whether the last line is END. The content may be cut within a character."""
+    """Whether the last line is END. The content may end in the middle of a character."""
     return content.removeprefix(codecs.BOM_UTF8).rstrip().rpartition(b"\n")[2].strip() == END.encode()
 
 
 def _before_end(text: str) -> str:
-    """An answer without its line END; "" if nothing precedes it."""
+    """An answer without its last line, END; "" if nothing precedes that line."""
     said = text.rstrip().removesuffix(END)
     return said if said.strip() else ""
 
 
 def _text(answer: Path, content: bytes) -> str:
-    """The answer; "" if it is blank."""
+    """The answer as text; "" if it is blank. Raises ProviderError if it is not UTF-8."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -194,7 +195,7 @@ def _text(answer: Path, content: bytes) -> str:
 
 
 def _unfinished(text: str) -> str:
-    """Why an answer looks unfinished; "" if it does not."""
+    """The reason why an answer looks unfinished; "" if it looks finished."""
     blocks, closed = _blocks(text)
     if not closed:
         return "its last block of code is open"
@@ -202,14 +203,14 @@ def _unfinished(text: str) -> str:
 
 
 def _blocks(text: str) -> tuple[int, bool]:
-    """The number of code blocks, and whether the last is closed."""
+    """The number of code blocks, and whether the last block is closed."""
     fence, blocks = "", 0
     for found in map(FENCE.fullmatch, text.splitlines()):
         if found is None:
             continue
         marks, words = found.groups()
         if not fence:
-            fence = "" if "`" in marks and "`" in words else marks  # otherwise it is code within a line
+            fence = "" if "`" in marks and "`" in words else marks  # "" for code within a line
             blocks += bool(fence)
         elif marks.startswith(fence) and not words.strip():
             fence = ""
@@ -217,13 +218,12 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _without_instructions(prompt: str) -> str:
-    """A prompt without the instructions for answering, which differ between versions."""
+    """A prompt without the instructions on how to answer, since these differ between versions."""
     return prompt.partition(HOW)[0]
 
 
 def _render(question: Question) -> str:
-    # The run's name keeps its prompts and answers apart from another run's with the same
-    # spec.
+    # The run's name distinguishes its prompts from those of another run with the same spec.
     parts = [f"<!-- run {question.run.name} -->"] if question.run else []
     parts.append(f"<!-- system -->\n\n{question.system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(question.messages, 1)]

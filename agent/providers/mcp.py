@@ -12,7 +12,8 @@ NAME = "mcp"
 
 @dataclass
 class Submission:
-    """One answer that arrives before the loop asks for it; or none. ``taken``: whether the loop has asked."""
+    """The answer for one run, which arrives before the loop asks for it; "" if the client gave no answer.
+    ``taken``: whether the loop has asked for the answer."""
 
     answer: str = ""
     author: str = NAME
@@ -20,8 +21,8 @@ class Submission:
     name: str = NAME
 
     def next_turn(self, question: Question) -> Turn:
-        """Return the answer. Only the client knows its cost, which counts as zero. Raises ProviderError
-        without an answer."""
+        """Return the answer. Its cost counts as zero, since only the client knows it. Raises ProviderError if
+        there is no answer."""
         if not self.answer:
             raise ProviderError("the author of this run is an MCP client", "let it verify another source")
         self.taken = True

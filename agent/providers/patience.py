@@ -1,8 +1,8 @@
-"""Wait and retry for a provider that asks over a network, between requests and within one answer.
+"""Retry the requests of a provider that uses a network, and limit the time of one answer.
 
-Outages last from seconds to hours, and runs are left alone overnight. So time bounds the retries of a
-transient fault, not a number of attempts. Faults that no waiting mends never get here. A stream is bounded
-too, because the API's pings keep an empty stream from falling silent.
+Outages last from seconds to hours, and runs are left alone overnight. So the retries of a transient fault are
+limited by time, not by number. A fault that no waiting can fix is raised at once. The time of a stream is
+limited too, because the API sends pings, so that even a stream without content never falls silent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from coda_agent.agent.run.budget import OutOfBudget
 if TYPE_CHECKING:
     import httpx2
 
-EMPTY = 3  # empty answers to one question before it is given up
-# requests of unknown cost that break off before their question is given up: a night of them is expensive
+EMPTY = 3  # after this many empty answers to one question, the question is given up
+# After this many failed requests of unknown cost, the question is given up, since retrying them all night
+# would be expensive.
 UNKNOWN = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a request gave no answer. `most`: how many requests for one answer may fail like this;
-    `retry_after`: the server's wish in seconds, or 0; `unknown`: its cost is unknown."""
+    """The reason why a request gave no answer. `most`: after how many such faults the question is given up;
+    `retry_after`: how many seconds the server asks to wait, or 0; `unknown`: the request may have cost
+    something, but how much is unknown."""
 
     message: str
     remedy: str
@@ -44,8 +46,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds: how long one question is retried, the first wait, which doubles each time, and the longest
-    wait, which also bounds a Retry-After."""
+    """How long to retry, in seconds. ``total``: how long one question is retried. ``backoff``: the first
+    wait, which doubles each time. ``longest``: the longest wait, which also limits a Retry-After."""
 
     total: float = 2 * 3600.0
     backoff: float = 1.0
@@ -55,9 +57,9 @@ class Patience:
 
 
 class Asking:
-    """The requests for one question: their number, and the time left for more.
+    """Counts the requests for one question, and keeps the time that is left for further requests.
 
-    `deadline`: the moment of the clock after which an answer is useless, or None.
+    `deadline`: the moment of the patience's clock after which an answer is useless, or None.
     """
 
     def __init__(self, patience: Patience, deadline: float | None):
@@ -71,12 +73,12 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience has ended. The last wait ends with it, so one more request follows."""
+        """Whether patience has ended. The last wait ends when patience does, and one more request follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request, for as long as the server asks or the backoff demands, within
-        patience and deadline. `say` receives the reason and the time."""
+        """Sleep before the next request. The wait is what the server asks for, or else the backoff; patience
+        and the deadline limit it. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # jitter keeps parallel runs from retrying together
@@ -99,15 +101,16 @@ class Asking:
 def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
-    """The turn of the first successful attempt. Each attempt gets the seconds until the deadline. Raises
-    ProviderError for a lasting fault or at the question's deadline, and OutOfBudget."""
+    """Repeat ``attempt`` until it succeeds, and return its turn. Each attempt gets the seconds until the
+    deadline. Raises ProviderError for a fault that lasts or at the question's deadline. Raises OutOfBudget if
+    an attempt returns it."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # raised here without an SDK exception as context, which may hold the key in a header
+        # It is raised here, so that no SDK exception is its context, which may hold the key in a header.
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1
@@ -122,16 +125,16 @@ def persist(
 
 
 class TookTooLong(Exception):
-    """A response was incomplete at its time limit."""
+    """A response was still incomplete at its time limit."""
 
 
 @contextmanager
 def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
-    """At the time limit, shut down the connection of a response that is still being read; then raise
-    TookTooLong.
+    """Limit the time in which the block reads a response. At the limit, shut down the response's connection
+    and raise TookTooLong.
 
-    The reader may be waiting for bytes, or receive endless pings that the SDK swallows. Only closing the
-    connection ends both.
+    The reader may be waiting for bytes, or receiving endless pings that the SDK hides. In both cases, only
+    closing the connection ends the read.
     """
     import httpx2
 
@@ -140,7 +143,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
     def shut() -> None:
         late.set()
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # the connection may have ended already
             line.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, shut)
@@ -157,8 +160,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
 
 def retry_after(headers: httpx2.Headers) -> float:
-    """The wait that the server asks for, in seconds: Retry-After as a number or a date, or in milliseconds; 0
-    without one."""
+    """The wait that the server asks for, in seconds; 0 if it asks for none. The header is Retry-After, with a
+    number or a date, or retry-after-ms, with milliseconds."""
     for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
         try:
             return max(0.0, float(value or "") * scale)  # NaN counts as 0

@@ -1,4 +1,4 @@
-"""Replay a recorded run: no model, no cost, the same answers in the same order."""
+"""Replay a recorded run. A replay gives the same answers in the same order, without a model or cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from coda_agent.agent.run.journal import JournalError
 class Replay:
     """Answer turn n of a conversation with the n-th "answer" event of an exported journal.
 
-    n is the number of user messages, so a resumed run continues at the right answer. Author and usage are the
-    recording's. Raises ProviderError for a file that is missing, damaged or without answers.
+    Here n is the number of user messages, so a resumed run continues at the right answer. The author and the
+    usage of each turn are those in the recording. Raises ProviderError for a file that is missing, damaged or
+    without answers.
     """
 
     name = "replay"
@@ -46,8 +47,8 @@ class Replay:
 
 
 def _header(run: RunContext) -> dict[str, Any]:
-    """The name of the recorded run. Raises ProviderError if there is none, JournalError for a damaged
-    file."""
+    """The header field with the recorded run's name. Raises ProviderError if there is no recording, and
+    JournalError if its file is damaged."""
     from coda_agent.agent.run.record import recording
 
     if not run.recording.is_file():

@@ -1,4 +1,4 @@
-"""Remove a key from everything that is stored or shown, since servers and proxies may repeat it."""
+"""Remove an API key from all text that is stored or shown, since servers and proxies may repeat the key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Scrub:
         return text.replace(self.secret, "[key]")
 
     def data(self, data: Any) -> Any:
-        """A copy of JSON data; tuples become lists."""
+        """A copy of JSON data without the secret. Tuples become lists."""
         if isinstance(data, str):
             return self.text(data)
         if isinstance(data, Mapping):
@@ -28,8 +28,8 @@ class Scrub:
 
 
 class ScrubbedStream:
-    """Text on its way to a listener. The end of a piece waits for the next piece if it may begin the
-    secret."""
+    """Passes text to a listener without the secret. If the end of a piece of text may be the beginning of the
+    secret, that end waits for the next piece."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub
@@ -37,7 +37,7 @@ class ScrubbedStream:
         self._held = ""
 
     def piece(self, text: str) -> None:
-        """Pass on what is safe."""
+        """Pass on the text that cannot be part of the secret."""
         known, secret = self._scrub.text(self._held + text), self._scrub.secret
         ends = (known[at:] for at in range(max(0, len(known) - len(secret) + 1), len(known)))
         self._held = next((end for end in ends if secret.startswith(end)), "")
@@ -45,6 +45,6 @@ class ScrubbedStream:
             self._say(sure)
 
     def end(self) -> None:
-        """Pass on the rest."""
+        """Pass on the text that still waits."""
         if self._held:
             self._say(self._held)

@@ -1,7 +1,8 @@
 """The description that each provider's file exports as ``SPEC``.
 
-Options, budgets, doctor, ``auto`` and the journal's header read it, so one file in this package adds a
-provider. ``--help`` imports that file, so it imports its SDK inside the functions that need it.
+Options, budgets, doctor, ``auto`` and the journal's header read this description, so adding a provider takes
+only one file in this package. ``--help`` imports that file, so the file must import its SDK only inside the
+functions that need it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Auto:
-    """The rule by which ``--provider auto`` chooses: the available provider with the lowest ``rank`` wins.
+    """How ``--provider auto`` treats a provider. It chooses the available provider of the lowest ``rank``.
 
-    ``help`` completes "auto: ..."; ``lacks`` says what is missing here, or "".
+    ``help`` is the provider's part of the help text "auto: ...". ``lacks`` returns what is missing for the
+    provider on this machine, or "" if it is available.
     """
 
     rank: int
@@ -51,18 +53,18 @@ def _no_objection(model: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderSpec:
-    """One provider, as the rest of the agent sees it."""
+    """A provider's description, which is all that the rest of the agent knows of the provider."""
 
     name: str
     make: Callable[..., Provider]  # called with the result of `arguments`
-    arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # from a run's header
-    header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields that it adds to a new run's header
-    options: tuple[str, ...] = ()  # options that only some providers use, among them this one
-    package: str = ""  # pip package with its lazy imports
+    arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # takes a run's header
+    header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields to add to a new run's header
+    options: tuple[str, ...] = ()  # the options that this provider uses but some other providers do not
+    package: str = ""  # the pip package with the modules that the provider's file imports lazily
     offered: bool = True  # whether --provider offers it
-    counted: bool = True  # whether its token cost is known here
-    objection: Callable[[str | None], str] = _no_objection  # to a dollar limit for a model; "" for none
-    by_hand: bool = False  # someone outside answers; the run shows where, and --author names them
-    replays: bool = False  # answers come from a recording, whatever the prompt says
+    counted: bool = True  # whether the number of its tokens is known here
+    objection: Callable[[str | None], str] = _no_objection  # why a model cannot have a dollar limit, or ""
+    by_hand: bool = False  # whether someone outside answers; the run shows where, --author names them
+    replays: bool = False  # whether answers come from a recording, whatever the prompt says
     auto: Auto | None = None
-    check: Callable[[], Finding] | None = None  # for doctor
+    check: Callable[[], Finding] | None = None  # the check that doctor runs

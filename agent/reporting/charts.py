@@ -33,9 +33,9 @@ __all__ = [
     "unavailable",
 ]
 
-LONG = 600.0  # seconds: a longer wait is drawn as this, else a night between two events hides all others
-LEAST = 0.003  # the narrowest bar, as a share of the timeline
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
+LONG = 600.0  # seconds; longer waits are drawn this long, else one long pause would hide all other events
+LEAST = 0.003  # the width of the narrowest bar, as a share of the timeline
+# The colours of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = {
     "prompt": "#000000",
     "answer": "#0072B2",
@@ -63,7 +63,8 @@ _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 @dataclass(frozen=True)
 class Mark:
-    """An event: its row, its kind (a key of COLOURS), and the seconds since the event before it."""
+    """An event in the timeline. It has a row, a kind (a key of COLOURS), and the seconds since the event
+    before it."""
 
     row: str
     kind: str
@@ -71,19 +72,20 @@ class Mark:
 
 
 def unavailable() -> str:
-    """How to install matplotlib; "" if it is installed."""
+    """A message that says how to install matplotlib; "" if it is installed."""
     if find_spec("matplotlib"):
         return ""
     return f"Charts need matplotlib: {extras.remedy(ModuleNotFoundError(name='matplotlib'))}"
 
 
 def timeline(title: str, marks: Sequence[Mark]) -> Markup:
-    """One bar per event, from the event before it to its own commit."""
+    """Draw one bar per event, which reaches from the time of the event before to the time of the event."""
     return _chart("timeline", title, lambda: _timeline(marks))
 
 
 def bars(name: str, title: str, milliseconds: Mapping[str, float], roofline: float) -> Markup:
-    """One horizontal bar per arm, from zero, and a line at the roofline. ``name`` is unique on its page."""
+    """Draw one horizontal bar per arm, from zero, and a line at the roofline. ``name`` must be unique on the
+    page."""
     return _chart(name, title, lambda: _bars(milliseconds, roofline))
 
 
@@ -95,7 +97,7 @@ def styled(**changes: str) -> AbstractContextManager[None]:
 
 
 def image(figure: Figure, kind: str = "svg") -> bytes:
-    """A figure as SVG or PNG. The same figure makes the same bytes."""
+    """A figure as SVG or PNG. Equal figures give equal bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format=kind, dpi=160, metadata=ANONYMOUS[kind])
     return buffer.getvalue()
@@ -113,7 +115,7 @@ def shortened(text: str, most: int) -> str:
     """Text for a chart: one line of at most ``most`` characters."""
     text = " ".join(visible(text).split())
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return cut.replace("$", r"\$")  # matplotlib reads mathematics between two of them
+    return cut.replace("$", r"\$")  # matplotlib would set text between two dollar signs as mathematics
 
 
 def _chart(name: str, title: str, make: Callable[[], Figure]) -> Markup:
@@ -174,12 +176,12 @@ def _axes(rows: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def number(value: float) -> str:
-    """To four digits, as no measurement here has more."""
+    """Format a number to four digits, since no measurement here is more precise."""
     return f"{value:#.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """``0.02 s``, ``12.3 s``, ``3 min 20 s``, ``6 h 52 min``."""
+    """Format a duration, such as ``0.02 s``, ``12.3 s``, ``3 min 20 s`` or ``6 h 52 min``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Compare runs side by side: strategy, budget, outcome, cost, times and rounds of each."""
+"""Compare the strategy, budget, outcome, cost, times and rounds of several runs, side by side."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["as_dict", "members", "write"]
 
 
 def members(given: Sequence[str]) -> list[str]:
-    """Return the names of these runs, each once. A single name that belongs to a group of candidates stands
-    for the whole group. Raises JournalError."""
+    """Return the names of these runs without duplicates. If there is only one name, and its run belongs to a
+    group of candidates (runs of one spec started together), return the whole group. Raises JournalError."""
     found = list(dict.fromkeys(folder(name).name for name in given))
     if len(found) > 1:
         return found
@@ -36,8 +36,8 @@ def members(given: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """The name of a run's group of candidates: the name of its first candidate. A run started alone is its
-    own group."""
+    """The name of a run's group of candidates, which is the name of the group's first run. A run that was
+    started alone is its own group."""
     try:
         header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
@@ -46,12 +46,14 @@ def _group(name: str) -> str:
 
 
 def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
-    """Write the page of each run and, for several runs, a page that compares them. Return the paths, the
+    """Write the page of each run and, for several runs, a page that compares them. Return the paths, with the
     comparison first.
 
-    A single run goes to ``out``, by default RUN.html in its folder. A candidate is compared with its whole
-    group. The comparison goes to ``out``, by default into the first run's folder; the pages of the runs lie
-    beside ``out``. If one name was given, ``out`` is the page of that run instead.
+    The page of a single run goes to ``out``, by default RUN.html in the run's folder. The name of a candidate
+    stands for its whole group. The comparison goes to ``out``, by default into the first run's folder, and
+    the pages of the runs go into the same folder as ``out``, by default into the runs' folders. But if only
+    one name was given and it stands for a group, ``out`` is the page of the named run, and the comparison
+    lies in the same folder.
 
     Raises JournalError and OSError.
     """
@@ -162,12 +164,13 @@ def _times(runs: Sequence[Account]) -> list[tuple[str, ...]]:
 
 
 def _best(run: Account) -> Attempt | None:
-    """The best attempt of a run: its accepted incumbent, else the fastest that was measured."""
+    """The best attempt of a run: the last accepted attempt, else the fastest attempt that was measured; None
+    if no attempt was measured."""
     accepted = [attempt for attempt in run.attempts if attempt.status == "accepted"]
     measured = [attempt for attempt in run.attempts if attempt.timings]
     return accepted[-1] if accepted else max(measured, key=_least, default=None)
 
 
 def _least(attempt: Attempt) -> float:
-    """An attempt's smallest speedup over the baseline, which the spec's threshold applies to."""
+    """An attempt's smallest speedup over the baseline. The spec's threshold applies to this speedup."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)

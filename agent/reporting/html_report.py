@@ -1,6 +1,6 @@
 """``coda-agent report``: render a run as one HTML page without scripts, network access or other files.
 
-A journal holds text by others, mostly by a model. ``pages`` escapes it.
+A journal holds text that others wrote, mostly a model. ``pages`` escapes all such text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timin
 
 def write(name: str, out: Path | None = None) -> Path:
     """Write the page of a run to ``out``, by default RUN.html in the run's folder, and return its path. The
-    run may still be going.
+    run may still be running.
 
     Raises JournalError if the run is missing or was written by another version, and OSError.
     """
@@ -37,12 +37,12 @@ def write(name: str, out: Path | None = None) -> Path:
 
 
 def default_path(directory: Path) -> Path:
-    """The default path of a page: in the run's folder."""
+    """The default path of a run's page, which is in the run's folder."""
     return directory / f"{directory.name}.html"
 
 
 def page(run: Account) -> str:
-    """The page as text."""
+    """The page of a run as HTML."""
     shown: list[dict[str, Any]] = []
     before: Attempt | None = None
     for attempt in run.attempts:
@@ -150,7 +150,7 @@ def _draft(draft: CheckedDraft) -> dict[str, Any]:
 
 
 def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
-    """A unified diff: each line with its CSS class."""
+    """A unified diff, as pairs of CSS class and line."""
     old, new = (a.source.rstrip("\n").split("\n") for a in (before, after))
     lines = list(difflib.unified_diff(old, new, lineterm=""))[2:]  # skip the two lines with file names
     css = {"+": "add", "-": "del", "@": "hunk", " ": "same"}
@@ -158,7 +158,7 @@ def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
 
 
 def _prose(turn: Turn) -> str:
-    """The author's text around its code."""
+    """An answer's text, in which "[the source]" replaces the last block of code."""
     *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
     if block:
@@ -238,7 +238,7 @@ def _conditions(report: Accepted) -> dict[str, Any]:
 
 
 def _records(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows for records with any fields."""
+    """The headings and rows of a table of records. The records may have different fields."""
     fields = list(dict.fromkeys(field for row in records.values() for field in row))
     rows = [[name, *(_cell(row.get(field, "")) for field in fields)] for name, row in records.items()]
     return ["", *fields], rows

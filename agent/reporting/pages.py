@@ -1,4 +1,4 @@
-"""Render HTML pages from the templates beside this module. All values are escaped, and made ``visible``."""
+"""Render HTML pages from the folder ``templates``. All values are escaped and made ``visible``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def page(template: str, **values: object) -> str:
 
 
 def macro(name: str, *values: object) -> Markup:
-    """Render an element by a macro of ``macros.html``."""
+    """Render an element with a macro from ``macros.html``."""
     module: Any = _ENVIRONMENT.get_template("macros.html").module
     return getattr(module, name)(*values)
 

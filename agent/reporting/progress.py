@@ -1,5 +1,5 @@
-"""Live progress: one row per run, read from its journal. The run in this process also shows gates and
-text."""
+"""Show live progress with one row per run, which is read from the run's journal. For the run in this process,
+also show its gates and the author's text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ REJECTED = "in parentheses: measured, but not accepted"
 
 
 def table(rows: Iterable[tuple[int, history.Past, str]]) -> Table:
-    """One row per run: number, status, current step, cost, and its best kernel's time, speedup over
-    torch.compile and share of the roofline. Figures of a rejected kernel are in parentheses."""
+    """A table with one row per run: its number, name, status, current step and cost, and its best kernel's
+    time, speedup over torch.compile and share of the roofline. Figures of a kernel that was measured but not
+    accepted are in parentheses."""
     shown = list(rows)
     rejected = any(past.milliseconds and past.status != "accepted" for _, past, _ in shown)
     made = Table(box=None, pad_edge=False, caption=REJECTED if rejected else None)
@@ -58,8 +59,8 @@ def _cut(words: str, style: str = "") -> Text:
 
 
 class LiveView:
-    """A listener of the loop: a live view on a terminal, plain lines elsewhere. With ``run``, the name of a
-    run, the view begins with the run's row."""
+    """A listener of the loop, which shows a live view on a terminal and prints plain lines elsewhere. If
+    ``run`` names a run, the view begins with the row of that run."""
 
     def __init__(self, console: Console, run: str = ""):
         self.console = console
@@ -113,17 +114,17 @@ class LiveView:
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""
         self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-        self._states = {}  # the gates of a draft
+        self._states = {}  # it held the gates of a draft
 
     def spent(self, spent: Spent) -> None:
         self._spent = str(spent)
 
     def _now(self) -> str:
-        gates = list(self._states.items())  # copy at once: the loop's thread changes it meanwhile
+        gates = list(self._states.items())  # a copy, since the loop's thread changes the states meanwhile
         return " ".join(gates[-1]) if gates else "waiting for an answer"
 
     def _view(self) -> Group:
-        gates, said = list(self._states.items()), self._words.strip()  # copy at once, as in `_now`
+        gates, said = list(self._states.items()), self._words.strip()  # a copy, as in `_now`
         rows: list[Any] = [table([(1, self._reading.past(), self._now())])] if self._reading else []
         rows.append(Text(self._title, style="bold").append(f"  {self._spent}", style="dim"))
         if said and not gates:

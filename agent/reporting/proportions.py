@@ -1,4 +1,4 @@
-"""Confidence intervals for small samples: of a proportion, and of the difference of two."""
+"""Confidence intervals for small samples, for one proportion and for the difference of two proportions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Difference", "difference", "wilson"]
 
 def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of the proportion p = passed / total (total >= 1). With n = total and the
-    normal quantile z: (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
+    normal quantile z, it is (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p, n = passed / total, total
     half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
     low, high = ((p + z**2 / (2 * n) + side) / (1 + z**2 / n) for side in (-half, half))
-    return max(0.0, low), min(1.0, high)  # rounding can exceed 1 by 2e-16
+    return max(0.0, low), min(1.0, high)  # rounding errors can make ``high`` exceed 1 by 2e-16
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two proportions, with its interval."""
+    """The difference of two proportions, with its confidence interval."""
 
     estimate: float
     low: float
@@ -31,9 +31,9 @@ class Difference:
 
 
 def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
-    """passed / total - others / of, with Newcombe's hybrid score interval (1998, method 10): with (l, u) the
-    Wilson interval of each proportion p, from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂
-    - l₂)²)."""
+    """The difference d = passed / total - others / of, with Newcombe's hybrid score interval (1998, method
+    10). If (l, u) is the Wilson interval of each proportion p, the interval of d reaches from
+    d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
     p, q = passed / total, others / of
     (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)
     below = ((p - p_low) ** 2 + (q_high - q) ** 2) ** 0.5

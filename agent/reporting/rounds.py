@@ -1,5 +1,5 @@
-"""The rounds of a run with their cost and gain: the first attempt, repairs until one is accepted,
-improvements."""
+"""The rounds of a run, with the cost and gain of each. A round is the first attempt, a repair (until an
+attempt is accepted), or an improvement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_agent.verifier.report import Ratio, Rejected
 __all__ = ["HEADINGS", "Round", "cells", "rounds"]
 
 HEADINGS = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
-# events that come before the verdict on their attempt
+# Events of these kinds belong to the attempt whose report comes next or is the event itself.
 ASKING = (RESERVED, SETTLED, "answer", "draft", "report")
 
 
@@ -30,7 +30,7 @@ class Round:
 
     @property
     def gain(self) -> dict[str, Ratio]:
-        """The speedup over the previous incumbent by case, where both were timed together."""
+        """The speedup over the previously accepted kernel by case, if both were timed together."""
         return {t.case: t.ratios[KEPT] for t in self.attempt.timings if KEPT in t.ratios}
 
 
@@ -45,7 +45,8 @@ def rounds(run: Account) -> list[Round]:
 
 
 def _costs(run: Account) -> dict[int, Spent]:
-    """By attempt: its requests, including unanswered ones, and its measurements."""
+    """The cost of each attempt, by its number. The cost covers its requests, including requests without an
+    answer, and its measurements."""
     grouped: dict[int, list[Event]] = {}
     judged = 0
     for event in (step.event for step in run.steps):
@@ -55,7 +56,7 @@ def _costs(run: Account) -> dict[int, Spent]:
 
 
 def cells(round: Round) -> tuple[str, ...]:
-    """The cells of a round's row, under HEADINGS."""
+    """The cells of a round's row, in the order of HEADINGS."""
     attempt, spent, report = round.attempt, round.spent, round.attempt.report
     return (
         str(attempt.number),

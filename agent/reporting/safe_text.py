@@ -1,7 +1,7 @@
 """Make text from files safe to print. Every command prints through ``echo`` or ``Console``.
 
-Journals, bundles, results, recordings and answers come from elsewhere. Control characters in them must not
-reach the terminal.
+Journals, bundles, results, recordings and answers contain text that others wrote. Control characters in this
+text must not reach the terminal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _UNSEEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u206
 
 
 def visible(text: str) -> str:
-    """Remove terminal colours from ``text`` and escape (``\\u....``) each character that a terminal or page
-    would not show as it is. JSON keeps its values."""
+    """Remove terminal colours from ``text``, and escape (``\\u....``) each character that a terminal or page
+    would not show as it is. JSON with such characters keeps its meaning, since JSON has the same escapes."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", _COLOURS.sub("", text))
 
 

@@ -1,4 +1,4 @@
-"""Show a sweep: a live table, and a page of its success, cost, ratios, times and slots."""
+"""Show a sweep as a live table, and as a page with its success, cost, speedups, times and slots."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.fleet.driver import Driver
 
-SHOWN = 20  # rows of runs under way in the live table
-PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}  # by the piece's last word
+SHOWN = 20  # the most rows in the live table of runs in progress
+PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}  # by a piece's last word
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """A slot over all sessions: seconds in the fleet, busy ones, and its pieces."""
+    """The use of a slot over all sessions. ``present``: its seconds in the fleet; ``busy``: its seconds of
+    work; ``pieces``: its number of pieces of work; ``left``: why it left, or ""."""
 
     name: str
     kind: str
@@ -47,14 +48,14 @@ class SlotUse:
 
 
 def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
-    """The use of every slot, GPUs first."""
+    """The use of every slot, with GPUs first."""
     ends: dict[int, float] = {}
     for event in events:
         if "at" in event.payload:
             ends[event.payload["session"]] = event.payload["at"]
     kinds: dict[str, tuple[str, str]] = {}
     present, busy, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
-    here: dict[tuple[int, str], float] = {}  # since when, by session and slot
+    here: dict[tuple[int, str], float] = {}  # from a session and a slot to the time when it joined
     left: dict[str, str] = {}
     for event in events:
         told, name = event.payload, event.payload.get("slot", "")
@@ -78,8 +79,8 @@ def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
 
 
 def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, float, int]]:
-    """Each phase: its seconds of work, its seconds of waiting for a slot, and its pieces. ``answering``: the
-    seconds that runs waited for authors."""
+    """For each phase, its name, its seconds of work, its seconds of waiting for a slot, and its number of
+    pieces. ``answering``: the seconds that runs waited for authors."""
     seconds, waited, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     for event in events:
         if event.kind == "lease":
@@ -94,7 +95,7 @@ def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, 
 
 
 def live(driver: Driver, readings: Mapping[str, history.Reading]) -> Group:
-    """The runs under way, what is done so far, and the slots."""
+    """A live view of the runs in progress, the number of ended runs by status, and the slots."""
     from rich.console import Group
     from rich.text import Text
 
@@ -151,8 +152,8 @@ def as_dict(name: str) -> dict[str, Any]:
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write a sweep's page, by default into its folder, and a page of every run into the run's folder.
-    Raises JournalError and OSError."""
+    """Write a sweep's page to ``out``, by default into the sweep's folder, and the page of each run into the
+    run's folder. Return the path of the sweep's page. Raises JournalError and OSError."""
     header, events = sweep.read(name)
     name = Path(name).name
     path = out or runs.runs_dir() / name / f"{name}.html"
@@ -174,7 +175,7 @@ def page(
     accounts: Mapping[str, run_summary.Account | None],
     links: Mapping[str, str],
 ) -> str:
-    """The page as text."""
+    """The page of a sweep as HTML."""
     pasts = [history.past_of(run) if account is None else account.past for run, account in accounts.items()]
     spent = sum((past.spent for past in pasts), Spent())
     specs = {past.spec for past in pasts}
@@ -234,7 +235,7 @@ def _row(past: Past, link: str | None) -> tuple[str, ...]:
 
 
 def _accounts(events: Sequence[Event]) -> dict[str, run_summary.Account | None]:
-    """Its runs; None for one that cannot be read."""
+    """The accounts of a sweep's runs, by the run's name; None for a run that cannot be read."""
     found: dict[str, run_summary.Account | None] = {}
     for name in sweep.members(events):
         try:
@@ -250,12 +251,12 @@ def _answering(accounts: Mapping[str, run_summary.Account | None]) -> float:
 
 
 def _driver(events: Sequence[Event]) -> float:
-    """Processor seconds of the driver."""
+    """The processor time that the driver used, in seconds."""
     return sum(event.payload["driver_seconds"] for event in events if event.kind == "session")
 
 
 def _wall(events: Sequence[Event]) -> float:
-    """Seconds of all sessions."""
+    """The total duration of all sessions, in seconds."""
     ends = {e.payload["session"]: e.payload["at"] for e in events if "at" in e.payload}
     return sum(ends.values())
 

@@ -1,7 +1,8 @@
 """``coda-agent table``: tables of accepted kernels and recorded runs, as Markdown or data.
 
-``write`` puts the tables into docs/results.md, between the comments ``<!-- table: NAME -->`` and ``<!--
-/table -->``. Nobody copies figures by hand. Times are in milliseconds; intervals have 95% confidence.
+``write`` puts the tables into docs/results.md, between the comments ``<!-- table: NAME -->`` and
+``<!-- /table -->``, so that nobody copies figures by hand. Times are in milliseconds; intervals have 95%
+confidence.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ __all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
 HOST_GOAL = 5.0  # microseconds that a call may take on the host beyond torch.mm
-ELSEWHERE = ("comparison", "headline")  # tables that comparison.drawing.markdown writes
+ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes instead
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The data of all tables, in their order."""
+    """The data of all tables, in the order of the tables."""
 
     reports: tuple[Accepted, ...]
     rows: tuple[MeasuredCase, ...]
     runs: tuple[RunRow, ...]
-    edits: tuple[MeasuredCase, ...] = ()  # rows of edited kernels
-    superseded: tuple[str, ...] = ()  # operators measured again after they were edited
+    edits: tuple[MeasuredCase, ...] = ()  # rows of kernels whose text an author edited
+    superseded: tuple[str, ...] = ()  # operators whose program was measured again after the edit
 
     def of_specs(self) -> tuple[RunRow, ...]:
-        """The runs whose operator is in ``specs/``, without trials on other functions."""
+        """The runs for operators in ``specs/``, without trials on other functions."""
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data. ``success`` maps a number of tries to a success rate, over all runs and over
-        those of ``specs/``; empty without runs."""
+        """The rows as data. ``success`` maps a number of tries to the success rate of all runs, and
+        ``success_of_specs`` to the success rate of the runs for ``specs/``. Both are empty without runs."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -71,7 +72,7 @@ class Tables:
         }
 
     def parts(self) -> dict[str, str]:
-        """Markdown by table name."""
+        """The Markdown text of each table, by the table's name."""
         return {"measured": _operator_tables(self), "edited": _edited(self), "authoring": _authoring(self)}
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ def success(runs: Iterable[RunRow], tries: int) -> int:
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
-    """Read the reports of all accepted kernels and all recorded runs. Raises KernelError and JournalError,
+    """Read the reports of all accepted kernels, and all recorded runs. Raises KernelError and JournalError,
     and OSError if an interrupted acceptance cannot be completed."""
     with ExitStack() as stack:
         with suppress(FileNotFoundError):  # no kernel accepted yet
@@ -107,7 +108,8 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
 
 
 def edited(path: Path) -> bool:
-    """Whether a file belongs to an edited kernel (``NAME.raw.*``) or to the run that edited it."""
+    """Whether a file (``NAME.raw.*``) belongs to a kernel whose text an author edited, or to the run that
+    edited it."""
     return ".raw." in path.name
 
 
@@ -149,8 +151,8 @@ def _processes(least: int, most: int) -> str:
 
 
 def _provenance(reports: Sequence[Accepted]) -> str:
-    """A line that says what was measured, on which devices and when; if reports differ, it lists every
-    value."""
+    """A line that says what was measured, on which devices and when. If reports differ in a value, the line
+    lists all of its values."""
 
     def each(records: Iterable[dict[str, Any]], key: str) -> str:
         return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
@@ -199,7 +201,8 @@ def _edited(tables: Tables) -> str:
 
 
 def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
-    """One table per group under its name. All groups share the columns that any row has a figure for."""
+    """One table per group, under the group's name. All tables have every column that any row has a figure
+    for."""
     columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
         yield f"**{group}**\n\n{_by_operator(members, columns)}"
@@ -208,7 +211,7 @@ def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
 def _by_operator(
     rows: Iterable[MeasuredCase], columns: Mapping[str, Callable[[MeasuredCase], object]]
 ) -> str:
-    """A table of rows that names each operator in its first row only."""
+    """A table of rows, which names each operator only in the operator's first row."""
     lines: list[list[object]] = []
     last = ""
     for row in rows:
@@ -219,7 +222,8 @@ def _by_operator(
 
 
 def _host(reports: Sequence[Accepted]) -> str:
-    """The host time of a call at the smallest width, compared with the goal."""
+    """A line on the host time of a call at the smallest width, compared with the goal; "" if no report has
+    such a time."""
     calls = {
         report.identity.spec: timing.host_microseconds
         for report in reports
@@ -268,7 +272,7 @@ def _authoring(tables: Tables) -> str:
 
 
 def _rate(tables: Tables, tries: int) -> str:
-    """The success rate within ``tries`` tries: of the runs for ``specs/``, then of all runs."""
+    """A line on the success rate within ``tries`` tries, for runs on ``specs/`` and for all runs."""
     within = "at the first try" if tries == 1 else f"within {tries} tries"
     of_specs = tables.of_specs()
     specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""

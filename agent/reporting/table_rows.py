@@ -91,10 +91,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit started from) and
-    ``quack`` are that arm's time over the kernel's; ``quack`` is the fastest of QuACK's arms, named by
-    ``quack_arm``. ``over_cublas`` is the kernel's time over cuBLAS's; ``roofline`` is the roofline's time
-    over the kernel's. None if the arm was not measured."""
+    """One measured case. ``speedup``, ``autotune``, ``before`` and ``quack`` are ratios of an arm's time to
+    the kernel's time; None if the arm was not measured. The arms are ``torch.compile``, the same with
+    max-autotune, the kernel before this one (for example before an edit), and the fastest of QuACK's arms,
+    whose name is ``quack_arm``. ``over_cublas`` is the ratio of the kernel's time to that of cuBLAS.
+    ``roofline`` is the ratio of the roofline's time to the kernel's time."""
 
     group: str
     operator: str
@@ -111,10 +112,11 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recorded run: how many drafts its author checked and how many answers it gave; the first try,
-    counted from 1, that passed every gate of the recording machine (answers and failed drafts count as
-    tries); approximate tokens of the prompt and of all answers; the tips proposed; whether an accepted kernel
-    comes from this run."""
+    """One recorded run. ``drafts``: how many drafts its author checked. ``answers``: how many answers the
+    author gave. ``passed``: the number of the first try that passed every gate of the recording machine,
+    where answers and failed drafts count as tries, from 1; None if no try passed. ``prompt_tokens`` and
+    ``answer_tokens``: the approximate tokens of the prompt and of all answers. ``tips``: how many tips the
+    author proposed. ``accepted``: whether an accepted kernel comes from this run."""
 
     group: str
     operator: str
@@ -134,7 +136,8 @@ def order(operator: str) -> tuple[int, str]:
 
 
 def _cases(report: Accepted) -> list[Timing]:
-    """Sort cases: widths of real models first, decoding last, otherwise in the spec's order."""
+    """Sort a report's cases. The widths of real models come first and decoding comes last; the other cases
+    keep the spec's order."""
     order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
     return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
 
