@@ -1,11 +1,12 @@
-"""Hardware counters of one kernel: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
+"""Read hardware counters of one kernel:
+``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
-Runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the export
-that ``coda-agent show --counters`` reads: NAME.counters.csv in generated_kernels/, or NAME.raw.counters.csv
-beside an edited text FILE. Without ``--ncu`` it is the program that ncu runs: it launches an accepted kernel
-N times (default 3) on normal inputs at a case of its spec (default: the first), with the schedules that its
-report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
-from ncu.
+It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
+export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or
+NAME.raw.counters.csv in the folder of FILE, which is the kernel's text as edited by an author. Without
+``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel N times (default 3) on
+normal inputs at a case of its spec (default: the first), with the schedules that the kernel's report measured
+at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request from ncu.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from coda_agent.verifier.loading import load
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
-OURS = "regex:coda_(lowered|edited)"  # in the name of every kernel, lowered or edited
-LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric, in a line of --query-metrics
-FEWEST = 100  # metrics: a shorter list is an error message
+OURS = "regex:coda_(lowered|edited)"  # matches the names of all our kernels, lowered or edited
+LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric in the output of --query-metrics
+FEWEST = 100  # fewest metrics of a real list: shorter output is an error message
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -54,14 +55,14 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def ncu() -> str | None:
-    """Nsight Compute's command, on the PATH or in a CUDA toolkit."""
+    """Nsight Compute's command, from the PATH or from a CUDA toolkit; None if it is missing."""
     there = sorted(Path("/usr/local").glob("cuda*/bin/ncu"))
     return shutil.which("ncu") or (str(there[-1]) if there else None)
 
 
 def available(command: str | None) -> set[str]:
-    """The metrics that this GPU has, without suffixes; ncu stops at one that it does not know. Empty if ncu
-    is missing or lists none."""
+    """The metrics that this GPU has, without suffixes, since ncu stops at a metric that it does not know.
+    Empty if ncu is missing or lists no metrics."""
     if command is None:
         return set()
     said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout
@@ -70,7 +71,8 @@ def available(command: str | None) -> set[str]:
 
 
 def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
-    """Profile, and return the export's path. SystemExit if ncu is missing, or the profiled program fails."""
+    """Profile a kernel, and return the export's path. Raises SystemExit if ncu is missing or the profiled
+    program fails."""
     command = ncu()
     if command is None:
         raise SystemExit("ncu not found: install Nsight Compute, which CUDA toolkits include")
@@ -78,7 +80,7 @@ def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
     child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
     child += ["--case", case] if case else []
     child += ["--raw", str(raw.resolve())] if raw else []
-    _said([*child, "--compile-only"])  # outside ncu, under which a compiler takes very long or hangs
+    _said([*child, "--compile-only"])  # outside ncu, because compilers under ncu take very long or hang
     asked = ["--clock-control", "none", "--csv", "--page", "raw", "-k", OURS]
     said = _said([command, *asked, "--metrics", ",".join(wanted(available(command))), *child])
     if '"ID",' not in said:
@@ -95,8 +97,8 @@ def _said(command: Sequence[str]) -> str:
 
 
 def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
-    """Compile a kernel and launch it ``times`` times. SystemExit if the kernel or case does not exist, or if
-    its report did not measure the case."""
+    """Compile a kernel and launch it ``times`` times. Raises SystemExit if the kernel or case does not exist,
+    or if the kernel's report did not measure the case."""
     path = KERNELS / f"{name}.program.json"
     if not path.exists():
         raise SystemExit(f"{path}: no such kernel; accepted kernels are in {path.parent}")

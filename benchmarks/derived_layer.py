@@ -1,10 +1,10 @@
-"""The layer with a derived backward: ``python -m benchmarks.derived_layer``.
+"""Measure the layer with a derived backward: ``python -m benchmarks.derived_layer``.
 
-``measure FILE [--widths 1B,7B,70B]``, on an H100, runs the comparison's layer in four arms that take turns:
-its backward arranged by hand, the same with the rotation's transpose in one pass (``fused.rotation``), the
-backward derived from the forward (``primitives.derive``) with that pass, and the plain layer under
-``torch.compile``. FILE has all samples after each width, beside those of other widths that it had before.
-``draw FILE PAGE`` makes a page of it, anywhere.
+``measure FILE [--widths 1B,7B,70B]``, on an H100, runs the comparison's layer in four arms that take turns.
+The first has a backward arranged by hand; the second has the same backward with the rotation's transpose in
+one pass (``fused.rotation``). The third has that pass and a backward derived from the forward
+(``primitives.derive``); the fourth is the plain layer under ``torch.compile``. FILE gets all samples after
+each width, and keeps its samples of other widths. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -52,28 +52,29 @@ Call = Callable[..., dict[str, Tensor]]
 
 
 class OnePass(Fused):
-    """The backward by hand, with the rotation's transpose in one kernel."""
+    """The layer with the backward arranged by hand, but with the rotation's transpose in one kernel."""
 
     def _attention_backward(self, attended: Attended, da: Tensor) -> tuple[Tensor, Tensor]:
         dz, sums = self.turned_back(attended, da, torch.ones(len(da), device=da.device))
         return dz, sums / self.shape.width
 
     def turned_back(self, attended: Attended, da: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """dz * rstd of q, k and v side by side, and the row sums of dz * z."""
+        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z."""
         dq, dk, dv = torch.autograd.grad(attended.mixed, attended.heads, self.shape.apart(da))
         q, k = attended.qk.tensor_split(2, 1)
         return rotated_back((dq, dk, dv), (q, k, attended.v), self.table, rstd)
 
 
 class Kept(NamedTuple):
-    """The tensors that the derived backward reads: the hand-arranged one's, and act."""
+    """The tensors that the derived backward reads: the tensors saved for the hand-arranged backward, and
+    act."""
 
     saved: Saved
     act: Tensor
 
 
 class ByDerivation(OnePass):
-    """The backward of both halves as derived programs; ``mlp`` and ``projection`` run them."""
+    """The layer whose backward runs a derived program for each half, with ``mlp`` and ``projection``."""
 
     mlp: Call
     projection: Call
@@ -107,8 +108,8 @@ class ByDerivation(OnePass):
 
 
 def backwards(shape: Shape) -> dict[str, Derived]:
-    """The derived backwards of the layer's two chains that begin with a norm. The stream continues past the
-    projection, so its gradient is added there."""
+    """Derive the backwards of the layer's two chains of operators that begin with a norm. The residual stream
+    continues past the projection, so the projection's backward adds the stream's gradient."""
     sizes = {"M": shape.tokens, "D": shape.width, "F": shape.ffn, "H": 3 * shape.heads, "P": shape.pairs}
     inner = chains.attention_in()
     beside = inner._replace(
@@ -127,7 +128,7 @@ def backwards(shape: Shape) -> dict[str, Derived]:
 def by_derivation(
     layer: ByDerivation, programs: Mapping[str, Derived], made: Callable[[Program], Call]
 ) -> None:
-    """Give the layer its derived programs, as ``made`` makes them callable."""
+    """Give the layer its derived programs, which ``made`` turns into functions."""
     mlp, projection = (programs[name].program for name in ("mlp", "projection"))
     head = programs["projection"].head
     assert mlp and projection and head
@@ -141,7 +142,8 @@ def by_derivation(
 
 
 def measured(width: str) -> dict[str, Any]:
-    """All arms of one width: samples in milliseconds, and how far their results are from the first's."""
+    """Measure all arms at one width: their samples in milliseconds, and how far their results are from those
+    of the hand-arranged layer."""
     begun = time.monotonic()
     row = LayerRow(width, True)
     if row.kernels is None:
@@ -193,7 +195,7 @@ def measured(width: str) -> dict[str, Any]:
 
 
 def attention(shape: Shape) -> Callable[[], object]:
-    """Attention of the layer's shape by itself, forward and backward."""
+    """A function that runs only the layer's attention, forward and backward."""
     drawn = (torch.randn(shape.tokens, shape.width, device="cuda").bfloat16() for _ in range(3))
     q, k, v = (shape.apart(t).requires_grad_() for t in drawn)
     gradient = torch.randn_like(q)
@@ -206,7 +208,7 @@ def attention(shape: Shape) -> Callable[[], object]:
 
 
 def measure(widths: Sequence[str], out: Path) -> None:
-    """Measure each width and write ``out`` after it."""
+    """Measure each width, and write ``out`` after each."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     for width in widths:
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -216,7 +218,8 @@ def measure(widths: Sequence[str], out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Medians of the arms by width and pass, and their ratios to the derived backward's."""
+    """A table of the arms' medians by width and pass, with the times of two arms relative to the derived
+    arm's times."""
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]
@@ -236,7 +239,7 @@ def _interval(times: Sequence[float], over: Sequence[float]) -> str:
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
-    """Both passes less the time of attention alone, which all arms run alike."""
+    """A table of the time of both passes minus the time of attention, which runs alike in all arms."""
     lines = ["| width | attention, ms | rest of torch.compile, ms | rest of derived, ms | ratio |"]
     lines.append("|---|---|---|---|---|")
     for width, entry in found.items():

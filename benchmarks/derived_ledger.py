@@ -1,7 +1,8 @@
-"""Count what derived backwards move: ``python -m benchmarks.derived_ledger PAGE``. It needs no GPU.
+"""Count the bytes that derived backwards move: ``python -m benchmarks.derived_ledger PAGE``. It needs no GPU.
 
-The page has three tables: every forward operator of ``specs`` with its derived backward; the backwards that
-people arranged from hand-authored kernels, beside the derived ones; and a Transformer layer's backward.
+The page has three tables. They show every forward operator of ``specs`` with its derived backward, the
+backwards that people arranged from hand-authored kernels compared with the derived ones, and a Transformer
+layer's backward.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKWARDS = ("_bwd", "_accumulate")  # names of specs that are backwards themselves
-KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores for its backward alone
+BACKWARDS = ("_bwd", "_accumulate")  # endings of the names of specs that are backwards
+KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
 
 
@@ -51,7 +52,8 @@ def operators() -> list[str]:
 
 
 def forward(name: str) -> tuple[Spec, Program]:
-    """A spec and its accepted kernel's program; where it awaits an author, that of the tests' kernel."""
+    """A spec and the program of its accepted kernel, or of the tests' correct kernel if the spec has no
+    accepted one yet."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     file = ROOT / "generated_kernels" / f"{name}.py"
     source = file if file.exists() else next((ROOT / "tests" / "honest" / name).glob("*.py"))
@@ -59,12 +61,13 @@ def forward(name: str) -> tuple[Spec, Program]:
 
 
 def results(program: Program) -> tuple[str, ...]:
-    """The outputs whose gradients come in."""
+    """The outputs whose gradients the backward gets as inputs."""
     return tuple(n for n in joined(program).program.outputs if n not in KEPT)
 
 
 def operator(name: str, agreement: bool = True) -> list[list[str]]:
-    """The table's rows of an operator: its backward alone, and behind the next product."""
+    """The table's rows for an operator: its backward by itself, and its backward in one program with the
+    product that gives an output's gradient."""
     spec, program = forward(name)
     of = results(program)
     whole = joined(program).program
@@ -104,7 +107,7 @@ def _operator(
 
 
 def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
-    """Bytes a row of what the backward reads of the forward's results."""
+    """How many bytes per row the backward reads of the forward's results."""
     parts = [p for p in (made.program, made.head) if p]
     read = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = [t for n, t in read.items() if n in made.stored and n not in program.signature.inputs]
@@ -116,12 +119,13 @@ OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes
              "moved, GB", "least, GB", "error beside autograd"]  # fmt: skip
 
 
-# Beside the backwards by hand
+# Comparison with the backwards arranged by hand
 
 
 class ByHand(NamedTuple):
-    """A backward that people arranged: a hand-authored kernel at its sizes, the products besides ([m, k] @
-    [k, n]), and the bytes of passes; and the forward whose derived backward gives the same gradients."""
+    """A backward that people arranged, and the derived backward that gives the same gradients (``derived``).
+    The first has a hand-authored kernel at its ``sizes``, other products [m, k] @ [k, n] as (m, k, n), and
+    separate ``passes``, given in bytes."""
 
     kernel: str
     sizes: Sizes
@@ -131,7 +135,7 @@ class ByHand(NamedTuple):
     all_sizes: Sizes
 
     def hand(self) -> tuple[int, int]:
-        """Products and bytes."""
+        """The number of products and the bytes that the backward by hand moves."""
         text = (ROOT / "generated_kernels" / f"{self.kernel}.program.json").read_text(encoding="utf-8")
         program = Program.from_json(text)
         moved = roofline(program, self.sizes).bytes + sum(map(matmul, self.products)) + self.passes
@@ -145,13 +149,13 @@ class ByHand(NamedTuple):
 
 
 def matmul(sizes: tuple[int, int, int]) -> int:
-    """Bytes of [m, k] @ [k, n] in bf16."""
+    """The bytes that [m, k] @ [k, n] moves in bf16."""
     m, k, n = sizes
     return 2 * (m * k + k * n + m * n)
 
 
 def two_products(width: str, activation: Callable[..., Any]) -> Chain:
-    """An MLP without a norm, its first product with a bias or without."""
+    """An MLP without a norm. Its first product has a bias if ``width`` is F."""
 
     def body(x: Any, w_up: Any, w_down: Any, bias: Any = None) -> dict[str, Any]:
         z: Any = gemm(x, w_up.mT)
@@ -171,7 +175,7 @@ def swiglu(z: Any) -> Any:
 
 
 def loss() -> Chain:
-    """Cross-entropy of logits that are not stored."""
+    """The cross-entropy of logits that are not stored."""
 
     def body(x: Any, w: Any, target: Any) -> dict[str, Any]:
         logits = gemm(x, w.mT)
@@ -183,7 +187,7 @@ def loss() -> Chain:
 
 
 def beside_stream() -> Chain:
-    """Norm and projection of a stream that goes on beside them."""
+    """A norm and projection of the residual stream, with the stream itself as another output."""
     inner = chains.attention_in(rotates=False)
     return inner._replace(
         outputs=inner.outputs | {"stream": "M, D"},
@@ -192,7 +196,7 @@ def beside_stream() -> Chain:
 
 
 def by_hand() -> Iterator[ByHand]:
-    """Each hand-authored backward at its spec's first case."""
+    """Yield each hand-authored backward at its spec's first case."""
     for kernel, build in HANDS.items():
         case = load(ROOT / "specs" / f"{kernel}.yaml", check=False).cases[0].sizes
         yield build(kernel, case)
@@ -252,7 +256,8 @@ def hand_rows() -> list[list[str]]:
 
 
 def layer_by_hand(shape: Shape) -> int:
-    """As ``comparison.layers.fused`` arranges it, with the rotation's transpose in one pass."""
+    """The bytes that the layer's backward moves as ``comparison.layers.fused`` arranges it, but with the
+    rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
     programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
     own = [c for place, c in places.items() if place.endswith("_backward")]
@@ -263,12 +268,14 @@ def layer_by_hand(shape: Shape) -> int:
 
 
 def rotation(shape: Shape) -> int:
-    """The rotation's transpose and sum(dz * z): reads six tensors and writes three."""
+    """The bytes of the pass for the rotation's transpose and sum(dz * z), which reads six tensors and writes
+    three."""
     return 2 * 9 * shape.tokens * shape.width
 
 
 def layer_derived(shape: Shape) -> int:
-    """Module-local: both halves derived, and the two products between them."""
+    """The bytes that the module-local derived backward moves: both derived halves, the two products between
+    them, and the rotation's pass."""
     tokens, width = shape.tokens, shape.width
     sizes = layer_sizes(shape)
     programs = backwards(shape).values()
@@ -282,7 +289,8 @@ def layer_sizes(shape: Shape) -> dict[str, int]:
 
 
 def layer_stack(shape: Shape) -> int:
-    """Whole stack: from one attention to the next as one program, and the pass before it."""
+    """The bytes that the whole stack's backward moves per layer: one program from one attention to the next,
+    and the pass before this program."""
     program, sizes = chains.between_attentions().program("layer"), layer_sizes(shape)
     wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
     made = derive(program, sizes, wrt=wrt, of=["out", "qkv"])
@@ -290,7 +298,8 @@ def layer_stack(shape: Shape) -> int:
 
 
 def layer_compiled(profile: Mapping[str, Any], width: str) -> int:
-    """``torch.compile``'s, from the tensors of its kernels in the committed profile."""
+    """The bytes that ``torch.compile``'s backward moves, from the tensors of its kernels in the committed
+    profile."""
     shares = (row.share for row in rows(profile["widths"][width], "torch.compile"))
     return sum(share.bytes or 0 for share in shares if share.group != ATTENTION)
 

@@ -1,10 +1,11 @@
-"""Checks a minute on a Ray cluster: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
+"""Measure checks per minute on a Ray cluster:
+``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
 
-Real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels, on one and on two nodes of one
-core each, on this machine. Every pass has empty caches. Beside the checks a minute it reports the share of a
-piece's time that is not spent in its worker, which is Ray's and the driver's own, and compares the seconds
-with those that ``benchmarks.fleet_simulation`` predicts from the pieces of the first pass. Other work on this
-machine spoils the figures: its load is reported with them.
+It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine, on one
+node and on two nodes of one core each. Every pass starts with empty caches. It also reports which share of
+the pieces' time is spent outside their workers, by Ray and the driver; a check has two pieces. It compares
+the seconds of each pass with those that ``benchmarks.fleet_simulation`` predicts from the pieces of the first
+pass. Other work on this machine falsifies the figures, so the machine's load is reported with them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ JOINING = 300.0  # seconds for all cores to join
 
 
 def examined(asked: dict[str, Any]) -> dict[str, Any]:
-    """``pieces.examine``, with the seconds that it took in its worker."""
+    """Run ``pieces.examine``, and add the seconds that it took in its worker."""
     return _timed(pieces.examine, asked)
 
 
@@ -53,7 +54,7 @@ def _timed(piece: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernels(number: int) -> list[tuple[str, str]]:
-    """Spec and source of so many accepted kernels."""
+    """The specs and sources of the first ``number`` accepted kernels."""
     found = []
     for path in sorted((ROOT / "generated_kernels").glob("*.py")):
         spec = ROOT / "specs" / f"{path.stem}.yaml"
@@ -63,7 +64,7 @@ def kernels(number: int) -> list[tuple[str, str]]:
 
 
 def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
-    """Check one kernel; the seconds of its two pieces within their workers."""
+    """Check one kernel, and return the seconds that its two pieces took in their workers."""
     asked = {"spec": spec, "source": source, "weak_jail": False, "schedules": {}}
     first = pool.run(f"{place} check", examined, asked, patience=SILENCE)
     second = pool.run(f"{place} compile", compiled, {"spec": spec, **first}, patience=SILENCE)
@@ -73,7 +74,8 @@ def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
 
 
 def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict[str, Any]:
-    """One pass over all kernels but the last, which warms the workers, on so many one-core nodes."""
+    """Run one pass over all kernels but the last on ``nodes`` one-core nodes. The last kernel only warms the
+    workers."""
     os.environ["QUACK_COMPILE_WORKERS"] = "1"
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
     try:
@@ -109,7 +111,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
 
 
 def predicted(pieces_of: Sequence[Sequence[float]], nodes: int) -> float:
-    """The simulation's seconds for these pieces."""
+    """The seconds that the simulation predicts for these pieces."""
     runs = [[("core", seconds) for seconds in parts] for parts in pieces_of]
     return simulate(runs, SimulatedResources(gpus=0, cores=nodes, places=len(runs))).seconds
 
@@ -142,6 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import fleet_checks  # its pieces are unpickled on nodes, where this is no __main__
+    from benchmarks import fleet_checks  # so that nodes, whose __main__ is another file, can unpickle its pieces
 
     fleet_checks.main()

@@ -1,10 +1,11 @@
-"""Where a sweep stops scaling: ``python -m benchmarks.fleet_simulation [--driver SECONDS] [--out FOLDER]``.
+"""Simulate where a sweep stops scaling:
+``python -m benchmarks.fleet_simulation [--driver SECONDS] [--out FOLDER]``.
 
-A discrete-event simulation of sweeps from 1 to 1,024 GPUs. Seconds of every phase come from the committed
-reports of accepted kernels, and attempts from the recorded runs; runs are drawn from these with replacement.
-A run holds one of the driver's places from its first question to its end. It asks its author, waits for a
-core to examine its source, for another to compile, and for a GPU. Before each of these the driver, a single
-process, works ``--driver`` seconds.
+This is a discrete-event simulation of sweeps from 1 to 1,024 GPUs. The seconds of every phase come from the
+committed reports of accepted kernels, and the numbers of attempts from the recorded runs. Simulated runs are
+drawn from both with replacement. A run holds one of the driver's places from its first question to its end.
+It asks its author, waits for a core to examine its source, then for a core to compile it, and then for a GPU.
+Before each of these stages the driver, which is a single process, works for ``--driver`` seconds.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
 SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
-FLEET, WORK, AUTHOR = 64, 1000, 30.0  # the sweep that the charts vary
-NEAR = 0.98  # of the throughput with more of something than can be used
-PLACES = 4  # runs under way for each core and GPU, as ``coda-agent sweep`` has it
+FLEET, WORK, AUTHOR = 64, 1000, 30.0  # GPUs, specs and seconds of the usual sweep, which the results vary
+NEAR = 0.98  # share of the highest throughput that counts as enough
+PLACES = 4  # runs under way for each core and GPU, which is the default of ``coda-agent sweep``
 SEED = 2026
 
 Stage = tuple[str, float]  # resource, seconds
@@ -48,7 +49,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class SimulatedResources:
-    """A fleet. ``places``: runs under way at once; ``driver``: seconds of the driver before each stage."""
+    """The resources of a fleet. ``places``: how many runs are under way at once. ``driver``: for how many
+    seconds the driver works before each stage."""
 
     gpus: int
     cores: int
@@ -69,7 +71,8 @@ class SimulatedEnd:
 
 
 def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> SimulatedEnd:
-    """Run these stages in order. The resources are ``author``, which never lacks, ``core`` and ``gpu``."""
+    """Simulate these runs, each with its stages in order. A stage uses an ``author``, of which there are
+    always enough, a ``core`` or a ``gpu``."""
     free = {"core": fleet.cores, "gpu": fleet.gpus, "driver": 1, "place": fleet.places}
     queues: dict[str, deque[Callable[[float], None]]] = {name: deque() for name in free}
     events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -124,8 +127,8 @@ def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> Simu
 
 
 def phases() -> list[Phases]:
-    """The phases in the committed reports of kernels that a model wrote in the vocabulary. A compile that its
-    report found in a cache has the median's seconds."""
+    """The phases in the committed reports of kernels that a model wrote in the vocabulary. If a report found
+    its compile in a cache, that compile gets the median seconds of the other compiles."""
     found = []
     for path in sorted((ROOT / "generated_kernels").glob("*.report.json")):
         told = json.loads(path.read_text())
@@ -138,7 +141,7 @@ def phases() -> list[Phases]:
 
 
 def attempts() -> list[int]:
-    """The attempts of every recorded run of a kernel."""
+    """The number of attempts in every recorded run of a kernel."""
     found = []
     for path in sorted((ROOT / "agent" / "recordings").glob("*.jsonl")):
         if ".raw" not in path.name:
@@ -148,7 +151,8 @@ def attempts() -> list[int]:
 
 
 def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]]:
-    """The stages of so many runs. An attempt before the last one is examined and rejected."""
+    """Draw the stages of ``specs`` runs. In every attempt before the last, the source is examined and
+    rejected."""
     known, tries = phases(), attempts()
     runs = []
     for _ in range(specs):
@@ -162,13 +166,15 @@ def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]
 
 
 def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> float:
-    """The share of linear scaling: this fleet's throughput over its GPUs' number times that of one GPU."""
+    """The share of linear scaling: the fleet's throughput per GPU, divided by the throughput of one GPU
+    alone."""
     one = simulate(runs, SimulatedResources.of(1, max(1, round(fleet.cores / fleet.gpus)), fleet.driver))
     return one.seconds / (fleet.gpus * simulate(runs, fleet).seconds)
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of ``vary`` that reaches NEAR of the throughput of ``most``."""
+    """The least number of the resource ``vary`` whose throughput is NEAR times the throughput with
+    ``most``."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:
@@ -221,7 +227,8 @@ def results(driver: float) -> dict[str, Any]:
 
 
 def chart(found: dict[str, Any]) -> bytes:
-    """Share of linear scaling over the number of GPUs, a line for each number of specs."""
+    """A chart of the share of linear scaling by the number of GPUs, with one line per number of specs and
+    answer time."""
     from matplotlib.figure import Figure
 
     with styled():

@@ -1,11 +1,14 @@
-"""Accuracy of an MLP and of a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``, without a GPU.
+"""Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``. No
+GPU needed.
 
-Every arm computes on the same bf16 numbers. Its error is that of each output and gradient, RMS over RMS,
-against the plain layer in fp32. Programs run in the interpreter, torchao's recipes on PyTorch's CPU kernels.
+Every arm computes with the same bf16 numbers. The error of an output or gradient is its difference from the
+plain layer's in fp32: the RMS of the difference over the RMS of the plain layer's value. Programs run in the
+interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
-*row-wise*: each of a linear's three products quantises the rows of both operands by their own maxima, as
-torchao's recipe does, and is ``gemm_fp8_row_scale``: gradients need no kernel of their own. *fused*: the
-activation and the normalised rows leave their products in fp8, by scales from another batch; forward alone.
+*row-wise*: each of a linear layer's three products quantises the rows of both operands by the rows' own
+maxima, as torchao's recipe does. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
+own. *fused*: the products write the activation and the normalised rows in fp8, with scales from another
+batch. This arm has only a forward.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from coda_agent.verifier.statistics import student_quantile
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
-LOUD, TIMES = 64, 30.0  # every so many channels, one is so many times as loud: as in trained models
+LOUD, TIMES = 64, 30.0  # one of LOUD channels is TIMES as large, as in trained models
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Scaled = tuple[Tensor, Tensor]
@@ -44,7 +47,8 @@ Scaled = tuple[Tensor, Tensor]
 
 @cache
 def program(name: str) -> Program:
-    """An accepted kernel's program; of a spec that awaits one, that of the tests' correct kernel."""
+    """The program of the spec's accepted kernel, or of the tests' correct kernel if the spec has no accepted
+    one yet."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     accepted = ROOT / "generated_kernels" / f"{name}.program.json"
     if accepted.exists():
@@ -54,19 +58,19 @@ def program(name: str) -> Program:
 
 
 def rows(t: Tensor) -> Scaled:
-    """A matrix in fp8 and its rows' scales."""
+    """Quantise a matrix to fp8, with one scale per row."""
     scale = (t.float().abs().amax(1) / END).clamp(min=1e-12)
     return (t.float() / scale[:, None]).clamp(-END, END).to(torch.float8_e4m3fn), scale
 
 
 def scaled_product(a: Scaled, b: Scaled) -> Tensor:
-    """a [M, K] by b [N, K], each with its rows' scales, in bf16."""
+    """The product of a [M, K] and the transpose of b [N, K] in bf16. Both have one scale per row."""
     inputs = {"x": a[0], "sx": a[1], "w": b[0], "sw": b[1]}
     return interpret(program("gemm_fp8_row_scale"), inputs)["y"]
 
 
 class RowWise(torch.autograd.Function):
-    """A linear of which all three products are in fp8."""
+    """A linear layer whose three products are all in fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -80,7 +84,7 @@ class RowWise(torch.autograd.Function):
 
 
 def by_torchao(recipe: str) -> Product:
-    """A linear by one of torchao's training recipes."""
+    """A linear layer as one of torchao's training recipes computes it."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -101,7 +105,7 @@ def mlp(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Fp8Arm(Differentiated):
-    """``mlp`` or ``layer`` with another linear, and gradients by autograd."""
+    """``mlp`` or ``layer`` with another implementation of ``linear``, and with gradients by autograd."""
 
     def __init__(self, function: Function, product: Product, shape: Shape, drawn: Drawn):
         parts = ("gate_up", "down") if function is mlp else Weights._fields
@@ -121,8 +125,8 @@ def wide(drawn: Drawn) -> Drawn:
 
 
 class FusedFp8:
-    """A layer whose products end in fp8, by the programs that do it. Scales are those that the batch before
-    would leave: of each tile's largest magnitude there."""
+    """A layer whose products write fp8, run by the programs that do so. The scale of each tensor comes from
+    its largest magnitude in another batch, as if that were the batch before."""
 
     def __init__(self, shape: Shape, drawn: Drawn):
         self.shape, self.weights, self.next_norm = shape, drawn.weights, drawn.next_norm
@@ -134,7 +138,8 @@ class FusedFp8:
         self.amax: dict[str, Tensor] = {}
 
     def learn(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        """Scales from a batch, in a pass for each, since a scale changes what comes after it."""
+        """Learn the scales from a batch, with one pass per scale, since each scale changes what comes after
+        it."""
         for _ in self.scales:
             call(x)
             self.scales |= {name: END / amax for name, amax in self.amax.items()}
@@ -147,7 +152,7 @@ class FusedFp8:
         return made["act"], (1 / scale).expand(len(x[0])).contiguous()
 
     def _added(self, y: Scaled, w: Scaled, x: Tensor, gamma: Tensor, name: str) -> tuple[Tensor, Scaled]:
-        """The residual stream and its normalised rows."""
+        """Return the residual stream, and its normalised rows in fp8."""
         scale = self.scales[name]
         inputs = {"y": y[0], "sy": y[1], "w": w[0], "sw": w[1], "x": x, "gamma": gamma, "scale": scale}
         made = interpret(program("gemm_fp8_residual_rmsnorm"), inputs)
@@ -177,7 +182,7 @@ FUSED = "fused, interpreted"
 
 
 def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
-    """A layer and its inputs, with ``loud`` channels or without."""
+    """Draw a layer and its inputs. ``loud``: make some channels of the input TIMES as large."""
     drawn = draw(shape, seed, "cpu")
     if loud:
         drawn.x[:, ::LOUD] *= TIMES
@@ -185,7 +190,7 @@ def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
 
 
 def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str, dict[str, float]]:
-    """By arm and value, RMS over RMS."""
+    """The errors by arm and by output or gradient, each an RMS over an RMS."""
     drawn, before = drawn_at(shape, seed, loud), drawn_at(shape, seed + 1000, loud)
     exact = results(Fp8Arm(function, linear, shape, wide(drawn)), wide(drawn))
     exact.pop("normed")
@@ -210,7 +215,7 @@ def interval(values: list[float]) -> str:
 
 
 def table(found: Iterable[Mapping[str, Mapping[str, float]]], values: Iterable[str]) -> str:
-    """Markdown: a line an arm, a column a value, in percent."""
+    """A Markdown table in percent, with one line per arm and one column per value."""
     several, columns = list(found), list(values)
     lines = [f"| arm | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for arm in several[0]:

@@ -1,9 +1,9 @@
-"""Host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
+"""Measure the host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
 
-Microseconds of Python and C++ before a call returns, of the launcher and of the operator of ``fused``, beside
-``torch.mm`` in the same rounds, at the case nearest to decoding. On a GPU the calls launch. Without one,
-stand-ins take the place of the compiled kernels and the tensors lie on the CPU, so the figures are those of
-launcher and operator alone.
+It measures the microseconds of Python and C++ before a call returns, for the launcher and for the operator of
+``fused``. In the same rounds it measures ``torch.mm``. The sizes are those of the case with the fewest rows,
+which is nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stand-ins replace the
+compiled kernels and the tensors are on the CPU, so the figures include only launcher and operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_agent.verifier.statistics import ratio
 
 KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
-ROWS = 128  # at most: host time does not depend on sizes, and small kernels leave no queue on the GPU
+ROWS = 128  # most rows: host time does not depend on sizes, and small kernels leave no queue on the GPU
 
 
 def main(arguments: list[str]) -> None:
@@ -68,8 +68,8 @@ def accepted() -> list[str]:
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
-    """Medians in microseconds of a kernel's call, of its operator's, and of ``torch.mm``; the ratio of the
-    first to the last with its interval."""
+    """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. The ratio
+    compares the kernel's call with ``torch.mm``, and has an interval."""
     program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
     timing = min(report["timings"], key=lambda each: each["sizes"]["M"])
@@ -99,7 +99,8 @@ def measured(name: str, where: str) -> dict[str, Any]:
 
 
 def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> list[list[float]]:
-    """By call, the microseconds of one in each round; the calls take turns in random order."""
+    """For each call, the mean microseconds that it takes in each round. The calls take turns in random
+    order."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -117,7 +118,7 @@ def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> lis
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Kernels that do nothing, launched on CPU tensors."""
+    """Replace compiled kernels by functions that do nothing, and let CPU tensors pass."""
     executable = "coda_agent.primitives.runtime.executable"
 
     def compiled(*_: Any) -> Callable[..., None]:

@@ -1,6 +1,7 @@
-"""Measure the jail's cost: ``python -m benchmarks.jail [--json]``, over every accepted kernel's file.
+"""Measure the cost of the sandbox's jail: ``python -m benchmarks.jail [--json]``, over every accepted
+kernel's file.
 
-Traces alternate with a bare ``python -I -S``, so that the ratio holds on a busy machine too.
+Jailed traces alternate with runs of a bare ``python -I -S``, so that the ratio also holds on a busy machine.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Milliseconds of a jailed trace and of a bare interpreter, the ratio of their medians, and the
-    machine."""
+    """Measure the milliseconds of a jailed trace and of a bare interpreter, and the ratio of their medians.
+    The result also describes the machine."""
     accepted = (
         path for path in sorted((ROOT / "generated_kernels").glob("*.py")) if path.stem.isidentifier()
     )

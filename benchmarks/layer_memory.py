@@ -1,8 +1,10 @@
-"""What a decoder layer keeps from its forward to its backward: ``python -m benchmarks.layer_memory``.
+"""Count the bytes that a decoder layer keeps from its forward to its backward:
+``python -m benchmarks.layer_memory``.
 
-Counts the bytes that autograd keeps of one layer of a Llama in bf16, as Hugging Face computes it and patched,
-on the meta device: no GPU is needed, and nothing is computed. Weights, which live anyway, are not counted.
-Attention keeps what flash attention does: q, k, v, its result, and a log-sum-exp a row.
+It counts the bytes that autograd keeps for one layer of a Llama in bf16, both as Hugging Face computes the
+layer and patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is
+computed. Weights are not counted, since they stay in memory anyway. Attention keeps what flash attention
+does: q, k, v, its result, and one log-sum-exp per row.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MODELS = {
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what flash attention keeps. It is never run backward."""
+    """A stand-in that keeps what flash attention keeps. Its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,13 +45,13 @@ class _Attention(torch.autograd.Function):
 
 
 def kept(model: Any) -> float:
-    """Bytes a token of the first layer of a causal model on the meta device."""
+    """How many bytes per token the first layer of a causal model keeps. The model is on the meta device."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     found: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()._cdata) not in own:
-            found[storage] = tensor  # which keeps the address its own
+            found[storage] = tensor  # the reference keeps its address from being used again
         return tensor
 
     shape = (SEQUENCES, LENGTH, model.config.hidden_size)
@@ -61,7 +63,7 @@ def kept(model: Any) -> float:
 
 
 def both(sizes: Sizes) -> tuple[float, float]:
-    """Unpatched and patched."""
+    """The bytes per token of the unpatched and of the patched model."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

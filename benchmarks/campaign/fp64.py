@@ -1,5 +1,5 @@
-"""Evaluate a program in plain fp64: nodes in order, no rounding, no steps. Shares no code with the verifier's
-interpreter, so that neither hides the other's mistakes."""
+"""Evaluate a program's nodes in order in plain fp64, without rounding and without a division into steps. This
+module shares no code with the verifier's interpreter, so that neither hides the other's mistakes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ LEAVES = ("input", "constant", "dim", "head_sums")
 
 
 def values(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Values:
-    """Every node's value, in order."""
+    """Compute the value of every node, in the program's order."""
     types, found = program.types(), Values()
     for node, kind in zip(program.nodes, types, strict=True):
         if node.op in LEAVES:
@@ -97,7 +97,7 @@ def values(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, i
 
 
 def outputs(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in fp64, by name."""
+    """Compute the program's outputs in fp64, by name."""
     found = values(program, inputs, sizes)
     shapes = {n: [d(sizes) for d in t.shape] for n, t in program.signature.outputs.items()}
     return {name: found[index].broadcast_to(shapes[name]) for name, index in program.outputs.items()}
@@ -117,7 +117,8 @@ def _leaf(node: Node, found: Values, inputs: Mapping[str, Tensor], sizes: Mappin
 
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
-    """A value as its reader sees it: a head statistic is repeated over all columns of a tile."""
+    """Return a value in the shape that its reader needs: for a tile, a value with one number per head, or
+    with the columns of one head, is repeated over all of the tile's columns."""
     if reader.kind != "tile" or kind.period is None or kind.kind not in ("spread", "repeated"):
         return value
     width = kind.period(sizes)

@@ -17,7 +17,7 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-JUDGED = ("size_choice",)  # check codes that count as a verdict on a mutant
+JUDGED = ("size_choice",)  # codes of errors from a check that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
@@ -43,7 +43,8 @@ def program_of(spec: Spec) -> Program:
 
 @functools.cache
 def honest(name: str) -> dict[str, Program]:
-    """A spec's accepted program, and by file name the correct kernels in the tests."""
+    """The spec's accepted program under the name "accepted", and the programs of the tests' correct kernels
+    by file name."""
     spec = spec_of(name)
     programs = {"accepted": program_of(spec)}
     for path in sorted((ROOT / "tests" / "honest" / name).glob("*.py")):
@@ -52,10 +53,10 @@ def honest(name: str) -> dict[str, Program]:
 
 
 class Graph:
-    """Nodes of a program, with additions.
+    """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: constants for the sizes in added ``dim`` nodes. With them, the program does at all sizes what
-    it would do at these sizes.
+    ``frozen``: sizes that replace each added ``dim`` node by a constant. With them, the edited program does
+    at all sizes what the edit would do at these sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -66,8 +67,8 @@ class Graph:
         self._below = _ancestors(self.nodes)
 
     def add(self, op: str, *args: int, attribute: Attribute = None) -> int:
-        """Add a node of this operation, or return an equal one. ProgramError if the operation does not
-        apply."""
+        """Return the index of a node of this operation, which is added unless an equal node exists. Raises
+        ProgramError if the operation does not apply."""
         node = Node(op, args, attribute)
         if node in self.nodes:
             return self.nodes.index(node)
@@ -89,7 +90,8 @@ class Graph:
         return self.add("dim", attribute=str(size))
 
     def replace(self, old: int, new: int, reader: int | None = None) -> None:
-        """Redirect the readers of ``old`` (or one of them) to ``new``; added nodes do not change."""
+        """Redirect all readers of ``old`` to ``new``, or only ``reader`` if it is given. Nodes that were
+        added do not change."""
         for index in range(self.first_added) if reader is None else (reader,):
             node = self.nodes[index]
             self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
@@ -103,7 +105,7 @@ class Graph:
         self.nodes[reader] = self.nodes[reader]._replace(args=tuple(args))
 
     def become(self, index: int, node: Node) -> None:
-        """Replace a node by another operation."""
+        """Put another node in the place of a node."""
         self.nodes[index] = node
 
     def originals(self, *kinds: str) -> list[int]:
@@ -119,7 +121,7 @@ class Graph:
         return self._below[index]
 
     def readers(self, index: int) -> list[tuple[int, int]]:
-        """(reader, argument) for each of the program's own nodes that reads a node."""
+        """The pairs (reader, position of the argument) of the program's own nodes that read a node."""
         return [
             (i, k)
             for i, node in enumerate(self.nodes[: self.first_added])
@@ -128,8 +130,8 @@ class Graph:
         ]
 
     def finish(self) -> Program:
-        """The edited program, checked (except for ``JUDGED`` codes) and partitioned. Skip if it is invalid or
-        unchanged."""
+        """Return the edited program, after a check that ignores errors with ``JUDGED`` codes and after a
+        trial partition. Raises Skip if the program is invalid or unchanged."""
         program = self._canonical()
         try:
             program.check()
@@ -145,7 +147,8 @@ class Graph:
         return program
 
     def _canonical(self) -> Program:
-        """Keep only nodes that outputs reach, numbered depth first; merge equal nodes."""
+        """Return a program of only the nodes that its outputs need, numbered depth first and with equal nodes
+        merged."""
         known: dict[Node, int] = {}
         made: dict[int, int] = {}
         open_: set[int] = set()
@@ -172,8 +175,8 @@ def _ancestors(nodes: list[Node]) -> list[set[int]]:
 
 
 def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
-    """The nodes among ``among`` that can replace a node: of the same type, and integers if it is an
-    integer."""
+    """The nodes of ``among`` that can replace a node: they have its type, and are integers exactly if the
+    node is an integer."""
     kind, whole = graph.types[index], _whole(graph, index)
     return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
 
@@ -186,8 +189,8 @@ def _whole(graph: Graph, index: int) -> bool:
 
 
 def meeting(graph: Graph, index: int, random: Random) -> int:
-    """A node that fits a node elementwise: itself, one of its type, or a vector spread over it. Skip if none
-    exists."""
+    """Choose a node that can be combined elementwise with the node ``index``: that node, a scalar, or another
+    node that has its type or can be spread over it. Raises Skip if no such node exists."""
     kind = graph.types[index]
     free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
     made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]
@@ -204,7 +207,7 @@ def _covered(wide: Type, narrow: Type) -> bool:
 
 
 def _spread(graph: Graph, index: int, wide: Type) -> int | None:
-    """A vector spread over a tile's rows or columns, if it fits."""
+    """Spread a vector over a tile's rows or columns; None if its length fits neither."""
     kind = graph.types[index]
     if kind.kind != "vector":
         return None

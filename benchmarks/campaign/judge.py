@@ -1,4 +1,5 @@
-"""Judge one candidate with the verifier: one line of the campaign's results."""
+"""Judge one candidate, which is a mutant or a rewrite, with the verifier. This gives one line of the
+campaign's results."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 3  # times as many aimed draws before an accepted mutant counts as equivalent
+MORE = 3  # factor on the number of aimed draws before an accepted mutant counts as equivalent
 Result = dict[str, Any]
 
 
 class CampaignTask(NamedTuple):
-    """The identity of a candidate. ``group``: mutants or rewrites."""
+    """The identity of a candidate. ``group``: "mutants" or "rewrites"."""
 
     group: str
     name: str
@@ -37,7 +38,7 @@ def judged(task: CampaignTask) -> Result:
 
 
 def applies(task: CampaignTask) -> bool:
-    """Whether the candidate exists."""
+    """Whether the candidate can be made."""
     return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
 
 
@@ -73,7 +74,7 @@ def _mutant(task: CampaignTask) -> Result:
 
 
 def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
-    """The draw on which the mutant differs, if one exists."""
+    """The draw on which the mutant differs from the accepted program; empty if no draw shows a difference."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
         found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)
@@ -98,7 +99,7 @@ def verdict(spec: Spec, program: Program) -> Result:
         rejected = check_program(spec, program)
     except ProgramError as error:
         return {"verdict": f"trace: {error.code}", "reason": error.message[:400]}
-    except MISTAKES as error:  # our own bug becomes a line of the table
+    except MISTAKES as error:  # a bug of the verifier becomes a line of the table
         return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[:400]}
     if rejected is None:
         return {"verdict": "accepted", "reason": ""}

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
-CHUNK = 20  # candidates of one program per task, which share its preparation
+CHUNK = 20  # candidates in one task, which are of one program and share its preparation
 ROUND = 1000  # approximate candidates per seed; results of earlier seeds come first
 
 
@@ -35,7 +35,8 @@ def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:
 
 
 def _chunks(tasks: list[CampaignTask]) -> list[tuple[CampaignTask, ...]]:
-    """Group candidates by program, in the order of first appearance."""
+    """Split the candidates into chunks of one program each. Chunks whose first candidate has an earlier seed
+    come first."""
     by_name: dict[tuple[str, str], list[CampaignTask]] = {}
     for task in tasks:
         by_name.setdefault((task.group, task.name), []).append(task)

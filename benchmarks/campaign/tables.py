@@ -1,4 +1,4 @@
-"""Print a campaign: mutants and rewrites by kind, wrong acceptances and wrong rejections."""
+"""Print a campaign's results: mutants and rewrites by kind, wrong acceptances and wrong rejections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.campaign.judge import INAPPLICABLE, Result
 
 
 def show(results: list[Result]) -> None:
-    """Print the tables, each followed by the results to look at."""
+    """Print the tables, each followed by the results that need a look."""
     console = Console(width=None)
     made = [r for r in results if r["verdict"] != INAPPLICABLE]
     mutants = [r for r in made if r["group"] == "mutants"]

@@ -1,4 +1,4 @@
-"""Mutations that bound a value: by a minimum or maximum, or by equivalent arithmetic."""
+"""Mutations that bound a value with a minimum or maximum, or with equivalent arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def clamp(site: Site) -> str:
     """Add a minimum or maximum with a number."""
     value, how = site.value(), site.random.choice(("minimum", "maximum"))
     limit = site.threshold(value)
-    # Mostly one that does not change the usual range.
+    # Mostly choose the side that leaves small values unchanged.
     if site.random.random() < 0.8:
         how = "minimum" if limit > 0 else "maximum"
     site.put(value, site.add(how, value, limit))
@@ -46,7 +46,7 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """Add a minimum as (v + c - sqrt((v - c)**2)) / 2, without a comparison."""
+    """Add a minimum or maximum without a comparison; a minimum is (v + c - sqrt((v - c)**2)) / 2."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)

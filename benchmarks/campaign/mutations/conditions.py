@@ -1,4 +1,5 @@
-"""Mutations that are wrong on a condition: of values, of columns, of sizes; hard or smooth."""
+"""Mutations that make a value wrong where a condition holds. The condition tests values or columns, with a
+comparison or with a smooth function."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from benchmarks.campaign.mutations.site import COMPARISONS, Edit, Site
 
 
 def on_value(site: Site) -> str:
-    """Wrong where a value exceeds a threshold."""
+    """Make a value wrong where a comparison of a value with a threshold holds."""
     target = site.value("tile", "vector", "head")
     condition, words = site.condition(target)
     return _choose(site, target, condition, words)
 
 
 def on_two_values(site: Site) -> str:
-    """Wrong where two conditions hold together."""
+    """Make a value wrong where two conditions hold together."""
     target = site.value("tile", "vector", "head")
     (first, one), (second, other) = site.condition(target), site.condition(target)
     if site.random.random() < 0.5:
@@ -24,7 +25,7 @@ def on_two_values(site: Site) -> str:
 
 
 def on_nested(site: Site) -> str:
-    """Wrong where one condition holds within the branch of another."""
+    """Make a value wrong where one condition holds within the branch of another condition."""
     target = site.value("tile", "vector", "head")
     (outer, one), (inner, other) = site.condition(target), site.condition(target)
     within = site.add("where", inner, site.wrong(target), target)
@@ -33,7 +34,7 @@ def on_nested(site: Site) -> str:
 
 
 def on_pair(site: Site) -> str:
-    """Wrong where one value is far larger than another."""
+    """Make a value wrong where one value is far larger than another value."""
     target = site.value("tile", "vector", "head")
     one, other = site.meets(target), site.meets(target)
     factor = 10 ** site.random.uniform(-1, 6)
@@ -46,7 +47,7 @@ def on_pair(site: Site) -> str:
 
 
 def on_equality(site: Site) -> str:
-    """Wrong where a value equals a number exactly."""
+    """Make a value wrong where a value equals a number exactly."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     number = float(site.random.choice((0, 1, -1, 2, 7, 8191, 8192, 0.5)))
@@ -55,7 +56,7 @@ def on_equality(site: Site) -> str:
 
 
 def smooth_switch(site: Site) -> str:
-    """A sigmoid from right to wrong around a threshold."""
+    """Blend a value from right to wrong with a sigmoid of a value around a threshold c."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -67,7 +68,7 @@ def smooth_switch(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Wrong near one value, by eps / ((v - c)**2 + eps)."""
+    """Make a value wrong where a value v is near c, with the share eps / ((v - c)**2 + eps)."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -78,7 +79,8 @@ def bump(site: Site) -> str:
 
 
 def on_column(site: Site) -> str:
-    """A column lost or wrong, by its number."""
+    """Set the column with a given number to zero or to a wrong value, or also all columns before or after
+    it."""
     target = site.value("tile")
     place = site.add("column_index", target)
     extent = site.graph.types[target].shape[1](site.case())
@@ -88,7 +90,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Columns at one end lost, by their share of the width."""
+    """Set the last few columns, whose place depends on the width, to zero."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))
@@ -98,7 +100,8 @@ def on_column_share(site: Site) -> str:
 
 
 def _choose(site: Site, target: int, condition: int, words: str, lost: bool = False) -> str:
-    """A wrong value where the condition holds, expressed in one of three ways."""
+    """Make a value wrong where the condition holds, expressed in one of three ways. ``lost``: wrong means
+    zero."""
     wrong = site.add("multiply", target, 0.0) if lost else site.wrong(target)
     match site.random.randrange(3):
         case 0:
@@ -115,7 +118,7 @@ def _inverse(site: Site, condition: int) -> int:
 
 
 def _blend(site: Site, target: int, share: int) -> None:
-    """The value less a share of itself, or plus a share of another value."""
+    """Scale a value by one minus a multiple of ``share``."""
     part = site.add("multiply", share, site.random.choice((1.0, -0.1, 0.5)))
     site.put(target, site.add("subtract", target, site.add("multiply", part, target)))
 

@@ -1,4 +1,4 @@
-"""Mutants of a program with one mistake each. Program, kind and seed identify a mutant."""
+"""Make mutants of a program, with one mistake each. Program, kind and seed identify a mutant."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ TRIES = 40  # attempts before a kind counts as not applicable
 
 @dataclass(frozen=True)
 class ProgramMutant:
-    """A wrong program and the values in its conditions (see ``site.Site``). ``frozen``: versions that behave
-    at all sizes as the mutant does at a case's sizes, or where its condition changes."""
+    """A program with one mistake. ``aims``: the values that the mistake's conditions test (see
+    ``site.Site``). ``frozen``: versions of the mutant with constant sizes. Each version behaves at all sizes
+    as the mutant does at a case's sizes, or at sizes where the mistake's condition changes."""
 
     name: str
     kind: str
@@ -66,7 +67,7 @@ def _edited(
 def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
-    """The mutant frozen at each case's sizes, and at the sizes where its condition changes."""
+    """Yield the mutant frozen at each case's sizes, and at the sizes where its condition changes."""
     if kind == "size: other dim":  # wrong at nearly all sizes
         return
     known = set[str]()

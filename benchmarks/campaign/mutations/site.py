@@ -19,8 +19,9 @@ Edit = Callable[["Site"], str]
 
 @dataclass
 class Site:
-    """A graph to mutate. ``scales``: the magnitude of each node under the spec's init. ``aims``: nodes and
-    the values that a mutant's conditions test; ``sizes``: the same for sizes."""
+    """A graph to mutate. ``scales``: the magnitude of each node under the spec's init. ``aims``: pairs of a
+    node and a value of it that a mutant's conditions test. ``sizes``: the sizes that a mutant's conditions
+    test."""
 
     spec: Spec
     graph: Graph
@@ -44,8 +45,8 @@ class Site:
         return self.random.choice(among)
 
     def threshold(self, index: int) -> float:
-        """A threshold for a node's values, from well inside its usual range to far outside; recorded as an
-        aim."""
+        """Draw a threshold for a node's values, from well inside their usual range to far outside it, and
+        record it as an aim."""
         inside, outside, anywhere = (-1.5, 0.5), (0.3, 6.0), (-12.0, 30.0)
         span = self.random.choices((inside, outside, anywhere), (4, 5, 1))[0]
         size = self.scales[index] if span is not anywhere else 1.0
@@ -55,7 +56,7 @@ class Site:
         return value
 
     def put(self, old: int, new: int) -> None:
-        """Redirect all readers of a node, or one of them, to another node."""
+        """Redirect all readers of a node, or one random reader, to another node."""
         readers = self.graph.readers(old)
         if readers and self.random.random() < 0.4:
             self.graph.rewire(*self.random.choice(readers), new)
@@ -63,28 +64,30 @@ class Site:
             self.graph.replace(old, new)
 
     def add(self, op: str, *args: int | float) -> int:
-        """Add a node over nodes (int) and numbers (float)."""
+        """Add a node whose arguments are nodes (int) and numbers (float)."""
         lifted = (self.graph.constant(a) if isinstance(a, float) else a for a in args)
         return self.graph.add(op, *lifted)
 
     def meets(self, index: int) -> int:
-        """A random node, or a spread vector, that fits a node elementwise and does not depend on it."""
+        """The node ``index`` itself, or a random node or spread vector that can be combined with it
+        elementwise and does not depend on it."""
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """The program's own node behind a spread vector, which an aim may name."""
+        """The node that an aim can name: the node itself, or the vector that an added node spreads."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]
 
     def condition(self, target: int) -> tuple[int, str]:
-        """A comparison with a threshold, of a value that fits the target."""
+        """Compare a value that fits the target with a threshold. Return the comparison's node and a
+        description."""
         value, how = self.meets(target), self.random.choice(COMPARISONS)
         limit = self.threshold(self.known(value))
         return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
 
     def wrong(self, target: int) -> int:
-        """A wrong version of a value."""
+        """Add a wrong version of a value."""
         constant = self.random.choice((0.0, 1.0, -1.0))
         match self.random.randrange(6):
             case 0:
@@ -112,7 +115,7 @@ class Site:
         return self.random.choice(self.spec.cases).sizes
 
     def dim(self) -> Dim:
-        """One of the spec's dims, sometimes a product of two."""
+        """One of the spec's dims, or sometimes the product of two dims."""
         names = list(self.spec.dims)
         found = Dim.parse(self.random.choice(names))
         return found * Dim.parse(self.random.choice(names)) if self.random.random() < 0.15 else found

@@ -1,4 +1,5 @@
-"""Mutations that are wrong at some sizes: by equalities, inequalities and ratios, plain or disguised."""
+"""Mutations that make a value wrong at some sizes. Their conditions are equalities, inequalities and ratios
+of sizes, which are written plainly or disguised."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Sizes = Mapping[str, int]
 
 
 def on_equality(site: Site) -> str:
-    """Wrong (or, without ``not``, right only) at one extent, usually a case's."""
+    """Make a value wrong at one extent of a dim, usually the extent that a case has."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     _wrong(site, site.add("equal", size, float(at)))
@@ -20,7 +21,7 @@ def on_equality(site: Site) -> str:
 
 
 def on_order(site: Site) -> str:
-    """Wrong from one extent on, or below it."""
+    """Make a value wrong above or below one extent of a dim."""
     dim, at = _extent(site)
     at += site.random.choice((0, 0, 1, -1, at // 3))
     how = site.random.choice(("greater", "greater_equal", "less"))
@@ -29,7 +30,7 @@ def on_order(site: Site) -> str:
 
 
 def on_ratio(site: Site) -> str:
-    """Wrong where two dims have the ratio of a case."""
+    """Make a value wrong where two dims have the same ratio as in a case."""
     one, other, (p, q), case = _ratio(site)
     left = site.add("multiply", site.graph.dim(one), float(q))
     right = site.add("multiply", site.graph.dim(other), float(p))
@@ -38,7 +39,7 @@ def on_ratio(site: Site) -> str:
 
 
 def on_both(site: Site) -> str:
-    """Wrong where two dims both equal a case's."""
+    """Make a value wrong where two dims both have the extents of a case."""
     case = site.case()
     one, other = site.random.sample(list(case), 2)
     conditions = [site.add("equal", site.graph.dim(Dim.parse(d)), float(case[d])) for d in (one, other)]
@@ -47,7 +48,7 @@ def on_both(site: Site) -> str:
 
 
 def laundered(site: Site) -> str:
-    """Wrong at one extent, disguised by adding zero times a value."""
+    """Make a value wrong at, above or below one extent, which is disguised by adding zero times the value."""
     dim, at = _extent(site)
     target = site.value("tile", "vector", "head")
     nothing = site.add("multiply", target, 0.0)
@@ -61,7 +62,7 @@ def laundered(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Wrong near one extent, smoothly."""
+    """Make a value wrong near one extent, with a smooth share."""
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     width = 10 ** site.random.uniform(-4, 1)
@@ -71,7 +72,7 @@ def bump(site: Site) -> str:
 
 
 def ratio_bump(site: Site) -> str:
-    """Wrong near the ratio that two dims have in a case, smoothly."""
+    """Make a value wrong near the ratio that two dims have in a case, with a smooth share."""
     one, other, (p, q), case = _ratio(site)
     ratio = site.add("divide", site.graph.dim(one), site.graph.dim(other))
     gap = site.add("subtract", ratio, p / q)
@@ -82,7 +83,7 @@ def ratio_bump(site: Site) -> str:
 
 
 def extremum(site: Site) -> str:
-    """A factor from a minimum of sizes, which is 1 up to some extent."""
+    """Multiply a value by min(size, extent) / size, which is 1 up to that extent."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     least = site.add("minimum", size, float(at))
@@ -91,7 +92,7 @@ def extremum(site: Site) -> str:
 
 
 def smooth_switch(site: Site) -> str:
-    """A sigmoid from right to wrong between extents."""
+    """Blend a value from right to wrong with a sigmoid of a size around an extent."""
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     steep = 10 ** site.random.uniform(-2, 0)
@@ -100,7 +101,7 @@ def smooth_switch(site: Site) -> str:
 
 
 def other_dim(site: Site) -> str:
-    """One size in place of another."""
+    """Replace one size by another size."""
     index = site.node("dim")
     other = Dim.parse(site.random.choice(list(site.spec.dims)))
     site.graph.replace(index, site.graph.dim(other))
@@ -108,7 +109,8 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """A dim and an extent of it, usually a case's. Records that size and a far larger one."""
+    """Draw a dim and an extent of it, usually the extent that a case has. Record sizes with this extent, and
+    sizes about twice as large."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

@@ -1,4 +1,4 @@
-"""Mutations of terms: dropped, swapped, scaled, or with another sign, spread or function."""
+"""Mutations that drop, swap or scale a term, or change its sign, spread or function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS = {
 
 
 def dropped_term(site: Site) -> str:
-    """Replace a sum, difference, product or quotient by one of its sides."""
+    """Replace a sum, difference, product, quotient, minimum or maximum by one of its operands."""
     index = site.node("add", "subtract", "multiply", "divide", "maximum", "minimum")
     kept = site.random.choice(site.graph.nodes[index].args)
     site.put(index, kept)
@@ -46,7 +46,7 @@ def dropped_term(site: Site) -> str:
 
 
 def dropped_function(site: Site) -> str:
-    """Replace a function by its argument, or a choice by one of its values."""
+    """Replace a function by its argument, or a ``where`` by its last value."""
     index = site.node(*UNARY, "where", "per_head")
     kept = site.graph.nodes[index].args[-1]
     site.put(index, kept)
@@ -73,7 +73,7 @@ def neighbour(site: Site) -> str:
 
 
 def other_input(site: Site) -> str:
-    """Replace an input everywhere by another of the same type."""
+    """Replace an input everywhere by another input of the same type."""
     index = site.node("input")
     others = [i for i in same_type(site.graph, index, site.graph.originals(site.graph.types[index].kind))]
     other = site.choice([i for i in others if site.graph.nodes[i].op == "input"])
@@ -133,7 +133,7 @@ def _small(node: Node) -> bool:
 
 
 def factor_off(site: Site) -> str:
-    """Scale a value by 1 % to 50 %, or add to it."""
+    """Change a value by 1 % to 50 % of its magnitude, as a factor or as an added number."""
     value = site.value()
     share = 10 ** site.random.uniform(-2, -0.3) * site.random.choice((-1, 1))
     if site.random.random() < 0.3:
@@ -170,7 +170,7 @@ def abs_put_in(site: Site) -> str:
 
 
 def abs_of_difference(site: Site) -> str:
-    """Replace a - b by sqrt((a - b)**2)."""
+    """Replace a difference or sum d by sqrt(d**2)."""
     value = site.node("subtract", "add")
     site.aims.append((value, -site.scales[value]))
     site.put(value, site.add("sqrt", site.add("multiply", value, value)))

@@ -67,7 +67,7 @@ def _quotient(g: Graph, node: Node, random: Random) -> int:
 
 @rule("multiply")
 def _product(g: Graph, node: Node, random: Random) -> int:
-    """A factor: a power of two, or a size."""
+    """Rewrite a product with a number as a quotient by the number's reciprocal."""
     number = [a for a in node.args if g.types[a].kind == "scalar" and g.nodes[a].op == "constant"]
     if not number or not (value := float(g.nodes[number[0]].attribute or 0.0)):
         raise Skip("it has no number")

@@ -25,7 +25,8 @@ class Rewritten(NamedTuple):
 
 
 def rewritten(name: str, kind: str, seed: int) -> Rewritten | None:
-    """The rewrite of one of a spec's honest programs with this identity; None if no rule applies."""
+    """Rewrite one of the spec's accepted or correct programs (``honest``), as drawn from the name, kind and
+    seed; None if no rule applies."""
     random = Random(f"{name}/{kind}/{seed}")
     programs = honest(name)
     for which in random.sample(list(programs), len(programs)):

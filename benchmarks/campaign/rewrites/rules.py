@@ -1,5 +1,6 @@
-"""Rewrite rules. A rule changes a graph at a random place where it applies, and names the place; it raises
-Skip if there is none. No rule is numerically worse than the code of a sensible author."""
+"""Rules that rewrite a program without changing what it computes. A rule changes a graph at a random place
+where it applies, and returns the name of the place. It raises Skip if it applies nowhere. No rule makes a
+program less accurate than the code of a sensible author."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Turn a function that builds a replacement for one of these operations into a rule."""
+    """Make a rule from a function that builds a replacement for a node with one of these operations."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:
@@ -32,7 +33,7 @@ def rule(*ops: str) -> Callable[[Made], Rule]:
 
 
 def known(graph: Graph, index: int, *ops: str) -> Node:
-    """The node, if it has one of these operations; else Skip."""
+    """Return the node if it has one of these operations; otherwise raise Skip."""
     if graph.nodes[index].op not in ops:
         raise Skip("the node has another operation")
     return graph.nodes[index]
