@@ -1,5 +1,4 @@
-"""Read hardware counters of one kernel:
-``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
+"""Profile one kernel's counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
 It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
 export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or

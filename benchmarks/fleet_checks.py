@@ -1,5 +1,4 @@
-"""Measure checks per minute on a Ray cluster:
-``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
+"""Count checks per minute on Ray clusters: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
 
 It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine, on one
 node and on two nodes of one core each. Every pass starts with empty caches. It also reports which share of
@@ -144,6 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import fleet_checks  # so that nodes, whose __main__ is another file, can unpickle its pieces
+    from benchmarks import fleet_checks  # nodes, which have another __main__, unpickle its pieces
 
     fleet_checks.main()

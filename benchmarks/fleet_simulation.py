@@ -1,11 +1,11 @@
-"""Simulate where a sweep stops scaling:
-``python -m benchmarks.fleet_simulation [--driver SECONDS] [--out FOLDER]``.
+"""Simulate where a sweep stops scaling: ``python -m benchmarks.fleet_simulation --driver SECONDS``.
 
-This is a discrete-event simulation of sweeps from 1 to 1,024 GPUs. The seconds of every phase come from the
-committed reports of accepted kernels, and the numbers of attempts from the recorded runs. Simulated runs are
-drawn from both with replacement. A run holds one of the driver's places from its first question to its end.
-It asks its author, waits for a core to examine its source, then for a core to compile it, and then for a GPU.
-Before each of these stages the driver, which is a single process, works for ``--driver`` seconds.
+It simulates the events of sweeps on 1 to 1,024 GPUs, and writes a page and a chart to ``--out`` (docs). The
+seconds of every phase come from the committed reports of accepted kernels, and the numbers of attempts from
+the recorded runs. Simulated runs are drawn from both with replacement. A run holds one of the driver's places
+from its first question to its end. It asks its author, waits for a core to examine its source, then for a
+core to compile it, and then for a GPU. Before each of these stages the driver, which is a single process,
+works for ``--driver`` seconds.
 """
 
 from __future__ import annotations

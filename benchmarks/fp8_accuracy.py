@@ -1,9 +1,8 @@
-"""Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``. No
-GPU needed.
+"""Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``.
 
-Every arm computes with the same bf16 numbers. The error of an output or gradient is its difference from the
-plain layer's in fp32: the RMS of the difference over the RMS of the plain layer's value. Programs run in the
-interpreter, and torchao's recipes run on PyTorch's CPU kernels.
+It needs no GPU. Every arm computes with the same bf16 numbers. The error of an output or gradient is its
+difference from the plain layer's in fp32: the RMS of the difference over the RMS of the plain layer's value.
+Programs run in the interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
 *row-wise*: each of a linear layer's three products quantises the rows of both operands by the rows' own
 maxima, as torchao's recipe does. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their

@@ -1,5 +1,4 @@
-"""Count the bytes that a decoder layer keeps from its forward to its backward:
-``python -m benchmarks.layer_memory``.
+"""Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.layer_memory``.
 
 It counts the bytes that autograd keeps for one layer of a Llama in bf16, both as Hugging Face computes the
 layer and patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is

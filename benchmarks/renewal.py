@@ -1,8 +1,8 @@
-"""Renew reports: repeat numerics and stability of accepted kernels under the current protocol.
+"""Renew reports: repeat the numerics and stability gates of accepted kernels under the current protocol.
 
-`python -m benchmarks.renewal measure --out DIR` on an H100 checks every kernel and edit whose report has an
-earlier protocol, with the schedules that its report timed; `apply DIR` merges the results into the reports.
-Protocol 5 times kernels as protocol 4 does, so their timings remain valid.
+`python -m benchmarks.renewal measure --out DIR` on an H100 checks every kernel and edited text whose report
+has an earlier protocol, with the schedules that the report timed; `apply DIR` merges the results into the
+reports. Protocol 5 times kernels as protocol 4 does, so their timings remain valid.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from coda_agent.verifier.report import PROTOCOL, Accepted, Gate, Rejected
 
 KERNELS, SPECS = Path("generated_kernels"), Path("specs")
 DEVICE = ("gpu", "torch", "cuda")
-SHARES = 3  # processes at once: imports and compiles take most of the time, and each may need 25 GB
+SHARES = 3  # processes at once, since most of the time is imports and compiles; each process may need 25 GB
 
 
 def stems() -> list[str]:
-    """Kernels and edits whose report is older than the current protocol."""
+    """The names of kernels and edited texts whose report is older than the current protocol."""
     reports = sorted(KERNELS.glob("*.report.json"))
     old = [p for p in reports if Accepted.model_validate_json(p.read_text()).protocol < PROTOCOL]
     return [path.name.removesuffix(".report.json") for path in old]
 
 
 def prove(stem: str) -> dict[str, object]:
-    """Numerics and stability of one kernel, as JSON data."""
+    """Run the numerics and stability gates of one kernel, and return the result as JSON data."""
     name, _, edited = stem.partition(".")
     spec = load(SPECS / f"{name}.yaml", check=False)
     report = Accepted.model_validate_json((KERNELS / f"{stem}.report.json").read_text())
@@ -57,7 +57,8 @@ def prove(stem: str) -> dict[str, object]:
 
 
 def measure(out: Path, names: Sequence[str], seconds: float) -> None:
-    """Check kernels one after another until the time is up, one file each; existing files are skipped."""
+    """Check kernels one after another until the time is up, and write one file per kernel. Kernels that have
+    a file are skipped."""
     end = time.monotonic() + seconds
     for stem in names:
         path = out / f"{stem}.json"
@@ -65,7 +66,7 @@ def measure(out: Path, names: Sequence[str], seconds: float) -> None:
             continue
         try:
             found = prove(stem)
-        except WorkerError as error:  # our own failure, not the kernel's: the others continue
+        except WorkerError as error:  # a failure of ours, not of the kernel, so the other kernels continue
             print(f"{stem}: {error}", flush=True)
             continue
         path.write_text(json.dumps(found, indent=1))
@@ -83,14 +84,14 @@ def spread(out: Path, seconds: float) -> int:
         subprocess.Popen([*command, "--seconds", str(seconds), "--only", *share]) for share in shares if share
     ]
     failed = sum(process.wait() != 0 for process in running)
-    for path in out.glob("*.json"):  # retry alone those that ran out of memory beside others
+    for path in out.glob("*.json"):  # kernels that ran out of memory next to others are retried alone
         if json.loads(path.read_text()).get("rejected", {}).get("code") == "out_of_memory":
             path.unlink()
     return failed + subprocess.call([*command, "--seconds", str(end - time.monotonic()), "--only", *names])
 
 
 def apply(found: Path) -> None:
-    """Put renewed gates into the reports and set their protocol to the current one; print rejected
+    """Put renewed gates into the reports and set the reports' protocol to the current one. Print rejected
     kernels."""
     for path in sorted(found.glob("*.json")):
         told, place = json.loads(path.read_text()), KERNELS / f"{path.stem}.report.json"

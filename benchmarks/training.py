@@ -1,9 +1,10 @@
-"""Training a Hugging Face model with fused parts: ``python -m benchmarks.training``.
+"""Measure the training of a Hugging Face model with fused parts: ``python -m benchmarks.training``.
 
-``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100: a Llama or Qwen3 of about 1B parameters, as
-it is, under ``torch.compile``, with Liger's kernels, and patched by ``fused.patch``. All arms share one set
-of parameters and one optimizer, and take turns in random order; a step is forward, backward and AdamW. Then
-each of two arms trains from the same start for some steps. ``draw FILE PAGE`` makes a page of it, anywhere.
+``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
+parameters. The arms are the model as it is, under ``torch.compile``, with Liger's kernels, and patched by
+``fused.patch`` with and without ``torch.compile``. All arms share one set of parameters and one optimizer,
+and take turns in random order; a step is forward, backward and AdamW. Then each of two arms trains from the
+same start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -43,20 +44,22 @@ BATCH, LENGTH = 4, 4096
 ROUNDS, STEPS = 12, 200
 RATE = 1e-4
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
-SAID = 300  # characters of an error
+SAID = 300  # characters of an error that FILE keeps
 
-Step = Callable[[Tensor], Tensor]  # ids to a loss
+Step = Callable[[Tensor], Tensor]  # from token ids to the loss
 
 
 class LossArm(NamedTuple):
-    """A way to compute the loss; ``rotary``: the function that its model's module has while it runs."""
+    """A way to compute the loss. ``rotary``: the rotation that the model's Python module must have while the
+    arm runs."""
 
     loss: Step
     rotary: Any
 
 
 def model(kind: str, **changed: Any) -> Any:
-    """A random causal model of about 1B parameters in bf16: of Llama 3.2 1B's sizes, or a Qwen3 as wide."""
+    """A random causal model of about 1B parameters in bf16: a Llama with the sizes of Llama 3.2 1B, or a
+    Qwen3 of the same width."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = {
@@ -81,7 +84,7 @@ def sharing(source: nn.Module) -> Any:
 
 
 def arm(name: str, source: nn.Module, kind: str) -> LossArm:
-    """An arm over a model's parameters."""
+    """Make an arm that shares a model's parameters."""
     own, code = sharing(source), _code(kind)
     usual = rotary = code.apply_rotary_pos_emb
     if name == LIGER:
@@ -104,7 +107,7 @@ def _code(kind: str) -> Any:
 
 
 class Trainer:
-    """The arms over one set of parameters and one optimizer."""
+    """A trainer whose arms share one set of parameters and one optimizer."""
 
     def __init__(self, kind: str, source: nn.Module, vocabulary: int, where: str):
         self.kind, self.source, self.where = kind, source, where
@@ -128,7 +131,7 @@ class Trainer:
             code.apply_rotary_pos_emb = usual
 
     def step(self, each: LossArm, ids: Tensor) -> Tensor:
-        """Forward, backward and the optimizer's step: the loss."""
+        """Run forward, backward and the optimizer's step, and return the loss."""
         with self.running(each):
             loss = each.loss(ids)
             loss.backward()
@@ -137,7 +140,7 @@ class Trainer:
         return loss.detach()
 
     def timed(self, each: LossArm, ids: Tensor) -> float:
-        """Milliseconds of a step."""
+        """Run a step, and return its milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.step(each, ids)
@@ -146,7 +149,7 @@ class Trainer:
         return start.elapsed_time(stop)
 
     def peak(self, each: LossArm, ids: Tensor) -> int:
-        """The most bytes that are allocated in a step."""
+        """Run a step, and return the most bytes that PyTorch had allocated in it."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -154,7 +157,7 @@ class Trainer:
         return torch.cuda.max_memory_allocated()
 
     def losses(self, each: LossArm, start: Mapping[str, Tensor], steps: int, **sizes: int) -> list[float]:
-        """The losses of training from ``start``."""
+        """Train from the parameters ``start``, and return the loss of each step."""
         self.source.load_state_dict(start)
         self.optimizer.state.clear()
         found = [self.step(each, self.text(seed, **sizes)) for seed in range(steps)]
@@ -162,7 +165,7 @@ class Trainer:
 
 
 def measure(kind: str, seconds: float, out: Path) -> None:
-    """Everything of one model; ``out`` is written after each stage."""
+    """Measure everything for one model. ``out`` is written after each stage."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     begun, source = time.monotonic(), model(kind).cuda()
     entry: dict[str, Any] = {
@@ -192,7 +195,7 @@ def measure(kind: str, seconds: float, out: Path) -> None:
                 trainer.step(made, trainer.text(1))
             entry["peak"][name] = trainer.peak(made, trainer.text(1))
             arms[name] = made
-        except Exception as error:  # another library's failure is its result
+        except Exception as error:  # a failure of another library is that arm's result
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -214,7 +217,8 @@ def measure(kind: str, seconds: float, out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Tokens a second and peak memory by model and arm, and the ratio to the fastest arm that is not ours."""
+    """A table of tokens per second and peak memory by model and arm, and of the speed relative to the fastest
+    arm that is not ours."""
     lines = ["| model | arm | ms a step | tokens a second | peak, GiB | speed over the best of theirs |"]
     lines.append("|---|---|---|---|---|---|")
     for kind, entry in found.items():

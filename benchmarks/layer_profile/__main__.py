@@ -1,4 +1,5 @@
-"""``python -m benchmarks.layer_profile``: ``measure`` on an H100, ``draw`` anywhere."""
+"""Profile layers: ``python -m benchmarks.layer_profile``, with ``measure`` on an H100 and ``draw``
+anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-# seconds beyond the limit, after which a stage that hangs is killed; finished stages stay in the file
+# seconds from the time limit to the end of the process if a stage hangs; finished stages stay in the file
 GRACE = 8.0
 
 

@@ -1,4 +1,5 @@
-"""Time and profile one width's layers on the GPU, built as the comparison builds them, while NVML watches."""
+"""Time and profile one width's layers on the GPU, while NVML records its state. The layers are built as the
+comparison builds them."""
 
 from __future__ import annotations
 
@@ -39,15 +40,16 @@ if TYPE_CHECKING:
 
 SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and their limit in seconds
-KEPT, SETTLE = 20, 1.0  # counted turns of a profile, and seconds of warm-up before them
-SUSTAINED = 3.0  # seconds of repetition under NVML, after as many of warm-up
-FEW = 4  # schedules to time at sizes that no report has, besides the best of other tiles
+KEPT, SETTLE = 20, 1.0  # turns of a profile that count, and seconds of warm-up before these turns
+SUSTAINED = 3.0  # seconds of repetition that NVML records, after as many seconds of warm-up
+FEW = 4  # fastest schedules to time at sizes that no report has, as well as the best of each tile
 HEAD_START = 200_000  # cycles of the marker before a region, which let the host run ahead
 
 
 @dataclass
 class Backward:
-    """A layer's backward alone. ``ready`` runs the forward that it needs, each time."""
+    """A call of a layer's backward without its forward. ``ready`` runs the forward, and must come before each
+    call."""
 
     layer: Layer[Any, Any]
     stream: Any
@@ -63,7 +65,7 @@ class Backward:
 
 
 class LayerStages:
-    """The stages of one width (``measuring.ProfileStages``)."""
+    """The stages that measure one width (``measuring.ProfileStages``)."""
 
     def __init__(self, width: str, arms: Sequence[str]):
         self.width, self.names = width, tuple(arms)
@@ -160,7 +162,7 @@ class LayerStages:
 
 
 def sustained(step: Callable[[], object]) -> dict[str, Any]:
-    """Milliseconds of each forward and backward while an arm repeats alone, and the GPU's telemetry."""
+    """Repeat one arm. Return the milliseconds of each forward and backward, and the GPU's telemetry."""
     import torch
 
     begun = time.monotonic()
@@ -182,8 +184,8 @@ def sustained(step: Callable[[], object]) -> dict[str, Any]:
 
 
 def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]:
-    """The Chrome trace of the kernels that ``run`` launches; ``shapes`` adds the operators that launch
-    them."""
+    """The Chrome trace of the kernels that ``run`` launches. ``shapes`` adds the operators that launch the
+    kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if shapes else [])]
@@ -198,8 +200,8 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """A kernel without a reported schedule at these sizes times the best schedules of its last tuning at
-    ``case``, since a whole search takes minutes."""
+    """Return the kernel, limited to a short search if it has no reported schedule at these sizes: it then
+    times only the best schedules of its last tuning at ``case``, since a whole search takes minutes."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.accepted_kernel(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
@@ -209,14 +211,15 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # one of each tile, or all tiles would be timed
+        # one schedule per tile, since otherwise all schedules would be timed
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)
 
 
 def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[dict[str, Any]]:
-    """Our kernels of the backward in the order they run: names, schedules, FLOPs and compulsory bytes."""
+    """List our kernels of the backward in the order in which they run, with names, schedules, FLOPs and
+    compulsory bytes."""
     from coda_agent.comparison.layers.runners import calls
 
     places = calls(shape)
@@ -250,7 +253,7 @@ def _parts(place: str, call: KernelCall, kernel: Kernel) -> Iterator[dict[str, A
 
 
 def _chosen(kernel: Kernel, at: Mapping[str, int]) -> dict[int, Schedule]:
-    """The schedule of each step: the report's, or the one tuned here."""
+    """The schedule of each step, from the kernel's report or from tuning here."""
     raced = {} if kernel.source.schedules else tune.cached(kernel.source, at, kernel.known) or {}
     return {**raced, **kernel.source.fixed}
 

@@ -1,7 +1,7 @@
-"""Attribute each kernel of the layer's backward: its part, FLOPs, bytes and group.
+"""Attribute each kernel of the layer's backward to a part of it, and find the part's FLOPs, bytes and group.
 
-D is the model's width, F the FFN's; names are those of ``fused``. Bytes are compulsory: each operand and
-output once. Standard library only.
+D is the model's width and F is the FFN's width; other names are those of ``fused``. Bytes are compulsory, so
+each operand and output counts once. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-# Ceilings of the bounds: sustained products at the power limit of 700 W, and copies.
+# Rates behind the bounds: FLOP/s of sustained products at the power limit of 700 W, and bytes/s of copies.
 TENSOR, MEMORY = 640e12, 3.0e12
 ATTENTION, WEIGHTS, DATA = "attention", "weight-gradient products", "data-gradient products"
 UNKNOWN, PASSES, GAPS = "products not told apart", "separate memory-bound passes", "gaps"
 GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
-# The products that our kernels compute, by their place in the layer: torch.compile has the same ones.
+# The products that our kernels compute, by their place in the layer. torch.compile has the same products.
 PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
 ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
 IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
@@ -28,7 +28,8 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """FLOPs and compulsory bytes of a row, known before it is timed."""
+    """The name and group of one part of a backward, with FLOPs and compulsory bytes. All are known without
+    timing."""
 
     what: str
     group: str
@@ -38,8 +39,9 @@ class Share:
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """One part of a backward: consecutive kernels of one product or operator. In microseconds for each step:
-    ``taken`` from its first kernel's begin to its last one's end, and ``gap`` before its first kernel."""
+    """One part of a backward: the consecutive kernels of one product or operator. Times are in microseconds
+    for each step of the profile. ``taken`` is the time from the start of the part's first kernel to the end
+    of its last kernel, and ``gap`` is the time before its first kernel."""
 
     share: Share
     names: tuple[str, ...]
@@ -53,7 +55,8 @@ class BackwardPart:
 
     @property
     def bound(self) -> float | None:
-        """The microseconds that its FLOPs or its bytes take at the ceilings."""
+        """The microseconds that the part's FLOPs or its bytes take at ``TENSOR`` or ``MEMORY``, whichever is
+        longer; None if neither number is known."""
         known = [n / most for n, most in ((self.share.flops, TENSOR), (self.share.bytes, MEMORY)) if n]
         return 1e6 * max(known) if known else None
 
@@ -90,8 +93,8 @@ def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Sha
 def _calls(
     kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The operator that launched each kernel, by name and occurrence: it comes from another step's
-    profile."""
+    """The operator that launched each kernel. Operators come from another step's profile, so kernels are
+    matched by name and occurrence."""
     by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for each in told:
@@ -106,8 +109,9 @@ def _calls(
 
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Our kernels: position -> place and kind. One program serves several places, in the order of ``parts``:
-    a product after the program's finishing kernel belongs to the next place."""
+    """Map the position of each of our kernels to its place in the layer and its kind. One program serves
+    several places, in the order of ``parts``, so a product that comes after the program's finishing kernel
+    belongs to the next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -115,7 +119,7 @@ def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int,
         kernel = next((kernel for kernel in waiting if kernel in name), None)
         if kernel is None:
             continue
-        if kernel == last and place - 1 in found:  # the same step in a second launch
+        if kernel == last and place - 1 in found:  # a second launch of the same step
             found[place] = found[place - 1]
         elif waiting[kernel]:
             part = waiting[kernel].pop(0)
@@ -155,20 +159,21 @@ def _is_attention(told: Mapping[str, Any]) -> bool:
 
 
 def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> int:
-    """The kernel that attention's FLOPs count for; -1 if there is none."""
+    """The longest attention kernel, which gets all of attention's FLOPs; -1 if there is no attention
+    kernel."""
     its = [place for place, told in enumerate(found) if _is_attention(told)]
     return max(its, key=lambda place: fmean(kernels[place]["microseconds"]), default=-1)
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of causal attention's backward: five products over half the pairs. It reads q, k, v,
-    its output and the output's gradient, and writes three gradients."""
+    """FLOPs and bytes of causal attention's backward, which has five products over half the pairs. The
+    backward reads q, k, v, its output and the output's gradient, and writes three gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 
 
 def _operands(told: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-    """The shapes of a product's A and B."""
+    """The shapes of a product's operands A and B; None if the kernel is no product of two matrices."""
     at = {"aten::mm": 0, "aten::addmm": 1}.get(told.get("op", ""))
     dims = told.get("dims") or []
     if at is None or len(dims) < at + 2 or any(len(each) != 2 for each in dims[at : at + 2]):
@@ -201,20 +206,22 @@ def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Sh
 
 
 def _argument_bytes(told: Mapping[str, Any]) -> int | None:
-    """The bytes of a generated kernel's tensors, each once; None if the profile lacks them."""
+    """The bytes of a generated kernel's tensors, each tensor counted once; None if the profile lacks the
+    tensors."""
     dims, types = told.get("dims") or [], told.get("types") or []
     found = sum(ITEM[t] * math.prod(d) for d, t in zip(dims, types, strict=False) if t in ITEM and d)
     return found or None
 
 
 def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
-    """Microseconds by group, with gaps; they add up to the whole backward."""
+    """Microseconds by group, one of which is the gaps. Together, the groups add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}
 
 
 def peak(conditions: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The median SM clock in MHz, and the tensor cores' FLOP/s at it: 4096 per cycle and multiprocessor."""
+    """The median SM clock in MHz, and the tensor cores' peak FLOP/s at this clock, with 4096 FLOPs per cycle
+    and multiprocessor. None if the clock is not known."""
     clock, many = conditions.get("sm_mhz"), conditions.get("multiprocessors", 132)
     if not isinstance(clock, list):
         return None

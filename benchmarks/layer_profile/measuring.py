@@ -21,12 +21,12 @@ PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # A stage begins only if this many seconds are left. These are guesses for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
 SEARCH = 210.0  # seconds for a width with max-autotune, whose search took 141 to 177 s in the comparison
-SAID = 500  # characters of an error
+SAID = 500  # characters of an error that the file keeps
 
 
 @dataclass
 class TimeBudget:
-    """The seconds that a measurement may take, from now."""
+    """The seconds that a measurement may take, counted from now."""
 
     seconds: float
     now: Callable[[], float] = time.monotonic
@@ -66,12 +66,12 @@ class ProfileStages(Protocol):
         """Free the GPU memory."""
 
 
-Build = Callable[[str, Sequence[str]], ProfileStages]  # from a width and arms
+Build = Callable[[str, Sequence[str]], ProfileStages]  # makes the stages of a width with these arms
 
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:
-    """Measure each width, then the first again with max-autotune if time allows. ``out`` is written after
-    each stage; it says why a stage failed or was skipped."""
+    """Measure each width, then the first width again with max-autotune if the time allows. ``out`` is written
+    after each stage, and says why a stage failed or was skipped."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": budget.seconds,

@@ -41,12 +41,12 @@ COLOURS = {
     PASSES: "#009E73",
     GAPS: "#FFFFFF",
 }
-LABELLED = 0.025  # of the longest backward: narrower bars have no label
+LABELLED = 0.025  # share of the longest backward: bars that are narrower have no label
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the page, and its charts into ``images`` beside it. If ``PAGE.reading.md`` exists beside it, its
-    text follows the page's head."""
+    """Write the page, and its charts into ``images`` in the page's folder. If that folder has
+    ``PAGE.reading.md``, the text of this file follows the page's head."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -110,7 +110,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def _times(entry: Mapping[str, Any]) -> str:
-    """Medians, and each arm's time over ours, by round."""
+    """A table of each arm's median time, and of its time relative to ours in the same rounds."""
     times, table = entry["times"], []
     for key, found in times.items():
         arm, _, what = key.partition(": ")
@@ -147,7 +147,8 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
 
 
 def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Each arm's whole backward in the profile and by the clock; profiling may lengthen it."""
+    """Each arm's time for the whole backward, in the profile and timed without a profiler, which may lengthen
+    it."""
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")
@@ -167,7 +168,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Each group's time by arm, and how much longer the other arms take."""
+    """A table of each group's time by arm, and of how much longer the other arms take than ours."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []
@@ -180,7 +181,7 @@ def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
 
 
 def _products(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Products and attention, arm beside arm."""
+    """A table of the products and attention, with columns for each arm."""
     known: dict[str, dict[str, list[BackwardPart]]] = {}
     for arm, own in found.items():
         for row in own:
@@ -230,7 +231,7 @@ def _kernels(own: Sequence[BackwardPart]) -> str:
 
 
 def _names(own: Sequence[BackwardPart]) -> str:
-    """The kernels' own names, by their number in the table."""
+    """The kernels' own names, by the kernel's number in the table."""
     lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
     return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
 

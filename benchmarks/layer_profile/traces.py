@@ -1,7 +1,7 @@
 """Read torch.profiler's Chrome traces: the kernels of each marked region, and the operators that launched
 them.
 
-Two marker kernels on the stream enclose a region. Standard library only.
+Two marker kernels on the stream enclose a region. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TraceError(Exception):
-    """The trace lacks the marked regions. The message says what it has instead."""
+    """The trace lacks the marked regions. The message says what the trace has instead."""
 
 
 @dataclass(frozen=True)
 class GpuActivity:
-    """One activity of the GPU. Times are microseconds; ``call`` is the profiler's id of the operator."""
+    """One activity of the GPU. Times are microseconds; ``call`` is the profiler's id of the operator that
+    launched the activity."""
 
     name: str
     start: float
@@ -50,8 +51,8 @@ class Region:
         return tuple(event.name for event in self.events)
 
     def gaps(self) -> list[float]:
-        """Microseconds from the end of one activity to the begin of the next; negative if they overlap. Gaps
-        and durations add up to the whole region."""
+        """Microseconds from the end of one activity to the start of the next, negative if the two overlap.
+        Gaps and durations add up to the time from the first marker to the end of the last activity."""
         found, end = [], self.begin
         for event in self.events:
             found.append(event.start - end)
@@ -60,7 +61,7 @@ class Region:
 
 
 def regions(trace: Trace, expected: int) -> list[Region]:
-    """The marked regions in order. TraceError unless there are ``expected``."""
+    """The marked regions in order. Raises TraceError unless there are ``expected`` regions."""
     events = _on_device(trace)
     marks = [place for place, event in enumerate(events) if MARKER in event.name]
     if len(marks) != 2 * expected:
@@ -73,8 +74,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """Each kernel of an arm's regions with its microseconds in each region. Regions with other kernels are
-    dropped and counted."""
+    """The kernels of an arm's regions, each with its microseconds in each region. Regions with unusual
+    kernels are dropped and counted."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]
@@ -94,7 +95,8 @@ def summary(found: Sequence[Region]) -> dict[str, Any]:
 
 
 def operators(trace: Trace, region: Region) -> list[dict[str, Any]]:
-    """For each kernel of a region the operator that launched it: its shapes, and the enclosing operators."""
+    """For each kernel of a region, the operator that launched it, with its shapes and the enclosing
+    operators."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     by_id = {_id(event): event for event in events}
     found = []
