@@ -17,16 +17,17 @@ from coda_agent.verifier.spec.model import Spec
 
 TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
 APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
-LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second only for layers
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second arm exists only for layers
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
-PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
+PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms of the column LLM
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column. ``what`` describes it in a legend. ``packages``: its arms' distributions. ``revision``:
-    incremented when its calls change, which makes old figures stale."""
+    """A column of the comparison. ``what``: its description in a legend. ``packages``: the distributions that
+    its arms use. ``revision``: a number that is incremented when the column's calls change, which makes old
+    figures stale."""
 
     name: str
     what: str
@@ -70,7 +71,7 @@ COLUMNS = (
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
-REFERENCE_ARM = CUBLAS  # in every session
+REFERENCE_ARM = CUBLAS  # an arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
@@ -88,13 +89,14 @@ def entries(arm: str) -> Mapping[str, Implementation]:
 
 
 def composed(spec: str) -> bool:
-    """Whether QuACK's kernel for this spec is composed by us from its operators, instead of coming from its
-    library."""
+    """Whether we composed QuACK's kernel for this spec from QuACK's operators, instead of taking it from
+    QuACK's library."""
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
 
 def helped(spec: str) -> bool:
-    """Whether CODA's package computes a part of this spec by PyTorch, in passes over whole matrices."""
+    """Whether CODA's package leaves a part of this spec to PyTorch, which computes it in passes over whole
+    matrices."""
     from coda_agent.comparison.competitors import upstream
 
     return spec in upstream.HELPED
@@ -108,7 +110,7 @@ def note(spec: Spec, arm: str) -> str:
 
 
 def absent(spec: Spec, arm: str) -> str | None:
-    """Why an arm cannot compute a spec on any machine; None if it can, or if nothing is known."""
+    """Why an arm cannot compute a spec on any machine; None if the arm can, or if nothing is known."""
     from coda_agent.comparison.competitors import flashinfer, liger, upstream
 
     if arm in LIBRARY_ARMS and not admitted(spec, [arm]):

@@ -27,14 +27,15 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def rows_apart(w: Tensor) -> Tensor:
-    """A weight [2F, D] of interleaved rows as contiguous halves: all first rows, then all second ones."""
+    """Rearrange the interleaved rows of a weight [2F, D] into contiguous halves: rows 0::2, then rows
+    1::2."""
     import torch
 
     return torch.cat((w[0::2], w[1::2]))
 
 
 def columns_apart(z: Tensor) -> Tensor:
-    """[M, 2F] of interleaved columns as contiguous halves: all first columns, then all second ones."""
+    """Rearrange the interleaved columns of [M, 2F] into contiguous halves: columns 0::2, then 1::2."""
     return z.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1).contiguous()
 
 
@@ -44,19 +45,19 @@ def columns_together(z: Tensor) -> Tensor:
 
 
 def heads_apart(w: Tensor, pairs: int) -> Tensor:
-    """A weight or vector whose first dim is heads of adjacent pairs, reordered so that each head's first
-    halves precede its second; contiguous."""
+    """Reorder a weight or vector whose first dim is heads of adjacent pairs, so that each head has the first
+    elements of all its pairs before the second elements. The result is contiguous."""
     return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def heads_together(q: Tensor, pairs: int) -> Tensor:
-    """[M, 2*H*P] with separate halves per head, back as adjacent pairs."""
+    """Reorder the columns of [M, 2*H*P] from separate halves per head back to adjacent pairs."""
     return q.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
 
 
 def tables(g: Given) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a case's rows, each [M, P], contiguous, fp32: from the inputs, or computed from
-    positions."""
+    """The cosines and sines of a case's rows, each [M, P] in fp32 and contiguous. They come from the inputs,
+    or are computed from positions."""
     if (table := g.inputs.get("cos_sin")) is not None:
         return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
     angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()
@@ -72,9 +73,9 @@ SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``sca
 
 
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
-    """The operand x of a case's product, and the pass that a call makes first. If the case has rstd, it is
-    one compiled pass that scales x's rows into a buffer; else nothing. Eager PyTorch would cast mixed dtypes
-    value by value, or take two passes."""
+    """Return the operand x of a case's product, and a function that a call has to run first. If the case has
+    rstd, this function is one compiled pass that scales x's rows into a buffer; otherwise it does nothing.
+    The pass is compiled, since eager PyTorch would cast mixed dtypes value by value, or take two passes."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")
@@ -155,7 +156,7 @@ def _qk_norm_rope(x: Tensor, w: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor,
     return _rotated(normed.flatten(1), cos, sin).type_as(x), rstd
 
 
-# ── Their inputs and outputs ───────────────────────────────────────────────────
+# ── Inputs and outputs of the formulations ───────────────────────────────────────────────────
 
 
 def _gated_inputs(g: Given) -> Several:
@@ -201,8 +202,9 @@ def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Formulation:
-    """``step`` takes the tensors that ``arrange`` makes outside the clock, and the spec's ``constants`` by
-    name; ``read`` names its results."""
+    """A way to compute a spec with halves apart. ``arrange`` makes the tensors outside the clock; ``step``
+    takes these tensors, and the spec's ``constants`` by name. ``read`` turns the results of ``step`` into the
+    spec's outputs by name."""
 
     step: Callable[..., Several]
     arrange: Callable[[Given], Several]
@@ -236,9 +238,10 @@ FORMULATIONS = {
 
 
 def entry(mode: str, backend: str = "inductor") -> dict[str, Implementation]:
-    """The formulations under torch.compile, by spec: fullgraph and static shapes, compiled by the first call.
+    """The formulations under torch.compile, by spec. They compile at the first call, as full graphs with
+    static shapes.
 
-    ``mode`` is "default" or "max-autotune" (without CUDA graphs); ValueError for another.
+    ``mode`` is "default" or "max-autotune" (without CUDA graphs). Raises ValueError for any other mode.
     """
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -266,6 +269,6 @@ def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: G
 
 @cache
 def _compiled_step(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
-    """One compiled function for all sets of inputs of a case."""
+    """Compile a formulation's step once for all sets of inputs of a case."""
     compiled: Callable[..., Several] = under_compile(FORMULATIONS[name].step, mode, backend)
     return compiled

@@ -18,9 +18,9 @@ class Prepared(NamedTuple):
     """A prepared arm.
 
     ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read`` turns
-    its result, outside the clock, into the spec's outputs by name, as far as the library has them.
-    ``arranged``: operands in the library's own layout, made outside the clock. A user would store them in
-    place of the spec's, so they do not count as a call's memory.
+    the call's result into the spec's outputs by name, as far as the library has them; this is not timed.
+    ``arranged``: operands in the library's own layout, which are made before the clock starts. A user would
+    store these operands in place of the spec's, so they do not count as a call's memory.
     """
 
     call: Callable[[], Any]
@@ -35,8 +35,8 @@ class Prepared(NamedTuple):
 def followed(
     first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
 ) -> Prepared:
-    """``first``, then one more product: ``multiply(a, w.mT, out)`` with a [rows, K], the second result of
-    ``first``, and w [N, K]. Its output has this name."""
+    """Return an arm that runs ``first`` and then one more product, ``multiply(a, w.mT, out)``. Here a [rows,
+    K] is the second result of ``first``, and w is [N, K]. The output of the product has this name."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:
@@ -48,7 +48,7 @@ def followed(
 
 
 def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """cuBLAS's product."""
+    """Multiply with cuBLAS into ``out``."""
     import torch
 
     torch.mm(a, b, out=out)
@@ -57,7 +57,7 @@ def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
 @dataclass(frozen=True)
 class Implementation:
     """One library's way to compute one spec. ``note`` tells readers what is prepared outside the clock, what
-    PyTorch computes, and what replaces an output."""
+    PyTorch computes, and which results replace an output of the spec."""
 
     build: Callable[[Given], Prepared]
     note: str = ""

@@ -1,7 +1,7 @@
 """Run flashinfer-python on our specs: its norms, activations and rotary embedding after PyTorch's products,
 into buffers made beforehand.
 
-It is a library for inference: it returns no rstd. Importing this module imports nothing heavy.
+FlashInfer is a library for inference, so it returns no rstd. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 
 def _added(g: Given, w: Tensor) -> Prepared:
-    """A projection with its residual, and RMSNorm: a call gives (h, the normalised stream). The kernel adds
-    to the stream in place, so this arm has its own stream, which grows with each call."""
+    """A projection with its residual, and RMSNorm. A call gives (h, the normalised stream). The kernel adds
+    to the residual stream in place, so this arm has its own stream, which grows with each call."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -93,8 +93,8 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
-    """One product of all heads, normalised if needed, rotated in place. The kernel takes queries and keys:
-    the two halves of the heads, as views of one buffer."""
+    """Multiply all heads in one product, normalise them if ``normed``, and rotate them in place. The kernel
+    takes queries and keys, so it gets the two halves of the heads as views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
@@ -132,7 +132,8 @@ ADDED = "adds to the residual stream in place, in a buffer of its own that grows
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
-    """FlashInfer builds an operator when it is first called."""
+    """An entry that makes a first call when it is built, because FlashInfer compiles an operator at its first
+    call."""
 
     def built(g: Given) -> Prepared:
         prepare()

@@ -14,14 +14,15 @@ from coda_agent.primitives.system.files import cache_dir
 
 TOOLKITS = Path("/usr/local")  # has cuda, cuda-13.0, ...
 DRIVERS = tuple(map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")))
-WORDS = 250  # characters of a failed build's message
+WORDS = 250  # characters of a failed build's message to keep
 BUILD = "Ninja build failed"
 
 
 @cache
 def prepare() -> None:
-    """Prepare the environment before FlashInfer's import. FlashInfer takes the folder above the first nvcc as
-    the toolkit, which is wrong for a wrapper, and asks the linker for a libcuda.so that may be elsewhere."""
+    """Prepare the environment before FlashInfer is imported. FlashInfer takes the folder above the first nvcc
+    as the toolkit, which is wrong if this nvcc is a wrapper. It also asks the linker for a libcuda.so that
+    may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     # ninja comes with a package, in an environment that may not be active.
     os.environ["PATH"] = os.pathsep.join(
@@ -39,7 +40,7 @@ def prepare() -> None:
 
 
 def installed(root: Path) -> list[Path]:
-    """The toolkits in a folder, newest first, then one without a number in its name."""
+    """The toolkits in a folder, newest first. A toolkit without a number in its name comes last."""
 
     def number(path: Path) -> list[int]:
         return [int(digits) for digits in re.findall(r"\d+", path.name)]
@@ -54,8 +55,8 @@ def toolkit(candidates: Iterable[Path]) -> Path | None:
 
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
-    """A folder with libcuda.so: the first that has it, else ``own``, created if the driver installed only
-    libcuda.so.1."""
+    """A folder with libcuda.so: the first folder that has it, or else ``own``, which is created if the driver
+    installed only libcuda.so.1. None if there is neither."""
     folders = list(folders)
     for folder in folders:
         if (folder / "libcuda.so").exists():

@@ -1,11 +1,11 @@
 """Prepare a process for CODA's own package: check its pinned versions, cache its tuner's choices on disk, and
 make its tuning shorter, with progress messages.
 
-The package tunes with QuACK's autotuner: up to 76 schedules, each called at least 254 times, again in every
-process. That takes more than half an hour, with minutes of silence. Here all schedules are timed by few
-calls, and the fastest few again by the tuner's own timing. Few calls alone choose badly: compilers run
-between them, and a call after a pause runs at a cool GPU's clock. Importing this module imports nothing
-heavy.
+The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, again in
+every process. That takes more than half an hour, with minutes of silence. Here all schedules are timed with
+few calls, and the fastest few are timed again by the tuner's own method. Few calls alone choose badly,
+because compilers run between them, and because a call after a pause runs at a cool GPU's clock. Importing
+this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from coda_agent.primitives.system.workers import count as cores
 from coda_agent.verifier.gpu.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
-WARM, TIMED = 10, 20  # calls of a schedule, at most; QuACK has at least 54, and 200
-SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that suffice, and the fewest calls
-OWN = 254  # calls of the tuner's own timing
-# schedules in the final, at most and at least, and the milliseconds that it may take
+WARM, TIMED = 10, 20  # most warm-up and timed calls of a schedule; QuACK makes at least 54 and 200
+SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that suffice, and the fewest timed calls
+OWN = 254  # calls that the tuner's own timing makes
+# most and fewest schedules that are timed again in the final, and the most milliseconds of the final
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
-SECONDS = 10.0  # between reports while only compilers work
+SECONDS = 10.0  # seconds between reports while only compilers work
 
 
 @cache
 def prepare() -> None:
-    """Prepare the process before the package's import. RuntimeError in another environment."""
+    """Prepare the process before the package is imported. Raises RuntimeError in an environment with other
+    versions."""
     check()
     os.environ |= {
         "QUACK_CACHE_AUTOTUNING": "1",  # the package disables this default of QuACK
@@ -63,8 +64,8 @@ def check() -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels and choices: QuACK's keys contain neither the GPU nor the timing
-    method."""
+    """The folder of compiled kernels and of the tuner's choices. Its name contains the GPU and the timing
+    method, because QuACK's keys contain neither."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -72,8 +73,8 @@ def cache_folder() -> Path:
 
 
 def shorten(autotuner: Any, pool: Any) -> None:
-    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: fewer calls except in a final of the
-    fastest, and a message for each timing."""
+    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``. The tuner then makes fewer calls,
+    except in a final of the fastest schedules, and each timing gives a message."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
     autotuner._bench_cuda_graph_l2_rotate = time_configs
     kind._bench = _announced(kind._bench, count(1))
@@ -89,8 +90,10 @@ def time_configs(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> float | list[float]:
-    """Milliseconds per call, with the arguments of QuACK's function of this name (one replay of a CUDA graph
-    that cycles through the sets of inputs), over WARM and about TIMED calls; fewer for long ones."""
+    """Time a schedule in milliseconds per call, with the arguments of QuACK's
+    ``_bench_cuda_graph_l2_rotate``, which this function replaces. It makes WARM calls, then one replay of a
+    CUDA graph with about TIMED calls that cycle through the sets of inputs. Long calls are made fewer
+    times."""
     import torch
 
     sets = list(zip(arg_sets, kwarg_sets, strict=True))
@@ -108,7 +111,7 @@ def time_configs(
         torch.cuda.synchronize()
         return float(start.elapsed_time(end))
 
-    run(1)  # launches, loads, and may be slower
+    run(1)  # the first call also loads the kernel and may be slower
     torch.cuda.synchronize()
     enough = max(FEWEST, math.ceil(SHORT / max(timed(partial(run, 1)), SHORT / TIMED)))
     calls = max(1, enough // len(sets)) * len(sets)  # each set equally often
@@ -123,7 +126,7 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember the tuner's arguments during the call, since its final needs inputs too."""
+    """Keep the tuner's arguments during the call, since the tuner's final needs inputs too."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -136,7 +139,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a final before a choice is written to disk. ``own``: the tuner's own timing."""
+    """Make the tuner run a final before it writes a choice to disk. ``own``: the tuner's own timing."""
 
     def decided(tuner: Any, key: Any, configs: Any, race: Callable[[], None]) -> Any:
         def all_of_it() -> None:
@@ -149,7 +152,8 @@ def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any])
 
 
 def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> None:
-    """Time the fastest few by the tuner's own timing, one after another; the fastest becomes its choice."""
+    """Time the fastest few schedules again with the tuner's own timing, one after another. The fastest
+    becomes the tuner's choice."""
     args, kwargs = tuner.given
     timings = {c: times[0] for c, times in tuner.configs_timings.items() if math.isfinite(times[0])}
     ranked = sorted(timings, key=timings.__getitem__)
@@ -159,7 +163,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
     finalists = ranked[: min(FINALISTS, max(LEAST, many))]
     try:
         sets = autotuner._clone_l2_rotate_inputs(args, kwargs, autotuner._pick_l2_rotate_count(args, kwargs))
-    except (RuntimeError, MemoryError):  # no memory for them, as in QuACK's own timing: keep the choice
+    except (RuntimeError, MemoryError):  # no memory for the sets, so keep the choice
         return
     autotuner._bench_cuda_graph_l2_rotate = own
     tuner._l2_cold_arg_sets, tuner._l2_cold_kwarg_sets = sets
@@ -173,7 +177,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
 
 
 def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[..., Any]:
-    """Report each timing. A schedule that is not compiled yet is tried, and reported, again."""
+    """Report each timing. A schedule that is not compiled yet is tried again later, and reported again."""
 
     def announced(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         report(GATE, f"{tuner.fn.__name__.strip('_')}, try {next(races)}")
@@ -183,7 +187,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
 
 
 def _reporting(poll: Callable[..., Any]) -> Callable[..., Any]:
-    """Report while the tuner waits for compilers, one after another."""
+    """Report that the tuner waits while compilers run one after another."""
     said = time.monotonic()
 
     def heard(pool: Any, sha: str) -> Any:

@@ -1,7 +1,7 @@
-"""Run CODA's own package, coda-kernels, on our specs: the functions of coda.core, called as its layers and
-tests call them, and tuned by the package at the first call (``tuner``).
+"""Run CODA's own package, coda-kernels, on our specs. Its functions in coda.core are called as the package's
+layers and tests call them, and the package tunes them at the first call (``tuner``).
 
-The package lacks kernels for some of the paper's operators (``ABSENT``); row scales run in PyTorch. Importing
+The package lacks kernels for some of the paper's operators (``ABSENT``). Row scales run in PyTorch. Importing
 this module imports nothing heavy.
 """
 
@@ -71,7 +71,7 @@ def _swiglu_bwd(g: Given) -> Prepared:
 
 
 # ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
-# The package turns by the negative of an angle, so frequencies are given negated.
+# The package rotates by the negative of an angle, so it gets negated frequencies.
 
 
 def _rope_positions(g: Given) -> Prepared:
@@ -152,7 +152,7 @@ TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its o
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
-    """The package is imported only after its process is prepared."""
+    """An entry that prepares its process before the package is imported."""
 
     def built(g: Given) -> Prepared:
         prepare()
@@ -183,8 +183,8 @@ ENTRIES: dict[str, Implementation] = {
     ),
 }
 
-# Specs for which PyTorch computes a part in passes over whole matrices: a row scale, or the backward's
-# outputs besides dz.
+# Specs for which PyTorch computes a part in passes over whole matrices. This part is a row scale, or all
+# outputs of the backward but dz.
 HELPED = frozenset(
     {
         "gemm_rmsnorm_swiglu",
@@ -194,8 +194,8 @@ HELPED = frozenset(
     }
 )
 
-# Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt), but lacks
-# coda.kernels.gens.epilogue with their kernels: they cannot be imported.
+# Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt). It lacks
+# coda.kernels.gens.epilogue with the operators' kernels, so the host functions cannot be imported.
 LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
 
 ABSENT: dict[str, str] = {
