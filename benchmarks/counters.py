@@ -1,11 +1,12 @@
-"""Profile one kernel's counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
+"""Read a kernel's hardware counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
 It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
 export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or
 NAME.raw.counters.csv in the folder of FILE, which is the kernel's text as edited by an author. Without
-``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel N times (default 3) on
-normal inputs at a case of its spec (default: the first), with the schedules that the kernel's report measured
-at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request from ncu.
+``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel ``--times`` times
+(default 3) on normal inputs at a case of its spec (default: the first), with the schedules that the kernel's
+report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
+from ncu.
 """
 
 from __future__ import annotations

@@ -59,22 +59,23 @@ class OnePass(Fused):
         return dz, sums / self.shape.width
 
     def turned_back(self, attended: Attended, da: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z."""
+        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z, where z is q, k and v
+        before the rotation."""
         dq, dk, dv = torch.autograd.grad(attended.mixed, attended.heads, self.shape.apart(da))
         q, k = attended.qk.tensor_split(2, 1)
         return rotated_back((dq, dk, dv), (q, k, attended.v), self.table, rstd)
 
 
 class Kept(NamedTuple):
-    """The tensors that the derived backward reads: the tensors saved for the hand-arranged backward, and
-    act."""
+    """The tensors that the derived backward reads: those saved for the backward by hand, and the
+    activation."""
 
     saved: Saved
     act: Tensor
 
 
 class ByDerivation(OnePass):
-    """The layer whose backward runs a derived program for each half, with ``mlp`` and ``projection``."""
+    """The layer whose backward runs a derived program for each of its halves: ``mlp`` and ``projection``."""
 
     mlp: Call
     projection: Call
@@ -218,8 +219,8 @@ def measure(widths: Sequence[str], out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of the arms' medians by width and pass, with the times of two arms relative to the derived
-    arm's times."""
+    """A table of the arms' medians by width and pass, with the ratios of two arms' times to the derived arm's
+    times."""
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]

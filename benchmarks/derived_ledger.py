@@ -124,8 +124,8 @@ OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes
 
 class ByHand(NamedTuple):
     """A backward that people arranged, and the derived backward that gives the same gradients (``derived``).
-    The first has a hand-authored kernel at its ``sizes``, other products [m, k] @ [k, n] as (m, k, n), and
-    separate ``passes``, given in bytes."""
+    The backward by hand has a hand-authored ``kernel`` at its ``sizes``, other ``products`` [m, k] @ [k, n]
+    as (m, k, n), and separate ``passes``, given as bytes."""
 
     kernel: str
     sizes: Sizes

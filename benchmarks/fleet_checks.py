@@ -1,10 +1,10 @@
 """Count checks per minute on Ray clusters: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
 
 It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine, on one
-node and on two nodes of one core each. Every pass starts with empty caches. It also reports which share of
-the pieces' time is spent outside their workers, by Ray and the driver; a check has two pieces. It compares
-the seconds of each pass with those that ``benchmarks.fleet_simulation`` predicts from the pieces of the first
-pass. Other work on this machine falsifies the figures, so the machine's load is reported with them.
+node and on two nodes of one core each. Every pass starts with empty caches. A check has two pieces, which run
+in workers. The report also has the share of the pieces' time that Ray and the driver take outside the
+workers, and the seconds that ``benchmarks.fleet_simulation`` predicts from the pieces of the first pass.
+Other work on this machine distorts the figures, so the machine's load is reported with them.
 """
 
 from __future__ import annotations

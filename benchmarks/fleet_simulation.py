@@ -1,11 +1,11 @@
 """Simulate where a sweep stops scaling: ``python -m benchmarks.fleet_simulation --driver SECONDS``.
 
-It simulates the events of sweeps on 1 to 1,024 GPUs, and writes a page and a chart to ``--out`` (docs). The
-seconds of every phase come from the committed reports of accepted kernels, and the numbers of attempts from
-the recorded runs. Simulated runs are drawn from both with replacement. A run holds one of the driver's places
-from its first question to its end. It asks its author, waits for a core to examine its source, then for a
-core to compile it, and then for a GPU. Before each of these stages the driver, which is a single process,
-works for ``--driver`` seconds.
+A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page and a chart to the folder
+``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
+the numbers of attempts from the recorded runs. Simulated runs are drawn from both with replacement. A run
+authors one kernel, and holds one of the driver's places from its first question to its end. It asks its
+author, waits for a core to examine its source, then for a core to compile it, and then for a GPU. Before each
+of these stages the driver, which is a single process, works for ``--driver`` seconds.
 """
 
 from __future__ import annotations
@@ -173,8 +173,7 @@ def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> fl
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of the resource ``vary`` whose throughput is NEAR times the throughput with
-    ``most``."""
+    """The least number of the resource ``vary`` that gives NEAR times the throughput with ``most`` of it."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:

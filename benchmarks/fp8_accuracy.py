@@ -1,8 +1,8 @@
 """Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``.
 
-It needs no GPU. Every arm computes with the same bf16 numbers. The error of an output or gradient is its
-difference from the plain layer's in fp32: the RMS of the difference over the RMS of the plain layer's value.
-Programs run in the interpreter, and torchao's recipes run on PyTorch's CPU kernels.
+It needs no GPU. Every arm computes with the same bf16 numbers. The error of an output or gradient compares it
+with the plain layer in fp32: the RMS of their difference over the RMS of the fp32 value. Programs run in the
+interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
 *row-wise*: each of a linear layer's three products quantises the rows of both operands by the rows' own
 maxima, as torchao's recipe does. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
@@ -38,7 +38,7 @@ from coda_agent.verifier.statistics import student_quantile
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
-LOUD, TIMES = 64, 30.0  # one of LOUD channels is TIMES as large, as in trained models
+LOUD, TIMES = 64, 30.0  # one in LOUD channels is TIMES as large, as in trained models
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Scaled = tuple[Tensor, Tensor]
@@ -118,14 +118,14 @@ class Fp8Arm(Differentiated):
 
 
 def wide(drawn: Drawn) -> Drawn:
-    """The same numbers in fp32."""
+    """Convert the drawn numbers to fp32."""
     weights = Weights(*(w.float() for w in drawn.weights))
     return Drawn(weights, drawn.next_norm.float(), drawn.x.float(), drawn.dout.float())
 
 
 class FusedFp8:
-    """A layer whose products write fp8, run by the programs that do so. The scale of each tensor comes from
-    its largest magnitude in another batch, as if that were the batch before."""
+    """A layer whose products write fp8, with ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. The scale
+    of each tensor comes from its largest magnitude in another batch, as if that were the batch before."""
 
     def __init__(self, shape: Shape, drawn: Drawn):
         self.shape, self.weights, self.next_norm = shape, drawn.weights, drawn.next_norm
@@ -189,7 +189,8 @@ def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
 
 
 def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str, dict[str, float]]:
-    """The errors by arm and by output or gradient, each an RMS over an RMS."""
+    """The errors by arm and by output or gradient: the RMS of the difference over the RMS of the exact
+    value."""
     drawn, before = drawn_at(shape, seed, loud), drawn_at(shape, seed + 1000, loud)
     exact = results(Fp8Arm(function, linear, shape, wide(drawn)), wide(drawn))
     exact.pop("normed")

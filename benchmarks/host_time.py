@@ -1,9 +1,9 @@
 """Measure the host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
 
 It measures the microseconds of Python and C++ before a call returns, for the launcher and for the operator of
-``fused``. In the same rounds it measures ``torch.mm``. The sizes are those of the case with the fewest rows,
-which is nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stand-ins replace the
-compiled kernels and the tensors are on the CPU, so the figures include only launcher and operator.
+``fused``. In the same rounds it measures ``torch.mm``. The case is the one with the fewest rows, since it is
+nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stand-ins replace the compiled kernels
+and the tensors are on the CPU, so the figures include only launcher and operator.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def kept(model: Any) -> float:
 
     def note(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()._cdata) not in own:
-            found[storage] = tensor  # the reference keeps its address from being used again
+            found[storage] = tensor  # while it is referenced, no other storage gets its address
         return tensor
 
     shape = (SEQUENCES, LENGTH, model.config.hidden_size)

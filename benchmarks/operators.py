@@ -1,6 +1,6 @@
-"""Operators as people write them in PyTorch. No operator here has a spec in ``specs/``, so these operators
-test an author without preparation. The last six need a function that the vocabulary lacks, so an author has
-to compose it. The obvious composition overflows or is too inaccurate.
+"""Operators as people write them in PyTorch. No operator here has a spec in ``specs/``, so an author meets
+each one unprepared. The last six need a function that the vocabulary lacks, so an author has to compose it.
+The obvious composition overflows or is too inaccurate.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.

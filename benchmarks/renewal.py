@@ -84,7 +84,7 @@ def spread(out: Path, seconds: float) -> int:
         subprocess.Popen([*command, "--seconds", str(seconds), "--only", *share]) for share in shares if share
     ]
     failed = sum(process.wait() != 0 for process in running)
-    for path in out.glob("*.json"):  # kernels that ran out of memory next to others are retried alone
+    for path in out.glob("*.json"):  # kernels that ran out of memory with three processes are retried alone
         if json.loads(path.read_text()).get("rejected", {}).get("code") == "out_of_memory":
             path.unlink()
     return failed + subprocess.call([*command, "--seconds", str(end - time.monotonic()), "--only", *names])

@@ -1,5 +1,4 @@
-"""Profile layers: ``python -m benchmarks.layer_profile``, with ``measure`` on an H100 and ``draw``
-anywhere."""
+"""Profile layers with ``python -m benchmarks.layer_profile``: ``measure`` on an H100, ``draw`` anywhere."""
 
 from __future__ import annotations
 

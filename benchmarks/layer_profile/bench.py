@@ -211,7 +211,7 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # one schedule per tile, since otherwise all schedules would be timed
+        # with the best of each tile, since a search without enough tiles times all tiles
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)

@@ -147,8 +147,8 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
 
 
 def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Each arm's time for the whole backward, in the profile and timed without a profiler, which may lengthen
-    it."""
+    """Each arm's time for the whole backward, in the profile and without a profiler, since profiling may
+    lengthen it."""
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")

@@ -74,8 +74,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """The kernels of an arm's regions, each with its microseconds in each region. Regions with unusual
-    kernels are dropped and counted."""
+    """The kernels of an arm's regions, each with its microseconds in each region. Regions whose kernels
+    differ from the usual ones are dropped and counted."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]

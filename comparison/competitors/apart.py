@@ -202,8 +202,8 @@ def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Formulation:
-    """A way to compute a spec with halves apart. ``arrange`` makes the tensors outside the clock; ``step``
-    takes these tensors, and the spec's ``constants`` by name. ``read`` turns the results of ``step`` into the
+    """A way to compute a spec with halves apart. ``arrange`` makes the tensors before the timed calls.
+    ``step`` takes these tensors, and the spec's ``constants`` by name; ``read`` turns its results into the
     spec's outputs by name."""
 
     step: Callable[..., Several]

@@ -56,8 +56,8 @@ def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One library's way to compute one spec. ``note`` tells readers what is prepared outside the clock, what
-    PyTorch computes, and which results replace an output of the spec."""
+    """One library's way to compute one spec. ``note`` tells readers what is prepared outside the timed call,
+    what PyTorch computes, and which results replace an output of the spec."""
 
     build: Callable[[Given], Prepared]
     note: str = ""
