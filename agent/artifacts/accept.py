@@ -112,7 +112,7 @@ def is_there(name: str) -> bool:
 
 
 def report(path: Path) -> Accepted:
-    """An accepted kernel's evidence. Raises KernelError, and OSError if it cannot be read."""
+    """Read an accepted kernel's report. Raises KernelError, and OSError if the file cannot be read."""
     try:
         found = REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
@@ -210,7 +210,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     except OSError:
         if not edited:
             return ""
-        before = editable(kernel.program)  # the edit's starting point
+        before = editable(kernel.program)  # the text from which the edit started
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 

@@ -221,7 +221,7 @@ class _OnSlots:
 
     @contextmanager
     def lease(self, say: Any, deadline: float | None) -> Iterator[Slot]:
-        """Hold a GPU of the fleet."""
+        """Hold a GPU of the fleet in the block."""
         self.driver.now[self.run.name] = "waiting for a GPU"
         with self.driver.pool.lease(True, f"{self.run.name} measure", deadline) as self.gpu:
             yield self.gpu

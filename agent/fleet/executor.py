@@ -1,7 +1,7 @@
 """The interface of an executor, which provides slots that run pieces of work on this or other machines.
 
-``local`` provides the slots of this machine, and ``on_ray`` provides the slots of a Ray cluster. The modules
-that use this interface do not know which of the two executors runs.
+``local`` provides the slots of this machine, and ``on_ray`` provides the slots of a Ray cluster. The pool and
+the driver do not know which of the two executors runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; the kind of a slot with a GPU is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early, by whether the slot has no GPU
+AHEAD = {  # modules that a slot's worker imports early; the key says whether the slot lacks a GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }

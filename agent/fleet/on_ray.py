@@ -1,4 +1,4 @@
-"""The executor of a Ray cluster. It starts an actor for every core and GPU of every node that fits the fleet.
+"""The executor of a Ray cluster. It starts an actor per core and per GPU of each node that fits the fleet.
 
 Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. A lost piece
 is void, and the driver begins it again under the same key. An actor hands its work to a separate process,
@@ -223,8 +223,8 @@ class OnRay:
         return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
-        """Admit a node once its versions are known, and each of its slots once the slot's actor runs. Replace
-        lost slots."""
+        """Admit a node once its versions are known and equal ours. Admit each of its slots once the slot's
+        actor runs. Replace lost slots."""
         if not node.joined and _done(node.answer):
             node.joined = True
             try:

@@ -86,8 +86,9 @@ class Pool:
 
     @contextmanager
     def lease(self, gpu: bool, piece: str, deadline: float | None = None) -> Iterator[Slot]:
-        """Hold a slot in the block. Raises TimeoutError if none is free at ``deadline``, and GivenUp once the
-        pool is closed."""
+        """Hold a slot in the block. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if
+        the pool is closed or has had no slot of this kind for a long time. If the block fails with an error
+        that no kernel caused, raises Suspect at the first failure of the piece, and GivenUp at the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline)
         outcome = "void"

@@ -114,7 +114,7 @@ def edited(path: Path) -> bool:
 
 
 def write(path: Path, tables: Tables) -> None:
-    """Write the tables between their comments in a Markdown file. Raises InvalidInput if a comment is
+    """Write each table between its two comments in a Markdown file. Raises InvalidInput if a comment is
     missing."""
     text = path.read_text(encoding="utf-8")
     for begun in text.split("<!-- table: ")[1:]:

@@ -174,7 +174,7 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
         for e in events
         if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
-    failed |= {key.replace("measurement", "report") for key in failed}  # events of one answer
+    failed |= {key.replace("measurement", "report") for key in failed}  # both judge the same answer
     tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(
         group=_GROUP.get(header["spec"], OTHERS),
