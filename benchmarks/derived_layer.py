@@ -209,7 +209,7 @@ def attention(shape: Shape) -> Callable[[], object]:
 
 
 def measure(widths: Sequence[str], out: Path) -> None:
-    """Measure each width, and write ``out`` after each."""
+    """Measure the widths in turn, and write ``out`` after each width."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     for width in widths:
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -240,7 +240,8 @@ def _interval(times: Sequence[float], over: Sequence[float]) -> str:
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
-    """A table of the time of both passes minus the time of attention, which runs alike in all arms."""
+    """A table of the time of forward and backward minus the time of attention, which runs alike in all
+    arms."""
     lines = ["| width | attention, ms | rest of torch.compile, ms | rest of derived, ms | ratio |"]
     lines.append("|---|---|---|---|---|")
     for width, entry in found.items():

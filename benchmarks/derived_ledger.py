@@ -1,8 +1,8 @@
 """Count the bytes that derived backwards move: ``python -m benchmarks.derived_ledger PAGE``. It needs no GPU.
 
-The page has three tables. They show every forward operator of ``specs`` with its derived backward, the
-backwards that people arranged from hand-authored kernels compared with the derived ones, and a Transformer
-layer's backward.
+The page has three tables. The first shows every forward operator of ``specs`` with its derived backward. The
+second compares the backwards that people arranged from hand-authored kernels with the derived ones. The third
+shows a Transformer layer's backward.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def layer_rows() -> list[list[str]]:
     profile = json.loads((ROOT / "docs" / "layer_backward.json").read_text(encoding="utf-8"))
     found = []
     for width, shape in WIDTHS.items():
-        weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width  # each read once and written once
+        weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width  # weights read, gradients written
         count = {
             "`torch.compile`": layer_compiled(profile, width), "by hand": layer_by_hand(shape),
             "derived, module-local": layer_derived(shape), "derived, whole stack": layer_stack(shape),

@@ -1,5 +1,5 @@
-"""Evaluate a program's nodes in order in plain fp64, without rounding and without a division into steps. This
-module shares no code with the verifier's interpreter, so that neither hides the other's mistakes."""
+"""Evaluate a program's nodes in order in plain fp64, without rounding and without partitioning the program.
+This module shares no code with the verifier's interpreter, so that neither hides the other's mistakes."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ def _leaf(node: Node, found: Values, inputs: Mapping[str, Tensor], sizes: Mappin
 
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
-    """Return a value in the shape that its reader needs: for a tile, a value with one number per head, or
-    with the columns of one head, is repeated over all of the tile's columns."""
+    """Return a value in the shape that its reader needs. If the reader's result is a tile, a value with one
+    number per head is spread over each head's columns, and the columns of one head are repeated for all
+    heads."""
     if reader.kind != "tile" or kind.period is None or kind.kind not in ("spread", "repeated"):
         return value
     width = kind.period(sizes)

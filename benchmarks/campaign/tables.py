@@ -28,7 +28,7 @@ def show(results: list[Result]) -> None:
 
 
 def slipped(result: Result) -> bool:
-    """Whether a mutant that differs was accepted."""
+    """Whether a mutant was accepted although it differs from the original."""
     return result["verdict"] == "accepted" and bool(result["differs"])
 
 

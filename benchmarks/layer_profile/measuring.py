@@ -20,7 +20,7 @@ ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # A stage begins only if this many seconds are left. These are guesses for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
-SEARCH = 210.0  # seconds for a width with max-autotune, whose search took 141 to 177 s in the comparison
+SEARCH = 210.0  # seconds for a width with max-autotune; its search took 141 to 177 s in the comparison
 SAID = 500  # characters of an error that the file keeps
 
 

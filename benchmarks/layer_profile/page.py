@@ -181,7 +181,7 @@ def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
 
 
 def _products(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of the products and attention, with columns for each arm."""
+    """A table of the products and attention, with columns for each arm's time and rate."""
     known: dict[str, dict[str, list[BackwardPart]]] = {}
     for arm, own in found.items():
         for row in own:

@@ -7,7 +7,7 @@ from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def clamp(site: Site) -> str:
-    """Add a minimum or maximum with a number."""
+    """Bound a value by a number, with a minimum or maximum."""
     value, how = site.value(), site.random.choice(("minimum", "maximum"))
     limit = site.threshold(value)
     # Mostly choose the side that leaves small values unchanged.
@@ -26,7 +26,7 @@ def clamp_band(site: Site) -> str:
 
 
 def clamp_by_value(site: Site) -> str:
-    """Add a minimum or maximum with a multiple of another value."""
+    """Bound a value by a multiple of another value, with a minimum."""
     value = site.value("tile", "vector")
     if (other := site.meets(value)) == value:
         raise Skip("a value is no larger than itself")
@@ -38,7 +38,7 @@ def clamp_by_value(site: Site) -> str:
 
 
 def clamp_smooth(site: Site) -> str:
-    """Add a saturating function that is close to the identity for small values."""
+    """Put a value through a saturating function that is close to the identity for small values."""
     value = site.value()
     limit = abs(site.threshold(value))
     site.put(value, site.add("multiply", site.add("tanh", site.add("divide", value, limit)), limit))
@@ -58,7 +58,7 @@ def clamp_by_root(site: Site) -> str:
 
 
 def clamp_by_where(site: Site) -> str:
-    """Add a comparison that chooses between the value and a number."""
+    """Bound a value by a number, with a comparison that chooses between the two."""
     value = site.value()
     limit = site.threshold(value)
     how = "greater" if limit > 0 else "less"

@@ -56,7 +56,7 @@ def on_equality(site: Site) -> str:
 
 
 def smooth_switch(site: Site) -> str:
-    """Blend a value from right to wrong with a sigmoid of a value around a threshold c."""
+    """Blend a value from right to wrong with a sigmoid around a threshold."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -79,8 +79,7 @@ def bump(site: Site) -> str:
 
 
 def on_column(site: Site) -> str:
-    """Set the column with a given number to zero or to a wrong value, or also all columns before or after
-    it."""
+    """Set the column with a given number to zero, or also all columns before or after it."""
     target = site.value("tile")
     place = site.add("column_index", target)
     extent = site.graph.types[target].shape[1](site.case())

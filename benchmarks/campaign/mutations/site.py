@@ -19,9 +19,9 @@ Edit = Callable[["Site"], str]
 
 @dataclass
 class Site:
-    """A graph to mutate. ``scales``: the magnitude of each node under the spec's init. ``aims``: pairs of a
-    node and a value of it that a mutant's conditions test. ``sizes``: the sizes that a mutant's conditions
-    test."""
+    """A graph to mutate. ``scales``: the largest magnitude of each node on inputs drawn by the spec's own
+    init. ``aims``: pairs of a node and a number with which a mutant's condition compares the node. ``sizes``:
+    the sizes that a mutant's conditions test."""
 
     spec: Spec
     graph: Graph
