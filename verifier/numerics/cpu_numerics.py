@@ -1,9 +1,10 @@
-"""The interpret gate: compare a program with its spec's reference on a CPU, over families and sizes.
+"""The interpret gate: compare a program with its spec's reference on a CPU, on many families of inputs and
+sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
-second judgement sees mathematics that is almost right (GELU's other form, a piecewise sigmoid), which the
-rounding of 16-bit outputs hides. There small values count as much as large ones, so an activation's tail must
-be right too.
+second judgement exposes formulas that are almost right (GELU's other form, a piecewise sigmoid), which the
+rounding of 16-bit outputs hides. It gives small values as much weight as large ones, so an activation's tail
+must be right too.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
-REPEATS = 6  # draws of each stretched family: one scales up what another scales down
-FEW_DIMS = 48  # extents of a run for effects that show at any size
+REPEATS = 6  # draws of each stretched family, since one draw may scale up what another scales down
+FEW_DIMS = 48  # largest extent of a run for effects that show at any size
 
 
 class InputSettings(NamedTuple):
@@ -53,20 +54,20 @@ class InputSettings(NamedTuple):
 
 
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
-    """Every run of the gate.
+    """Yield every run of the gate.
 
-    Each family runs at its own hidden sizes, the stretched ones at several. A program that computes with
-    sizes or column numbers also runs with dims in a case's ratios. The first family also runs at the fixed
-    small sizes, at each extent that a dim has in a case, with all dims longer at once, and between the cases'
-    extents. Single and few rows run on integers, where most results are exact, because a few values make poor
-    statistics.
+    Each family runs at hidden sizes of its own, and each stretched family at several such sizes. Dims in the
+    ratios of a case run on the first family, and on every family if the program computes with sizes or column
+    numbers. The first family also runs at the fixed small sizes, at each extent that a dim has in a case,
+    with all dims longer at once, and between the cases' extents. Runs with one row or few rows use integers,
+    where most results are exact, because a few values make poor statistics.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield InputSettings(sizes, "normal", fresh())
     for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
         sizes = hidden(spec, fresh(), largest)
-        for family in STRETCHED:  # cheap, and they show most mistakes
+        for family in STRETCHED:  # these runs are cheap and show most mistakes
             yield InputSettings(sizes, family, fresh())
     for family in (*FAMILIES, *ON_CPU):
         yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
@@ -92,14 +93,15 @@ class Comparison(NamedTuple):
     truth: Tensors
     values: Tensors
     exact: frozenset[str]
-    undefined: frozenset[str]  # outputs for which the reference has no meaning on these inputs
+    undefined: frozenset[str]  # outputs that the reference in fp32 cannot compute on these inputs
 
     @classmethod
     def of(cls, spec: Spec, run: InputSettings, drawn: Tensors | None = None) -> Comparison:
-        """Compute a run's truth; ``drawn`` inputs come from a search and replace the family's.
+        """Compute a run's truth. ``drawn`` inputs come from a search and replace the inputs of the run's
+        family.
 
-        Raises SpecError where the reference raises, or is not the gradient of its forward: it was tried at
-        small sizes alone.
+        Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
+        forward. When the spec was loaded, both were tried only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -110,7 +112,7 @@ class Comparison(NamedTuple):
             raise SpecError(f"spec {spec.name}", None, message) from error
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         undefined = error_gate.undefined(run.family, truth, values)
-        # a long extent may show a kernel's defect there; PyTorch's own functions have none
+        # not at long extents: they are tried for defects of kernels, which PyTorch's functions do not have
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"
@@ -118,9 +120,9 @@ class Comparison(NamedTuple):
         return cls(spec, run, inputs, truth, values, exact, undefined)
 
     def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
-        """The error gate's findings for both ways to judge the outputs: as stored, then unrounded.
+        """Yield the error gate's findings for both ways to judge the outputs: as stored, then unrounded.
 
-        Unrounded outputs of a family in ``limits.EXTREME`` are judged only value by value. Undefined outputs
+        In a family of ``limits.EXTREME``, unrounded outputs are judged only value by value. Undefined outputs
         are left out.
         """
         family, long = self.run.family, self.run.long
@@ -137,14 +139,14 @@ class Comparison(NamedTuple):
     ) -> list[OutputError]:
         yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
         made = interpret(program, self.inputs, watch, self.run.sizes)
-        if spec is not self.spec:  # left in fp32, an fp8 output still saturates
+        if spec is not self.spec:  # an fp8 output saturates even if it is left in fp32
             made = {name: saturated(made[name], output.dtype) for name, output in self.spec.outputs.items()}
         errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)
         return [error for error in errors if error.name not in self.undefined]
 
 
 def unrounded(program: Program) -> Program:
-    """The program with its outputs in fp32. An output that a matmul reads exists twice: rounded for the
+    """The program with its outputs in fp32. An output that a matmul reads is there twice: rounded for the
     matmul, and unrounded under its own name."""
     nodes, outputs = list(program.nodes), dict(program.outputs)
     types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
@@ -158,6 +160,6 @@ def unrounded(program: Program) -> Program:
 
 
 def _handed_on(program: Program) -> list[str]:
-    """Outputs that one of the program's matmuls reads rounded."""
+    """The names of the outputs that a matmul of the program reads in their rounded form."""
     operands = {untransposed(program, a) for n in program.nodes if n.op == "gemm" for a in n.args}
     return [name for name, index in program.outputs.items() if index in operands]

@@ -1,4 +1,4 @@
-"""The error gate: compare a candidate's error with the yardstick's, the error that any kernel must make."""
+"""The error gate: compare a candidate's error with the yardstick's error, which any kernel must make."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 32  # with n elements, chance can make the yardstick's error and RMS 2**(10/n) times too small
+FEW = 32  # with n < FEW elements, chance can make the yardstick's error 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# half an fp32 ulp, as a share of the RMS truth: the smallest error that counts for a yardstick
+# half an fp32 ulp, as a share of the truth's RMS: smaller errors of the yardstick count as this much
 FLOOR = 2.0**-24
-# such halves: the error that a value may inherit from larger ones that cancel, as in g - g * sigmoid(-g)
+# how many such halves a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding, but for one to fp8
-ONE = 2.0**-24  # half an fp32 ulp of 1, a step of what is left where values near 1 cancel
-# share of the truth's RMS: such a loss comes from 16-bit roundings, not from fp32 arithmetic
+LOST = 2.0**-8  # a loss above this share of an output's RMS is more than a last rounding, except to fp8
+ONE = 2.0**-24  # half an fp32 ulp of 1: differences of values near 1 are multiples of it
+# a loss above this share of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
 COARSE = 2.0**-14
 
 
 class OutputError(BaseModel):
     """One output's result: error ratios to the yardstick, slope on the truth, and the fault.
 
-    ``unequal`` counts the wrong values of an output that must be exact; None for others.
+    ``unequal`` counts the wrong values of an output that must be exact; it is None for other outputs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,25 +57,26 @@ def compare(
     limits: ErrorLimits = USUAL,
     exact: Collection[str] = (),
 ) -> list[OutputError]:
-    """The error gate: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
+    """Judge every output: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
 
-    got: the candidate's outputs; truth: ``reference.oracle``'s; yard: ``reference.yardstick``'s. All come
-    from one kind of device, since tensor cores lose more in fp32 than a CPU's sums. Three ratios of the
-    candidate's error to the yardstick's are limited for each output: RMS error; RMS error of the worst
-    128x128 tile, over the same tile's; largest error over the largest. For 16-bit outputs the slope of the
-    output regressed on the truth is limited too. A value must be finite if the truth is finite and fits the
-    output's dtype. The exception is as many values per row as the yardstick has there: an overflow on the way
-    in fp32 may hit one value here and its neighbour there.
+    got: the candidate's outputs; truth: the outputs of ``reference.oracle``; yard: the outputs of
+    ``reference.yardstick``. All come from one kind of device, since fp32 sums lose more on tensor cores than
+    on a CPU. Three ratios of the candidate's error to the yardstick's are limited for each output: the RMS
+    error; the RMS error of the worst 128x128 tile, over the yardstick's in the same tile; and the largest
+    error, over the yardstick's largest. For outputs narrower than fp32 the slope of the output regressed on
+    the truth is limited too. A value must be finite if the truth is finite and fits the output's dtype. In
+    each row as many values may break this rule as in the yardstick, because an fp32 overflow of an
+    intermediate value may hit one value here and its neighbour there.
 
     ``limits`` (of a family of inputs) are widened by the spec's tolerance, and by slack for small samples. A
     ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so the limit is
-    multiplied by 1 + 4/sqrt(n) (n of the output, or of the tile). The slope gets 4 of its own standard
-    errors, sum(e^2 t^2)^0.5 / sum(t^2), from the yardstick's errors e. At a full tile that is 3%, at
-    benchmark sizes nothing. With fewer than ``FEW`` elements the yardstick's error says little, and limits
-    are 2**(10/n) times as wide: at M = 1 a row's sum is wrong from about 0.1% on. The values of a row share
-    the errors of their common sources, so for m rows the slack is multiplied by 1 + 1/m: twice at M = 1,
-    nothing at a case's sizes. Yardstick errors count as at least half an fp32 ulp of the truth's RMS: an
-    error of exactly zero would forbid any other order of summation.
+    multiplied by 1 + 4/sqrt(n) (n of the output, or of the tile): by 3% for a full tile, by almost nothing at
+    benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 / sum(t^2), computed
+    from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error says little, so
+    limits are 2**(10/n) times as wide: at M = 1 a row's sum counts as wrong from about 0.1% on. The values of
+    a row share the errors of their common sources, so for m rows the slack is multiplied by 1 + 1/m: by 2 at
+    M = 1, by almost 1 at a case's sizes. Yardstick errors count as at least half an fp32 ulp of the truth's
+    RMS, because an error of exactly zero would forbid any other order of summation.
 
     Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is
     0.0): see ``verifier.numerics.exactness``.
@@ -86,9 +87,9 @@ def compare(
 
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
-    """RMS error over the truth's RMS, and over the yardstick's error: the distance of an output from fp64, in
-    any dtype. NaN if ``compare`` finds values that are wrongly finite or not finite. Values that ``compare``
-    excuses are left out."""
+    """An output's RMS error over the truth's RMS, and over the yardstick's RMS error, in any dtype. Both are
+    NaN if ``compare`` finds values that are wrongly finite or not finite. Values that ``compare`` excuses are
+    left out."""
     stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
@@ -97,8 +98,8 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 
 
 def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
-    """Outputs to leave unjudged on inputs beyond the typical: there the reference overflows in fp32, or loses
-    more than ``LOST``. Empty for a typical family."""
+    """The outputs to leave unjudged on inputs beyond the typical, because there the reference overflows in
+    fp32 or loses more than ``LOST``. Empty for a typical family."""
     if family not in BEYOND:
         return frozenset()
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
@@ -108,7 +109,8 @@ def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
 
 @dataclass
 class _Stats:
-    """Sums over one output for the gate's decision; e is the candidate's error, r the yardstick's."""
+    """Sums over one output for the gate's decision: g is the output, t the truth, e and r the errors of g and
+    the yardstick."""
 
     count: int
     e2: float = 0.0
@@ -131,7 +133,7 @@ class _Stats:
 
     @property
     def effective(self) -> float:
-        """The number of elements that make up the yardstick's error: all of them if errors are equal."""
+        """The number of elements that make up the yardstick's error: all if their errors are equal."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
@@ -160,7 +162,7 @@ class _Stats:
 
 @dataclass
 class _Tiles:
-    """Per 128x128 tile: sums of squared errors and the number of elements."""
+    """For each 128x128 tile, the sums of squared errors and the number of elements."""
 
     e2: Tensor
     r2: Tensor
@@ -196,7 +198,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    if limits.values and not stats.coarse:  # otherwise small values lose mostly a rounded operand's error
+    if limits.values and not stats.coarse:  # else small values' errors are mostly a rounded operand's
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")
     if wrong_bits:
@@ -242,7 +244,7 @@ def _accumulate(
     t, g, y = (values.double() for values in (truth, got, yard))
     e, r = g - t, y - t
     largest = [_largest(values) for values in (t, e, r)]
-    # fp8 saturates: it holds all that is finite
+    # fp8 saturates, so every finite value fits
     most = math.inf if dtype.itemsize == 1 else torch.finfo(dtype).max
     if not all(map(math.isfinite, largest)) or largest[0] > most:
         rounded = truth if dtype.itemsize == 1 else truth.to(dtype)
@@ -267,7 +269,7 @@ def _accumulate(
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude; NaN where a value is."""
+    """The largest magnitude, or NaN if any value is NaN."""
     low, high = values.aminmax()
     return float(torch.maximum(-low, high))
 
@@ -277,8 +279,9 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
-    """The positions where values can be compared; wrong ones are added to ``stats``. ``holds``: where the
-    dtype can represent the truth, since a value that overflows here may also overflow in a kernel."""
+    """The positions where values can be compared; wrong values are counted in ``stats``. ``holds`` marks
+    where the dtype can represent the truth: elsewhere a kernel may overflow too, so its values are not
+    compared."""
     ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
     lost, excused = holds & ~ok, holds & ~known
@@ -294,11 +297,11 @@ def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, ya
 def _off_by_themselves(
     got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
 ) -> list[str]:
-    """Findings per value, where small values count as much as large ones.
+    """Judge values one by one, so that small values count as much as large ones; return the findings.
 
-    An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the yardstick's worst
-    error at values up to twice as large. With ``loud``, a louder row and column allow proportionally more
-    floors.
+    An error may be ``SHARE`` of its value, ``CANCELLED`` times ``floor``, or ``limit`` times the yardstick's
+    worst error at values up to twice as large. With ``loud``, a value whose row and column are larger than
+    usual may have a proportionally larger error.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     least = CANCELLED * floor
@@ -322,8 +325,8 @@ def _off_by_themselves(
 
 
 def _loudness(size: Tensor) -> Tensor:
-    """[R, C]: each value's expected size, from its row's and column's loudness, over the usual size; at least
-    1."""
+    """[R, C]: each value's expected size, from the mean squares of its row and column, over the usual size;
+    at least 1."""
     power = size.square()
     rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
     usual = power.mean().clamp_min(2.0**-300)  # all values may be zero
@@ -351,7 +354,7 @@ def _tile_counts(values: Tensor) -> Tensor:
 
 
 def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
-    """The worst tile: its ratio, that ratio over its slack, and its row and column."""
+    """The ratio of the worst tile, that ratio over its slack, and the tile's row and column."""
     yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
     ratio = (tiles.e2 / tiles.count).sqrt() / yard
     excess = ratio / (1 + deviations / tiles.count.sqrt())
@@ -367,8 +370,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
-    """Whether most values that could be finer are whole steps of ``ONE``, a few from the truth: what a
-    difference of two values near 1 leaves."""
+    """Whether most of the values that could be finer are multiples of ``ONE`` and a few steps from the truth,
+    as is the difference of two values near 1."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()

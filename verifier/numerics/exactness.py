@@ -1,4 +1,4 @@
-"""Outputs that must be exact to the bit: sums and products of small integers."""
+"""Find the outputs that must be exact to the bit: sums and products of small integers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-#: Elements compared at once: about 2 GB of fp64 temporaries on a GPU, what a core's cache holds on a CPU.
+#: Elements compared at once: they take 2 GB of fp64 temporaries on a GPU, and fit a core's cache on a CPU.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
-EXACT_BITS = 22  # of fp32's 24 bits: two are spare, for sums in another order than the reference's
+EXACT_BITS = 22  # of fp32's 24 bits; the other two are spare, for sums in another order than the reference's
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
     """The outputs that a kernel must compute exactly on the family "integers".
 
-    ``values`` are the reference in fp32 on the kernel's device. An output must be exact if they equal the
-    fp64 ``truth`` in every element and all are multiples of one power of two that fit in ``EXACT_BITS`` bits:
-    then sums in any order are exact. A dropped term, a wrong column or an extra rounding then flips a bit,
-    which an RMS over all elements may not see.
+    ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if its
+    values equal the fp64 ``truth`` in every element, and are multiples of one power of two that fit in
+    ``EXACT_BITS`` bits. Then sums in any order are exact, so a dropped term, a wrong column or an extra
+    rounding flips a bit. An RMS over all elements may not show that bit.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 
@@ -39,7 +39,7 @@ def _is_exact(values: Tensor, truth: Tensor) -> bool:
 
 
 def rows_at_once(values: Tensor) -> int:
-    """Rows to process at once: a multiple of a tile's."""
+    """How many rows to process at once: a multiple of a tile's rows."""
     return max(TILE, CHUNK[values.device.type] // values.shape[1] // TILE * TILE)
 
 

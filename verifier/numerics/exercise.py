@@ -1,4 +1,4 @@
-"""Exercise a program: both sides of every choice must decide, and nothing may depend on an exact size."""
+"""Exercise a program: inputs must need both sides of each choice; no result may depend on an exact size."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from coda_agent.verifier.numerics.stretch import SEARCHED
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
-NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of a size
-STEEPEST = 8  # power of a size
-SMALLEST = 8  # size from which on powers are smooth
-NOISE = 1e-4  # relative change of outputs that another order of fp32 sums makes
-TRIES = 3  # runs without a side; the first is the one in which it decides most
+NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
+STEEPEST = 8  # the highest power of a size that results may follow
+SMALLEST = 8  # the smallest size from which powers change smoothly
+NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
+TRIES = 3  # runs to repeat without a side, until one fails
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage: the open sides that decided there, and those that it needed."""
+    """Add a judged run to the coverage: which open sides decided values in it, and which it needed."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -44,10 +44,10 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the open sides; judge the program on the inputs found, as on any
-    run.
+    """Search the domain for inputs that need the open sides, and judge the program on the inputs found, as on
+    any run.
 
-    Raises Failed for a program that is wrong there, or for a side that no inputs of the domain need.
+    Raises Failed if the program is wrong on such inputs, or if no inputs of the domain need a side.
     """
     for sizes, drawn_from, drawn in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
@@ -62,7 +62,7 @@ def reach(
         for how, errors in compared.errors(program):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
         for side in coverage.open:
-            coverage.seen[side].tries = 0  # each draw of the search is as good as the first
+            coverage.seen[side].tries = 0  # so that each draw of the search is tried without the side
         cover(compared, program, coverage, counts)
         if not coverage.open:
             return
@@ -78,12 +78,12 @@ def reach(
 
 
 def smooth(spec: Spec, program: Program, seed: int) -> None:
-    """Compare the program at each size that it computes with, and at almost the same sizes.
+    """Compare the program at the sizes that it computes with, and at almost the same sizes.
 
-    A kernel may use sizes smoothly, as a mean does: twice as many columns give about half. Small inputs run
-    as if their dims were a case's, then as if one or all dims were slightly larger or smaller. Scalars made
-    of sizes alone are computed for every size up to twice a case's. Raises Failed if outputs, or such a
-    scalar, change by more than the eighth power of a size does.
+    A kernel may use sizes only smoothly, as a mean does, which is about half as large if the same sum is over
+    twice as many columns. Small inputs run as if their dims were a case's, then as if one or all dims were
+    slightly larger or smaller. Scalars that depend only on sizes are computed for every size up to twice a
+    case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -116,10 +116,10 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Compute the scalars made of sizes alone for every size of one dim, at a case's other sizes."""
+    """Compute the scalars that depend only on sizes, for every size of one dim and a case's other sizes."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
-    used: set[int] = set()  # nodes whose readers also depend on something besides sizes
+    used: set[int] = set()  # nodes with a reader that depends on more than sizes
     for index, node in enumerate(program.nodes):
         made = OPERATIONS[node.op].torch
         if index in sized:
@@ -145,7 +145,7 @@ def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> N
 
 
 def _change(a: Tensor, b: Tensor) -> float:
-    """The RMS difference over the smaller RMS; 0 where neither is finite."""
+    """The RMS difference over the smaller RMS, of values that are finite in both; 0 if there are none."""
     usable = a.isfinite() & b.isfinite()
     a, b = a[usable].double(), b[usable].double()
     least = min(float(a.norm()), float(b.norm()))

@@ -1,8 +1,9 @@
-"""A backward's texts against autograd of its forward, in fp64.
+"""Compare a backward's formulas with autograd of its forward, in fp64.
 
-Both see the same drawn inputs, and nothing is rounded: the backward reads the forward's stored tensors in
-fp64. The remaining error is fp64's, larger where small values are differences of large ones. Both in fp32,
-the backward from stored values that are off in their last bits, say how much.
+Both use the same drawn inputs, and nothing is rounded, since the backward reads the forward's stored tensors
+in fp64. The remaining error is fp64's, which is larger where small values are differences of large ones. To
+learn how large it may be, both run again in fp32, and the backward reads stored values that are off in their
+last bits.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec
 from coda_agent.verifier.spec.rules import PARTS, assigned
 
-LEAST = 2.0**-30  # share of the RMS that counts as an error
+LEAST = 2.0**-30  # a difference above this share of the RMS is suspect
 ANYTHING = OutputSpec(shape=(), dtype="fp32")
 CHANGE = 2.0**-24  # relative change of stored values
-NARROWER = 2.0**-20  # share of its effect that fp64 may lose: of the 29 bits that fp32 lacks, 9 are slack
+NARROWER = 2.0**-20  # fp64's error may be this share of fp32's: of its 29 additional bits, 9 are slack
 
 
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
-    """The gradients of a backward that are not autograd's, each with the RMS of its error over its own RMS.
+    """The gradients of a backward that differ from autograd's, each with its RMS error over the true RMS.
 
-    Empty for a spec that has no forward. ``beyond`` typical inputs, gradients that are lost with the last
-    bits of what is stored are left out, as ``error_gate.undefined`` leaves out outputs.
+    Empty for a spec that has no forward. On inputs ``beyond`` the typical, a gradient is left out if it
+    changes too much with the last bits of the stored tensors, as ``error_gate.undefined`` leaves out outputs.
     """
     if spec.before is None:
         return {}
@@ -51,7 +52,8 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
 
 
 def errors(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, float]:
-    """The RMS of each gradient's error beside autograd's, over its own RMS, of a spec that has a forward."""
+    """Each gradient's RMS difference from autograd's, over the RMS of autograd's, for a spec that has a
+    forward."""
     if spec.before is None:
         raise ValueError(f"spec {spec.name} has no forward")
     truth, made = _autograd(spec, spec.before, _wide(drawn), sizes)
@@ -84,7 +86,7 @@ def _autograd(
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The gradients by the texts of head and backward."""
+    """The gradients that the formulas of head and backward give."""
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:
@@ -97,7 +99,7 @@ def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
-    """A gradient that is the sum of its parts: all of them for a scalar, else over heads."""
+    """Sum a gradient that is stored in parts: over all parts for a scalar input, else over heads."""
     if not name.endswith(PARTS):
         return found
     own = known[_differentiated(name)]
@@ -105,7 +107,7 @@ def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
 
 
 def _gradients(spec: Spec, *parts: Spec) -> list[str]:
-    """The gradients that the texts of a backward assign, returned or not."""
+    """The gradients that the formulas of a backward assign, whether or not they are outputs."""
     parts = parts or (*([spec.head] if spec.head else []), spec)
     names = sorted({name for part in parts for name in assigned(part.reference)})
     return [name for name in names if name.startswith("d_") and _differentiated(name) in spec.drawn]

@@ -19,9 +19,10 @@ from coda_agent.verifier.spec.parts import TensorSpec
 
 
 class _Drawn(NamedTuple):
-    """A family's raw material: values of a normal init before the cast, and their use.
+    """The input that a family changes: values of a normal init before the cast, and how the spec uses them.
 
-    ``rows`` gives the same numbers for every input of one draw, ``own`` does not.
+    The generator ``rows`` gives the same numbers for every input of one draw; ``own`` gives each input other
+    numbers.
     """
 
     values: Tensor
@@ -33,41 +34,42 @@ class _Drawn(NamedTuple):
 
 
 def _normal(of: _Drawn) -> Tensor:
-    """The spec's own init."""
+    """Keep the values of the spec's own init."""
     return of.values
 
 
 def _positive(of: _Drawn) -> Tensor:
-    """Magnitudes: sums grow with K, so a low-precision accumulator stalls."""
+    """Take magnitudes, so that sums grow with K and a low-precision accumulator stalls."""
     return of.values.abs_()
 
 
 def _tiny(of: _Drawn) -> Tensor:
-    """Everything by 2**-10: only there an eps of 1e-6 matters. fp8 values stay, since they would become
-    zeros."""
+    """Multiply everything by 2**-10, because an eps of 1e-6 matters only for such small values. fp8 values
+    stay, since they would become zeros."""
     return of.values if of.fp8 else of.values.mul_(2.0**-10)
 
 
 def _small(of: _Drawn) -> Tensor:
-    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) dominate, and functions are nearly
-    linear."""
+    """Multiply activations by 1e-2, so that additive terms of fixed size (a bias, an eps) dominate, and
+    functions are nearly linear."""
     return of.values.mul_(1e-2) if of.activation else of.values
 
 
 def _large(of: _Drawn) -> Tensor:
-    """Activations by 8: functions saturate, and maxima dominate sums of exponentials without overflow."""
+    """Multiply activations by 8, so that functions saturate, and maxima dominate sums of exponentials without
+    overflow."""
     return of.values.mul_(8.0) if of.activation else of.values
 
 
 def _huge(of: _Drawn) -> Tensor:
-    """Activations by 40: exponentials overflow unless taken relative to a maximum."""
+    """Multiply activations by 40, so that exponentials overflow unless taken relative to a maximum."""
     return of.values.mul_(40.0) if of.activation else of.values
 
 
 def _outliers(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows and of the weights' columns are 30 to 100 times the rest. A scale or
-    rounding per block instead of per row, or a range that is too narrow, loses the rest. The rest is smaller,
-    so that only cases that overflow in "normal" overflow."""
+    """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
+    others. A scale or rounding per block instead of per row, or a range that is too narrow, loses the others.
+    The others are made smaller, so that only cases that overflow in "normal" overflow."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -75,7 +77,8 @@ def _outliers(of: _Drawn) -> Tensor:
 
 
 def _zeros(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows are zero, and a quarter are near sqrt(eps), where eps decides."""
+    """Set an eighth of the activations' rows to zero, and scale a quarter to near sqrt(eps), where eps
+    decides."""
     if not of.activation or not of.values.dim():
         return of.values
     share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
@@ -86,8 +89,8 @@ def _zeros(of: _Drawn) -> Tensor:
 
 
 def _low_rank(of: _Drawn) -> Tensor:
-    """Matrices of rank 4 to 8, whose products have correlated errors. Factors are bounded: a product of
-    several normals could exceed an exponential's range."""
+    """Replace matrices by ones of rank 4 to 8, whose products have correlated errors. Their factors are
+    bounded, since a product of several normals could exceed an exponential's range."""
     if of.values.dim() != 2:
         return of.values
     rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
@@ -96,8 +99,8 @@ def _low_rank(of: _Drawn) -> Tensor:
 
 
 def _tails(of: _Drawn) -> Tensor:
-    """An eighth of the activations' rows by 3, the rest by 1/4. An activation function's tail, from -4 on,
-    gets weight, and few values are large enough for their errors to hide it."""
+    """Multiply an eighth of the activations' rows by 3 and the others by 1/4. So an activation function's
+    tail, below -4, gets weight, and few values are large enough for their errors to hide it."""
     if not of.activation or not of.values.dim():
         return of.values
     many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
@@ -105,8 +108,8 @@ def _tails(of: _Drawn) -> Tensor:
 
 
 def _spikes(of: _Drawn) -> Tensor:
-    """One value of either sign, 32 to 4096 times the usual, in an eighth of the activations' rows, as in the
-    residual streams of trained models. A clamp or a narrow range loses it."""
+    """Put one value of either sign, 32 to 4096 times the usual size, into an eighth of the activations' rows,
+    as in the residual streams of trained models. A clamp or a narrow range loses this value."""
     if not of.activation or not of.values.numel() or of.values.dim() < 2:
         return of.values
     rows = of.values.view(len(of.values), -1)
@@ -119,22 +122,24 @@ def _spikes(of: _Drawn) -> Tensor:
 
 
 def _negative(of: _Drawn) -> Tensor:
-    """Magnitudes, with activations by -40: all products of a row are far below zero. A running maximum that
-    starts at zero would dominate, and so would a zero in a sum of exponentials."""
+    """Take magnitudes, and multiply activations by -40, so that all products of a row are far below zero. A
+    running maximum that starts at zero would dominate, and so would a zero in a sum of exponentials."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Multiples of a power of two, up to 8 times it (2 in fp8, whose sums tensor cores hold in fewer bits). A
-    matmul of these is exact in fp32 in any order of summation, and so are sums and products of its results.
-    ``exactness.exact_outputs`` finds the outputs that must be exact to the bit."""
+    """Round to multiples of a power of two, up to 8 times it (2 times in fp8, because tensor cores hold sums
+    of fp8 in fewer bits). A matmul of such values is exact in fp32 in any order of summation, and so are sums
+    and products of its results. ``exactness.exact_outputs`` finds the outputs that must be exact to the bit.
+    """
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
-# : The families. Each shapes inputs with a normal init. Inputs with another init (a range, indices, a series)
-# keep it, since the #: operator relies on it. In "integers" uniform inits take few of their values.
+# The families. Each shapes inputs with a normal init. Inputs with another init (a range, indices, a series)
+# keep their values, since the operator relies on them. In "integers", inputs with a uniform init are rounded
+# to few values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
     "normal": _normal,
     "positive": _positive,
@@ -149,11 +154,11 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 }
 
 
-# : Families for a CPU alone: they test a program's mathematics, not its execution on a GPU.
+# Families that run only on a CPU: they test a program's mathematics, not its execution on a GPU.
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
-# : Families that a GPU runs if their oracle takes no time.
+# Families that a GPU runs where the truth is quick to compute.
 EVERY = (*FAMILIES, *STRETCHED)
 
 
@@ -163,7 +168,7 @@ def draw(
     """Draw inputs by name, in the spec's shapes and dtypes, on ``device``.
 
     A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU. For
-    a backward, the tensors that its forward stores follow from the drawn inputs.
+    a backward, the tensors that its forward stores are computed from the drawn inputs.
     """
     return finished(spec, draw_free(spec, sizes, seed, device, family), sizes)
 
@@ -171,7 +176,7 @@ def draw(
 def draw_free(
     spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
 ) -> dict[str, Tensor]:
-    """``draw``, of a backward what its forward reads and the gradients that come in."""
+    """Draw like ``draw``, but for a backward only what its forward reads and the incoming gradients."""
     known = (*EVERY, *ON_CPU)
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
@@ -206,7 +211,7 @@ def _draw(
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU, as the base of stretched ones."""
+    """An input's typical values on a CPU, from which stretched values are made."""
     own = _generator(f"{seed}/{name}", "cpu")
     return _typical(tensor, values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
 
@@ -229,8 +234,8 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
-    """Values of a range, rounded to powers of two, by which division is exact. A range with fewer than two of
-    them, or with both signs, rounds to 8 to 16 multiples of one power of two."""
+    """Round values of a range to powers of two, since division by these is exact. In a range that contains
+    fewer than two powers of two, or both signs, round to 8 to 16 multiples of one power of two."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))
