@@ -80,10 +80,10 @@ def reach(
 def smooth(spec: Spec, program: Program, seed: int) -> None:
     """Compare the program at the sizes that it computes with, and at almost the same sizes.
 
-    A kernel may use sizes only smoothly, as a mean does, which is about half as large if the same sum is over
-    twice as many columns. Small inputs run as if their dims were a case's, then as if one or all dims were
-    slightly larger or smaller. Scalars that depend only on sizes are computed for every size up to twice a
-    case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size does.
+    A kernel may use sizes only smoothly. A mean does: over twice as many columns, the same sum gives half the
+    mean. Small inputs run as if their dims were a case's, then as if one or all dims were slightly larger or
+    smaller. Scalars that depend only on sizes are computed for every size up to twice a case's. Raises Failed
+    if outputs, or such a scalar, change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})

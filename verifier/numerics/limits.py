@@ -1,4 +1,4 @@
-"""The error gate's limits by family of inputs, for all gates that use them.
+"""The error gate's limits by family of inputs, for every gate that uses them.
 
 The users are the GPU's numerics and benchmark (``checks``), the interpret gate (``cpu_numerics``), and the
 search for mutants that both would pass (``mutation_score.weak_spots``).
@@ -23,11 +23,11 @@ class ErrorLimits:
     fp32_rms: float = 4.0
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
-    deviations: float = 4.0  # slack, in standard deviations, of a statistic over few elements
-    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs that lose more than fp32 does
-    values: float | None = None  # a value's error over the yardstick's worst error at values no larger
-    loud: bool = False  # whether a value in a loud row and column may have a proportionally larger error
-    effective: bool = False  # count the elements that make up the yardstick's error, instead of all
+    deviations: float = 4.0  # slack for a statistic over few elements, in standard deviations
+    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit errors
+    values: float | None = None  # limits one value's error over the yardstick's worst at values no larger
+    loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
+    effective: bool = False  # whether to count only elements that make up the yardstick's error
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """(RMS, worst tile, worst element) for an output of this dtype."""
@@ -37,7 +37,7 @@ class ErrorLimits:
 
 
 def of_stored(family: str, long: bool = False) -> ErrorLimits:
-    """Limits for outputs in their own dtypes; ``long``: one extent is long, the others short."""
+    """Limits for outputs in their own dtypes; with ``long``, one extent is long and the others are short."""
     if family in BEYOND:
         return FAR
     if family == "spikes":
@@ -46,7 +46,7 @@ def of_stored(family: str, long: bool = False) -> ErrorLimits:
 
 
 def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
-    """Limits for outputs left in fp32 where a spec has 16 bits."""
+    """Limits for outputs that are left in fp32 although the spec declares 16 bits."""
     if family in BEYOND:
         return FAR_UNROUNDED
     if family in EXTREME:
@@ -57,26 +57,28 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
 
 
 USUAL = ErrorLimits()
-# : For outputs left in fp32. Another order of operations costs a few times the reference's loss; wrong
-# mathematics costs far more. #: If one matmul reads another's rounded result, that rounding is nearly all of
-# the loss, and every kernel shares it.
+# Limits for outputs left in fp32. Another order of operations costs a few times the reference's loss, whereas
+# wrong mathematics costs far more. If one matmul reads another's rounded result, that rounding causes nearly
+# all of the loss, and every kernel shares it.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
-# : Families in which exponentials make a few values of an output larger than all others together. A ratio of
-# two errors is then a #: ratio of two numbers, and says nothing about the mathematics. So each value is
+# Families in which exponentials make a few values of an output larger than all others together. A ratio of
+# two RMS errors then compares only these few values, and says nothing about the mathematics. So each value is
 # judged alone.
 EXTREME = ("large", "huge", "negative")
 VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-# : Beside a long extent the others are short. Few operands and their roundings repeat along the long one, so
-# ratios and slopes #: scatter as those few do. A loss in fp32 alone is judged as elsewhere.
+# If one extent is long, the others are short. Few operands and their roundings repeat along the long extent,
+# so ratios and slopes scatter as they do for few elements. A loss of accuracy that comes only from fp32
+# arithmetic has the usual limits.
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-# : Few products make some rows and columns louder than usual by chance, and with them the values that cancel.
-# In families with loud #: rows by design, the usual size is that of the loud rows.
+# In sums of few products, some rows and columns are larger than usual by chance, and so are the errors of
+# values that cancel there. In families with large rows by design, the usual size is already that of the large
+# rows.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-# : If one value of a row outweighs the rest, the worst element is one of a few. A clamp shows anyway: it is
-# thousands of roundings off.
+# If one value of a row outweighs the rest, the worst element is one of a few, so its limit is wide. A clamp
+# is found anyway, because it is wrong by thousands of roundings.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
-# : Far from typical inputs, one input may outweigh all others, and few values may make all errors. Those few
-# are then the sample, and #: tiles add nothing.
+# Far from typical inputs, one input may outweigh all others, and few values may make up nearly all errors.
+# Then the statistics count only those few (``effective``), and limits for tiles add nothing.
 FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
 FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

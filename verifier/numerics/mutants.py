@@ -1,8 +1,8 @@
 """Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-Wrong mathematics is another text. A program can express it, so the interpreter's run with unrounded outputs
-sees it too. Wrong execution is the same text with damaged matmuls or outputs, as from a faulty lowering or a
-cheat. Only the error gate sees that.
+A mutant with wrong mathematics has another text. A program can express it, so the interpreter's run with
+unrounded outputs judges it too. A mutant with wrong execution has the reference's text, but damaged matmuls
+or outputs, as a faulty lowering or a cheat would have. Only the error gate on stored outputs judges it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from coda_agent.verifier.spec.model import Spec
 Outputs = dict[str, Tensor]
 TAIL = 16  # elements of K that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # of mantissa than fp32 has
+FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # mantissa bits fewer than in fp32
 
 
 @dataclass(frozen=True)
 class ReferenceMutant:
-    """A wrong version: the reference's text, its matmuls, and a change of its outputs.
+    """A wrong version of the reference: its text, its matmuls, and a change of its outputs.
 
-    ``text`` is the reference's own if only the execution is wrong; ``product`` None is the correct matmul.
+    ``text`` is the reference's own if only the execution is wrong. If ``product`` is None, the matmuls are
+    correct.
     """
 
     name: str
@@ -44,7 +45,7 @@ class ReferenceMutant:
 
     @property
     def spoken(self) -> bool:
-        """Whether a program can express it: its text differs from the reference's."""
+        """Whether a program can express the mutant, because only its text differs from the reference."""
         return self.product is None and self.after is dict
 
 
@@ -115,12 +116,12 @@ def _one_wrong_row(output: Tensor) -> Tensor:
 
 
 def _truncated(output: Tensor, bits: int) -> Tensor:
-    """fp32 values without this many of their last bits, as after a cast by truncation."""
+    """Clear this many of the last bits of fp32 values, as a cast by truncation does."""
     return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 def _overflown(output: Tensor, end: float) -> Tensor:
-    """Saturated values as NaN, as from a cast that does not saturate."""
+    """Replace saturated values by NaN, as a cast that does not saturate does."""
     return output.where(output.abs() < end, torch.nan)
 
 
@@ -130,7 +131,7 @@ def _overflown(output: Tensor, end: float) -> Tensor:
 def _wrong_matmuls(spec: Spec, text: str) -> Iterator[ReferenceMutant]:
     yield ReferenceMutant(f"the last {TAIL} of K dropped", text, _without_tail)
     yield ReferenceMutant("one element of K dropped", text, _without_first)
-    # the mutations would not change fp8 operands
+    # rounding to fp8 would not change fp8 operands
     if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):
         yield ReferenceMutant("matmul operands in fp8", text, _in_fp8)
     yield ReferenceMutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
@@ -160,7 +161,8 @@ def _through_fp8(t: Tensor) -> Tensor:
 
 
 def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply as many terms as one instruction adds, then round."""
+    """A matmul whose sum is rounded to ``dtype`` after every ``TAIL`` terms, as many as one instruction
+    adds."""
     total = torch.zeros((), dtype=dtype, device=a.device)
     for k in range(0, a.shape[-1], TAIL):
         part = a[..., k : k + TAIL].float() @ b[..., k : k + TAIL, :].float()
@@ -169,7 +171,7 @@ def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(a: Tensor, b: Tensor) -> Tensor:
-    """A matmul's result rounded, as a kernel without an epilogue leaves it."""
+    """A matmul's result rounded to bf16, as a kernel without an epilogue leaves it."""
     return (a.float() @ b.float()).bfloat16().float()
 
 

@@ -22,9 +22,10 @@ SAME = 1e-12  # relative difference between two ways to compute a value in fp64
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    A mutant that a program can express meets the interpret gate, another meets the GPU's gate, each with its
-    families and limits. Empty for a strong spec. Small sizes on a CPU suffice. A text that equals the
-    reference in fp64 in every family, except for the order of its roundings, is not a mutant.
+    A mutant that a program can express is judged like a run of the interpret gate, and any other mutant like
+    a run on a GPU, each with the families and limits of that gate. The list is empty for a strong spec. Small
+    sizes on a CPU suffice. A text is no mutant if it equals the reference in fp64 in every family, except for
+    the order of its roundings.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -34,7 +35,7 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
 
 
 def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) -> bool:
-    """Whether a mutant differs from the reference as a function, in some family of inputs."""
+    """Whether a mutant computes another function than the reference, as some family of inputs shows."""
     return any(
         MutationSample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU)
     )
@@ -42,7 +43,7 @@ def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) ->
 
 @dataclass(frozen=True)
 class MutationSample:
-    """Mutants on one draw of inputs."""
+    """One draw of inputs, on which mutants are judged, with the reference's results."""
 
     spec: Spec
     sizes: Sizes
@@ -60,12 +61,13 @@ class MutationSample:
         return cls(spec, sizes, family, inputs, truth, values, exact)
 
     def passes(self, mutant: ReferenceMutant) -> bool:
-        """Whether the gates pass it."""
+        """Whether the gates pass the mutant."""
         got = self.made(mutant)
         return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
 
     def made(self, mutant: ReferenceMutant) -> Tensors | None:
-        """Its outputs; None if their kinds or shapes are wrong, which no kernel could hide."""
+        """The mutant's outputs; None if it raises an error or a shape is wrong, which no kernel could
+        hide."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
         except reference.MISTAKES:
@@ -74,8 +76,9 @@ class MutationSample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, ErrorLimits]]:
-        """Each output's error with its dtype and limits: the error gate's for stored outputs and, if a
-        program can express the mutant (``spoken``), the interpreter's for unrounded ones."""
+        """Yield each output's error with the output's dtype and the limits: for stored outputs those of the
+        error gate. If a program can express the mutant (``spoken``), also yield the errors of unrounded
+        outputs, with the limits of the interpreter."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -88,7 +91,8 @@ class MutationSample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: ReferenceMutant) -> bool:
-        """Whether it is another function; a mutated execution always is."""
+        """Whether the mutant is another function than the reference; a mutant with wrong execution always
+        is."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

@@ -1,7 +1,8 @@
-"""Run a spec's reference: the truth in fp64, the yardstick in fp32.
+"""Run a spec's reference: in fp64 for the truth, in fp32 for the yardstick.
 
-A reference is the spec owner's text, so it is trusted. Its names are checked so that a typing error has a
-line. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks give the same result.
+A reference is the spec owner's text, so it is trusted. Its names are checked only so that a typing error is
+reported with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks give the
+same result.
 """
 
 from __future__ import annotations
@@ -24,33 +25,36 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # bytes that one block and its temporaries may take
-# Matrices as large as the product of two extents of different dims. If this many fit, the reference's
-# intermediate shapes are not inspected, since inspection makes PyTorch import for 2 s.
+# A matrix may be as large as the product of two extents of different dims. If this many such matrices fit,
+# the shapes of the reference's intermediate tensors are not inspected, since inspection makes PyTorch import
+# for 2 s.
 AMPLE = 8
-TEMPORARIES = 6  # a guess: tensors of a block's size that a reference keeps alive at once
+TEMPORARIES = 6  # a guess at how many tensors of a block's size a reference keeps alive at once
 TEXT = "<reference>"
 
 Tensors = Mapping[str, Tensor]
 Function = Callable[..., dict[str, Tensor]]
-Product = Callable[[Tensor, Tensor], Tensor]  # of two rounded operands, in fp32
+Product = Callable[[Tensor, Tensor], Tensor]  # the product of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference can raise any exception; each counts as its mistake, including a failed assertion.
+# A reference can raise any exception. Each counts as the reference's mistake, including a failed assertion.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks. ``whole``: its text uses the full size as a
-    number."""
+    """A dim along which a reference may be cut into blocks. ``whole`` says that the reference's text uses the
+    full size as a number."""
 
     name: str
     whole: bool
 
 
 def function(spec: Spec, text: str | None = None) -> Function:
-    """``text`` (the reference unless given) as a function of inputs, dims and constants, all by keyword.
+    """Make ``text`` (by default the reference) a function of inputs, dims and constants, all passed by
+    keyword.
 
-    Returns the outputs by name. It has no casts and no side effects; ``torch.compile`` takes it.
+    The function returns the outputs by name. It has no casts and no side effects, and ``torch.compile``
+    accepts it.
     """
     arguments = (*spec.inputs, *spec.dims, *spec.constants)
     return _compile(text or spec.reference, arguments, tuple(spec.outputs))
@@ -73,7 +77,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # torch.nn.functional's signatures are the friendlier ones
+    # of functions with the same name, torch.nn.functional's has the friendlier signature
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -88,8 +92,8 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
 
 
 def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The inputs of a spec from those that are drawn: of a backward, its forward and head run in fp64, and
-    what each stores is rounded once."""
+    """Compute all inputs of a spec from its drawn inputs. For a backward, its forward and head run in fp64,
+    and each tensor that they store is rounded once."""
     known = dict(drawn)
     for part in (spec.before, spec.head):
         if part:
@@ -99,8 +103,8 @@ def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def tiny_inputs(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and the spec's inputs there in fp64: from ``inputs.trial``, with a forward's results for
-    them."""
+    """Tiny sizes, and the spec's inputs at these sizes in fp64: the inputs that ``values.trial`` draws and,
+    for a backward, the tensors that its forward and head store."""
     sizes, known = trial(spec)
     for part in (spec.before, spec.head):
         known |= run(part, known, sizes) if part else {}
@@ -108,8 +112,8 @@ def tiny_inputs(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
 
 
 def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """Truth: the reference (or another ``text``) in fp64, in blocks of rows; as ``fp32``, within the range of
-    an fp8 output."""
+    """The truth: the outputs of the reference (or another ``text``) in fp64, computed in blocks of rows if
+    they are large. fp8 outputs are saturated, as ``fp32`` saturates them."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
 
@@ -117,9 +121,9 @@ def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -
 def fp32(
     spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None, product: Product | None = None
 ) -> dict[str, Tensor]:
-    """The reference in fp32, with matmuls of operands in the inputs' 16-bit dtype and fp32 outputs.
+    """The reference's outputs in fp32. Its matmuls round their operands to the 16-bit dtype of the inputs.
 
-    ``product`` replaces the matmuls, to show the effect of a poor one on the outputs.
+    ``product`` replaces the matmuls, to show how a poor matmul changes the outputs.
     """
     outputs = dict.fromkeys(spec.outputs, torch.float32)
     with _rounded_operands(spec, product):
@@ -127,7 +131,8 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The error that any kernel must make: ``fp32``, with each output rounded once to its dtype."""
+    """The outputs of ``fp32``, each rounded once to its dtype. Their error is the error that any kernel must
+    make."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
@@ -136,8 +141,8 @@ def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None
 def row_dim(spec: Spec) -> RowDim | None:
     """The dim along which the reference may run in blocks, or None.
 
-    It leads every tensor that has it. A trial at tiny sizes decides whether blocks give the same result:
-    outputs with the dim are concatenated, the others are summed over blocks.
+    It is the first axis of every tensor that has it. A trial at tiny sizes decides whether blocks give the
+    same result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
     sizes, inputs = tiny_inputs(spec)
@@ -176,7 +181,7 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # Outside inference mode, in which linear and matmul would reach the dispatch mode before decomposition.
+    # In inference mode, linear and matmul would reach the dispatch mode before they are decomposed.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -185,7 +190,8 @@ def _evaluate(
 
 
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
-    """The dim to cut and the rows of a block; None if everything fits in one, or nothing can be cut."""
+    """The dim to cut and the number of rows per block; None if everything fits in one block, or no dim can be
+    cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
     extents = {d for t in tensors for d in t.shape}
@@ -205,8 +211,9 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
 
 
 def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
-    """Shapes of all tensors that the reference makes, computed without numbers: logits that it does not
-    return need memory too. It stops where the path depends on numbers."""
+    """The shapes of all tensors that the reference makes, found without computing numbers. Intermediate
+    tensors count, since they need memory too, such as logits that are not returned. The list ends where the
+    control flow depends on numbers."""
     inputs = {
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
@@ -220,7 +227,7 @@ def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch.compile's tracer unimported, which takes over 2 seconds."""
+        """Avoid the import of torch.compile's tracer, which takes over 2 seconds."""
         return False
 
 
@@ -253,7 +260,8 @@ def _whole(
 
 
 def _saturated(spec: Spec, name: str, value: Tensor) -> Tensor:
-    """An output's values within its declared dtype's range: an fp8 output saturates, whatever computes it."""
+    """An output's values within its declared dtype's range, because an fp8 output saturates however it is
+    computed."""
     return saturated(value, spec.outputs[name].dtype)
 
 
@@ -280,7 +288,7 @@ def _in_blocks(
         kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
-    def block(start: int, stop: int) -> None:  # a separate frame, so that temporaries are freed with it
+    def block(start: int, stop: int) -> None:  # a function, so that its temporaries are freed when it returns
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
@@ -307,8 +315,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Round matmul operands to the 16-bit dtype of the inputs, the coarser one if both occur; both can
-    represent fp8."""
+    """Round matmul operands to the 16-bit dtype of the inputs, or to bf16, the coarser one, if both occur.
+    fp8 values fit either dtype."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -318,7 +326,7 @@ def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractCon
 
 
 _aten = torch.ops.aten
-# For each matmul: the places of its two operands, and the plain product in it.
+# For each matmul operation: the position of its first operand (the second follows), and its plain product.
 _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
     _aten.mm.default: (0, torch.mm),
     _aten.bmm.default: (0, torch.bmm),
@@ -363,7 +371,8 @@ class _RoundedOperands(_Mode):
                 return wide[:, :columns]
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
-            # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares 20
-            # times the error of fp32 multiply-adds, which no kernel could match.
+            # Tensor cores truncate when they accumulate in fp32. On an H100 a row's sum of squares then has
+            # 20 times the error of fp32 multiply-adds. No kernel could match those, so the yardstick uses
+            # tensor cores too.
             return multiply(a, b, out_dtype=torch.float32)
         return multiply(a.float(), b.float())

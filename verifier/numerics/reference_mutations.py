@@ -1,4 +1,4 @@
-"""Write a reference's text with one plausible mistake: wrong mathematics that a program can express."""
+"""Write a reference's text with one plausible mistake in its mathematics, which a program can express."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from coda_agent.verifier.spec.model import Spec
 
 Kind = TypeVar("Kind", bound=ast.expr)
 Texts = Iterator[tuple[str, str]]  # the mistake's name, and the text with it
-# By axis: the padding that ``pad`` takes before the amount to add.
+# For each axis, the numbers that come before the number of zeros in the argument of ``pad``.
 PADDED = {"-1": "0, ", "1": "0, ", "0": "0, 0, 0, "}
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp")
 
-# Wrong calls, and approximations that an author in a hurry may write; {x} is the first argument, {call} the
-# call.
+# Wrong calls, and approximations that an author in a hurry may write. {x} is the first argument, {call} is
+# the correct call.
 APPROXIMATIONS = {
     "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
-    # GELU with erf; Hendrycks' sigmoid; no tail; truncated constants.
+    # In this order: GELU with erf, Hendrycks' form with sigmoid, no tail, and two with truncated constants.
     "gelu": (
         "gelu({x})",
         "({x}) * sigmoid(1.702 * ({x}))",
@@ -35,7 +35,7 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last two: without a maximum to subtract, and with a maximum that begins at zero.
+    # The last two subtract no maximum, or a maximum that begins at zero.
     "logsumexp": (
         "({x}).amax(-1)",
         "log(exp(({x}) / 2).sum(-1)) * 2",
@@ -43,7 +43,7 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second: reduced by a period that is too short.
+    # The second one reduces its argument by a period with too few digits.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
@@ -77,7 +77,8 @@ def _wrong_sums(text: str) -> Texts:
 
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
-    """Drop a factor; drop a quotient's divisor, or multiply by it. A product of dims alone is a shape."""
+    """Drop a factor of a product; drop the divisor of a quotient, or multiply by it. A product of only dims
+    is left alone, since it is a shape."""
     for at, node in _nodes(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
@@ -126,7 +127,7 @@ def _wrong_choices(text: str) -> Texts:
 
 
 def _wrong_inputs(spec: Spec, text: str) -> Texts:
-    """Replace an input by another of its shape, read a vector one element further, or take an fp32 input in
+    """Replace an input by another of its shape, shift a vector by one element, or round an fp32 input to
     bf16."""
     for at, name in _nodes(text, ast.Name):
         if not (read := spec.inputs.get(name.id)):
@@ -141,7 +142,7 @@ def _wrong_inputs(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_order(text: str) -> Texts:
-    """Take even columns for odd ones; swap two names of one assignment."""
+    """Take odd columns for even ones, or the reverse; swap two names of one assignment."""
     for at, node in enumerate(ast.walk(ast.parse(text))):
         if isinstance(node, ast.Slice) and node.step and node.lower:
             start = ast.Constant(1 - int(ast.unparse(node.lower)))
@@ -153,7 +154,8 @@ def _wrong_order(text: str) -> Texts:
 
 
 def _rounded_on_the_way(text: str) -> Texts:
-    """Round an intermediate value to bf16. Values that only matmuls read are rounded anyway."""
+    """Round an intermediate value to bf16. Values that only matmuls read are left alone, since they are
+    rounded anyway."""
     tree = ast.parse(text)
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult)]
     operands = {id(side) for n in products for side in (n.left, n.right)}
@@ -167,7 +169,7 @@ def _rounded_on_the_way(text: str) -> Texts:
 
 
 def _wrong_axes(text: str) -> Texts:
-    """Take a sum, mean or extremum along columns instead of rows, or the reverse."""
+    """Reduce along columns instead of rows, or the reverse."""
     for at, node in _nodes(text, ast.Call):
         if _name(node) not in REDUCTIONS or not node.args:
             continue
@@ -187,7 +189,7 @@ def _wrong_functions(text: str) -> Texts:
 
 
 def _wrong_roots(text: str) -> Texts:
-    """Move an eps out of its root."""
+    """Add an eps after the square root instead of before it."""
     for at, node in _nodes(text, ast.Call):
         if _name(node) == "rsqrt" and isinstance(total := node.args[0], ast.BinOp):
             wrong = f"1 / (sqrt({ast.unparse(total.left)}) + {ast.unparse(total.right)})"
@@ -196,7 +198,7 @@ def _wrong_roots(text: str) -> Texts:
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
     """Drop a constant of the spec, cut it to three digits or multiply it by ten; use a literal for a scalar
-    input; take a mean over a case's width instead of the actual one."""
+    input; divide a mean's sum by a size of a case instead of the actual one."""
     for at, name in _nodes(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]

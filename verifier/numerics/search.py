@@ -1,8 +1,8 @@
-"""Search for inputs that reach a side of a choice which no run has needed.
+"""Search for inputs that need a side of a choice which no run has needed yet.
 
 Draws are independent. Each input is typical, stretched, or near a number that the program names; at most one
-input is far out. A matrix may have a single nonzero column, so that a product of two such matrices has only
-two distinct values.
+input is scaled much further. In some draws only the first column of each matrix is nonzero, so that each
+value of a matmul is a single product.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coda_agent.verifier.spec.model import Spec
 
 SEARCHES = 160  # draws
 DRAWS_A_SIZE = 8
-LARGEST = 32  # extents
+LARGEST = 32  # the largest extent
 
 
 def searches(
     spec: Spec, program: Program, seed: int
 ) -> Iterator[tuple[dict[str, int], int, dict[str, Tensor]]]:
-    """Sizes, a seed, and the inputs that it draws there."""
+    """Yield sizes, a seed, and the inputs that this seed draws at these sizes."""
     random, numbers = Random(seed), _numbers(program)
     for _ in range(SEARCHES // DRAWS_A_SIZE):
         sizes = hidden(spec, random.getrandbits(48), LARGEST)

@@ -1,4 +1,4 @@
-"""Sizes besides a spec's cases: fixed ones that a CPU runs at once, and hidden ones.
+"""Sizes other than a spec's cases: fixed sizes that a CPU runs quickly, and hidden sizes.
 
 Hidden sizes come from a seed that is drawn after the candidate is fixed, so that no candidate can be fitted
 to them.
@@ -21,20 +21,20 @@ TILE = 128  # rows and columns of a kernel's tile, or a divisor of them
 HALF_TILE = TILE // 2
 LARGEST = 1500  # extents on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
-LARGEST_ONCE = 1024  # extents of a CPU's single run with all dims long, 0.3 s
-SHORT = 24  # extents beside a long one; more if rows need it
-MEDIUM = 120  # extents beside a short one: a few values make poor statistics
-ELEMENTS = 1 << 21  # elements of a tensor with a long extent, 0.1 s on a CPU
+LARGEST_ONCE = 1024  # largest extent of the one CPU run with all dims long, which takes 0.3 s
+SHORT = 24  # short extents, used with a long one; larger if the rows' alignment needs it
+MEDIUM = 120  # used with a short extent instead, because a few values make poor statistics
+ELEMENTS = 1 << 21  # most elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
-HEAD = 16  # columns
+HEAD = 16  # columns of the narrowest head
 TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
-DOUBLINGS = 8  # of the largest extent
+DOUBLINGS = 8  # how often the largest extent may be doubled then
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Fixed sizes with all dims different, so that swapped axes show. The second set is smaller than a tile
-    and not a multiple of one. Static dims come from the first and last case; dims that multiply them are
-    small."""
+    """Two fixed sets of sizes, each with all dims different, so that swapped axes show. In the second set,
+    most dims are smaller than a tile, and only static dims can be multiples of one. Static dims come from the
+    first and last case; dims that multiply them are small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
     return [
@@ -46,12 +46,12 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def hidden(
     spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
 ) -> dict[str, int]:
-    """Sizes that the spec's kernels must support besides its cases; a seed reproduces them.
+    """Sizes that the spec's kernels must support in addition to its cases; a seed reproduces them.
 
-    Extents of one tensor all differ, and are at most ``largest`` (more only if static dims need it). Rows are
-    aligned as in all cases; otherwise dims are as ragged as allowed, and none equals a case's. Static dims
-    are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size that a dim
-    may have.
+    All extents differ, and are at most ``largest`` (more only if static dims need it). Rows that are aligned
+    in all cases are aligned here too. Otherwise dims are as ragged as allowed, and none equals a case's.
+    Static dims are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size
+    that a dim may have.
     """
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
@@ -73,12 +73,12 @@ def hidden(
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Sizes for a CPU with one dim as long as in a case and all others short, for each extent that a dim has
-    in the cases. They show behaviour that begins at some extent.
+    """Yield sizes for a CPU in which one dim is as long as in a case and all others are short, for each
+    extent that a dim has in the cases. They expose behaviour that begins at some extent.
 
-    Static dims are that case's, rows are aligned, and the short extents all differ. If a tensor would have
-    more than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are left
-    out.
+    Static dims are those of that case, rows are aligned, and the short extents all differ. If a tensor would
+    have more than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are
+    left out.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -92,12 +92,13 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Sizes for a CPU with each dim at extents from 1 to its largest in a case, and all others short. They
-    show behaviour at extents between the cases'.
+    """Yield sizes for a CPU in which one dim has an extent from 1 to its largest in a case, and all others
+    are short. They expose behaviour at extents between those of the cases.
 
-    In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as rows allow and, from 64 on, one
-    that is a multiple of 64 or a larger power of two, each in its own half of the octave; none is a case's.
-    Extents that no sizes support are left out.
+    In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as the rows' alignment allows. From
+    64 on, it also has one that is a multiple of 64 or of a larger power of two, and each of the two comes
+    from its own half of the octave. None is a case's. Extents that no sizes of the other dims support are
+    left out.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -107,7 +108,7 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with a dim in this span. Static dims come from any case that allows such sizes."""
+    """Sizes with a dim in this span, or None. Static dims come from any case that allows such sizes."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -119,8 +120,8 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Spans to draw from, and whether to draw multiples: both halves of each octave in either order; below 64
-    the whole octave."""
+    """Yield spans to draw from, each with whether to draw multiples of a power of two: both halves of each
+    octave in either order, or the whole octave below 64."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -135,8 +136,8 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """A dim's possible extents in a span, grouped by the power of two that divides them; the first group is
-    ragged."""
+    """A dim's possible extents in a span. If ``even``, they are multiples of 64, in one group for each larger
+    power of two that divides them, else they are one group of ragged extents."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static)]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -152,13 +153,13 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
-    """The number that must divide a dim for rows to align, at these static dims."""
+    """The smallest number that must divide a dim so that rows are aligned, at these static dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
 
 
 def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Hidden sizes for a CPU with all dims long at once; none if static dims make a tensor exceed
+    """Yield hidden sizes for a CPU in which all dims are long, or nothing if static dims make a tensor exceed
     ``ELEMENTS``."""
     sizes = hidden(spec, seed, LARGEST_ONCE, least=3 / 4)
     if _bearable(spec, sizes):
@@ -166,8 +167,8 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and equalities; rows
-    are few. Cases with the same ratios give one set."""
+    """Yield each case's sizes divided by one number, for a CPU, so that dims keep their ratios and
+    equalities. Row dims are small instead. Cases with the same ratios give one set of sizes."""
     random, rows, found = Random(seed), row_dims(spec), set()
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
@@ -197,8 +198,8 @@ def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
 def _short_sizes(
     spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT
 ) -> dict[str, int] | None:
-    """Sizes for all dims outside ``kept``, up to ``short`` or the smallest workable size above it; None if
-    none are short enough."""
+    """Draw sizes for all dims outside ``kept``: at most ``short``, or slightly more if no smaller sizes work;
+    None if no sizes work."""
     heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     static = {dim: kept[dim] for dim in spec.static}
@@ -219,9 +220,9 @@ def _short_sizes(
 
 
 def row_dims(spec: Spec) -> frozenset[str]:
-    """Dims that only count rows, and in more than one tensor (M of the cases): inputs that they lead are
-    activations, other matrices are weights. A backward has its forward's: a weight's gradient counts no
-    rows."""
+    """The dims that only count rows, and do so in more than one tensor (M in the cases). Inputs with such a
+    dim as their first axis are activations; other matrices are weights. A backward has the row dims of its
+    forward, because the first axis of a weight's gradient does not count rows."""
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}
@@ -237,7 +238,7 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """Dims that multiply a static one, or a number as large as a head's width."""
+    """The dims that multiply a static dim, or a number as large as a head's width."""
     static = set(spec.static)
     products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
     return {n for names, number in products if names & static or number >= HEAD for n in names - static}
@@ -255,7 +256,7 @@ def _drawn(
     for dim, factor in reach.items():
         most = max(1, largest // factor)
         fewest = math.ceil(most * least)
-        # Trial finds the alignment that sizes must have; rows need none.
+        # Random steps are tried until sizes have the alignment that they need; row dims need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(fewest, most)
         whole = drawn // step * step

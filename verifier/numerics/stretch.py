@@ -1,4 +1,4 @@
-"""Stretched inputs: draws that leave the typical values (``init``) and cover all legal ones (the domain)."""
+"""Stretched inputs: values beyond the typical ones (``init``), up to all legal ones (the domain)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-# : The largest powers of two that scale typical values, by dtype. Products of several inputs and their
-# squares stay within fp32; 8 #: bits have no range to spare.
+# The largest exponents of two by which typical values are scaled, by dtype. Products of several inputs and
+# their squares then stay within fp32. fp8 has little range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# for one input beside typical ones: fp32 holds such products, which a later scale makes small again
+# The largest exponent for one input if all others are typical: fp32 holds such products, which a later scale
+# makes small again.
 FAR = 60.0
-ZEROS = 1 / 16  # share of the values in "ends", where zero is legal
+ZEROS = 1 / 16  # share of the values in "ends" that become zero, or one end of the domain, if that is legal
 NEAR = 2.0**24  # an end of a domain up to this size is drawn itself
 
 
@@ -37,22 +38,22 @@ class Typical(NamedTuple):
 
 
 def _faint(of: Typical) -> Tensor:
-    """Scale down by one factor; integers near the low end."""
+    """Scale down by one factor; draw integers near the low end of the domain."""
     if _integral(of):
         return of.low + of.values.double().remainder(8)
     return of.values * 2.0 ** -_within(of, 1.0, of.reach)
 
 
 def _loud(of: Typical) -> Tensor:
-    """Scale up by one factor; integers near the high end."""
+    """Scale up by one factor; draw integers near the high end of the domain."""
     if _integral(of):
         return of.high - of.values.double().remainder(8)
     return of.values * 2.0 ** _within(of, 1.0, of.reach)
 
 
 def _mixed(of: Typical) -> Tensor:
-    """Scale up or down by one factor, of either sign; integers from a random start, or over the whole
-    domain."""
+    """Scale up or down by one factor, of either sign; draw integers over the whole domain, or count from a
+    random start."""
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -88,16 +89,18 @@ STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
     "ends": _ends,
 }
 SEARCHED = "searched"  # inputs that ``verifier.numerics.search`` found
-BEYOND = (*STRETCHED, SEARCHED)  # families beyond the typical
+BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """A family's values, all legal. Values that ``init`` ignores stay ignored."""
+    """A family's values, all of them legal. A share of them is the value that ``init`` ignores, if it has
+    one."""
     return legal(of, STRETCHED[family](of))
 
 
 def legal(of: Typical, values: Tensor) -> Tensor:
-    """Bring values into the domain: signs first, then size."""
+    """Bring values into the domain, first their signs, then their sizes. If ``init`` ignores a value, a share
+    of the values becomes that value."""
     if of.low >= 0 and not _integral(of):
         values = values.abs()
     values = values.clamp(of.low, of.high)
@@ -111,12 +114,12 @@ def _integral(of: Typical) -> bool:
 
 
 def far(of: Typical) -> Tensor:
-    """Scale up or down by one factor, as far as products with other inputs stay within fp32."""
+    """Scale up or down by one factor, as long as products with other inputs stay within fp32."""
     return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
 
 
 def near(of: Typical, numbers: Sequence[float]) -> Tensor:
-    """Each value at one of these numbers or next to it, of either sign."""
+    """Draw each value at one of these numbers or next to it, with either sign."""
     chosen = torch.tensor(numbers, dtype=torch.float64)
     at = torch.randint(len(numbers), of.values.shape, generator=of.own, device=of.own.device)
     sign = _uniform(of, -1.0, 1.0).sign()

@@ -1,4 +1,4 @@
-"""The trial at load time: run reference and baseline at tiny sizes, and report each mistake with its line."""
+"""The trial at load time: run reference and baseline at tiny sizes, and report a mistake with its line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 def check_reference(spec: Spec) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
-    The reference runs in fp64. The text to be measured (the baseline, if there is one) keeps the inputs'
-    dtypes, also in its trial. Operations that this machine lacks in those dtypes (``torch.mm`` with an
-    ``out_dtype`` on a CPU) are tried on a machine that has them.
+    The reference runs in fp64. The text that the benchmark measures (the baseline if there is one, else the
+    reference) also runs with the inputs in their own dtypes, as it is measured. That run is left to another
+    machine if this one lacks an operation in those dtypes (``torch.mm`` with an ``out_dtype`` on a CPU).
     """
     _check_rows(spec)
     sizes, drawn = trial(spec)
@@ -44,8 +44,8 @@ def check_reference(spec: Spec) -> None:
 
 
 def _check_rows(spec: Spec) -> None:
-    """Raise BadReference for a case that gives an input rows which bulk copies cannot read: so every kernel
-    would be refused."""
+    """Raise BadReference if a case gives an input rows that bulk copies cannot read, because every kernel
+    would be refused then."""
     for case in spec.cases:
         for name, tensor in spec.inputs.items():
             columns = tensor.shape[-1](case.sizes) if len(tensor.shape) == 2 else 0
@@ -55,7 +55,7 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The reference on the drawn inputs, after its forward, if it is a backward; its inputs."""
+    """Run the reference on the drawn inputs, for a backward after its forward; return all of its inputs."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -64,8 +64,8 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _check_odd(spec: Spec) -> None:
-    """Raise BadReference where it needs an even size: kernels' types hold at every size, so no program meets
-    such a spec."""
+    """Raise BadReference if the reference needs an even size. A kernel's types hold at every size, so no
+    program could implement such a spec."""
     failed = _at_odd(spec, spec.dims)
     if failed is None:
         return
@@ -76,7 +76,7 @@ def _check_odd(spec: Spec) -> None:
 
 
 def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
-    """The failure of a reference at tiny sizes, some of them odd, if any."""
+    """The reference's failure at tiny sizes, of which the ``odd`` dims are odd; None if it runs."""
     sizes, drawn = trial(spec, odd)
     try:
         _run(spec, drawn, sizes)
@@ -86,12 +86,12 @@ def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
 
 
 class _Untriable(BadReference):
-    """PyTorch lacks one of its operations on this device."""
+    """PyTorch lacks an operation of the text on this device."""
 
 
 def _is_missing_operation(error: Exception) -> bool:
-    """Whether PyTorch reports a missing operation. Some of its CPU kernels (scaled fp8 products, on some
-    processors) assert it."""
+    """Whether PyTorch reports a missing operation. Some CPU kernels of PyTorch (scaled fp8 products, on some
+    processors) report it by a failed assertion."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 
 

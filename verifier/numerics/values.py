@@ -1,4 +1,4 @@
-"""An input's typical values, as its ``init`` says, and tiny inputs for a trial of a reference."""
+"""Draw an input's typical values, as its ``init`` says, and tiny inputs for a trial of a reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *EIGHTS, *INDICES)}
 
 
 def values_of(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """The init's values before they are cast: fp32, fp64 for a series, int64 for integers."""
+    """The init's values before they are cast: fp64 for a geometric series, int64 for integers, fp32 for the
+    rest."""
     device = generator.device
     if init.integers:
         low, high = init.range_at(sizes)
@@ -43,8 +44,8 @@ def values_of(init: Init, shape: list[int], sizes: Sizes, generator: torch.Gener
 
 
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
-    """Put both ends of an integer range somewhere among the values, where there are two: a slip in a
-    comparison mistakes a vocabulary's first or last word, and these are hardly ever drawn."""
+    """Put both ends of an integer range somewhere among the values, if there are at least two values. A
+    mistake in a comparison shows at a vocabulary's first or last word, and these are hardly ever drawn."""
     half = values.numel() // 2
     if half:
         first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
@@ -57,12 +58,12 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
 
 
 def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, distinct so that equal numbers hide no mistake, and even except for the ``odd`` dims; and
-    inputs at these sizes.
+    """Tiny sizes, and inputs at these sizes. The sizes are distinct, so that equal numbers hide no mistake,
+    and even except for the ``odd`` dims.
 
-    Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is fp64
-    in [0.5, 1.5). For a backward, only its drawn inputs. Raises BadReference where the range of integers is
-    empty at such sizes.
+    Integers are drawn as the spec says, and if it ignores a value, the last of them have that value. All
+    other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if the
+    range of integers is empty at such sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))
