@@ -2,9 +2,10 @@
 CuTeDSL.
 
 The meaning is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
-functions go into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and
-to loaded tiles. Its ``loaded`` output, in fp32, shows the exact function; its error is limited in units in
-the last place at each point. ``fused``, in bf16, shows the coarser variant, if any, through the error gate.
+functions are put into a frame: the lowered text of a toy kernel that applies the primitive to an accumulator
+and to loaded tiles. The frame's ``loaded`` output, in fp32, comes from the exact function, whose error is
+limited in units in the last place at each point. Its ``fused`` output, in bf16, comes from the coarser
+variant, if there is one, and the error gate judges it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-SIZE = 256  # extent of the toy's matrices: 65536 points a family, as many as bf16 has values
+SIZE = 256  # extent of the toy kernel's matrices: 65536 points per family, as many as bf16 has values
 SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
 OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
 STAND_INS = ("abs", "maximum", "where")  # existing operations with one, two and three arguments
 ULP = 2.0**-23
 BACKWARD = 2 * ULP  # the function may be evaluated at this relative distance from a point
 TINY, LARGEST = 2.0**-126, (2 - ULP) * 2.0**127  # normal numbers of fp32
-FLUSHED = 2.0**-100  # smaller results may be zero, such as a reciprocal of a number just below overflow
+FLUSHED = 2.0**-100  # results below this may be zero, such as a reciprocal of a number just below overflow
 USUAL = 8.0  # the range in which activations are used
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 SCOPE = (
@@ -62,10 +63,10 @@ class Proposal(Model):
     """A primitive as its owner defines it.
 
     ``reference``: an expression of the arguments with torch's names. ``domain``: the closed interval of each
-    argument on which it must hold; by default all of fp32 but NaN. ``ulps``: the allowed error of the exact
-    function in units in the last place of the truth, at an argument within two units of the given one.
-    ``derivative_of``: the operation whose derivative by its first argument this is. ``example``: a line of a
-    kernel that uses it.
+    argument on which the reference must hold; by default all of fp32 except NaN. ``ulps``: the allowed error
+    of the exact function in units in the last place of the truth, at an argument within two units of the
+    given one. ``derivative_of``: the operation whose derivative with respect to its first argument this
+    primitive is. ``example``: a line of a kernel that uses the primitive.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Proposal(Model):
 
     @property
     def meaning(self) -> str:
-        """The source text of the interpreter's meaning."""
+        """The source text of the function with which the interpreter evaluates the primitive."""
         return f"lambda torch, {', '.join(self.arguments)}: {self.text}"
 
     def truth(self, *arguments: Tensor) -> Tensor:
@@ -169,8 +170,8 @@ class Proposal(Model):
         )
 
     def program(self, spec: Spec, operation: str = "") -> Program:
-        """The toy kernel with a stand-in of the same number of arguments, or with ``operation``. Reads,
-        writes and launches are the same."""
+        """The toy kernel with ``operation`` in the primitive's place, or else an existing operation with as
+        many arguments. Its reads, writes and launches are the same with any of them."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -185,8 +186,8 @@ class Proposal(Model):
         return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
-        """The toy kernel's lowered text with an author's functions in it: edited CuTeDSL. If the vocabulary
-        has the primitive, its own functions are not imported, since the author's replace them."""
+        """The toy kernel's lowered text with an author's functions in it. If the vocabulary has the primitive
+        already, its own functions are not imported, since the author's functions replace them."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
@@ -209,7 +210,7 @@ class Proposal(Model):
                 OPERATIONS[self.name] = there
 
     def templates(self, fast: bool) -> tuple[str, str | None]:
-        """The operation's ``cute`` and ``fast``."""
+        """The operation's templates ``cute`` and ``fast``, which call the author's functions."""
         places = ", ".join(f"{{{i}}}" for i in range(len(self.arguments)))
         return f"{self.name}({places})", f"{self.name}_fast({places})" if fast else None
 
@@ -221,7 +222,8 @@ def _function(meaning: str) -> Callable[..., Any]:
 
 
 def load(path: str | Path, new: bool = True) -> Proposal:
-    """Read and check a proposal. Only a ``new`` one must be missing in the vocabulary. Raises SpecError."""
+    """Read a proposal. If it is ``new``, also check its reference, and that the vocabulary lacks it. Raises
+    SpecError."""
     return read(path, Proposal, _check if new else lambda made: None)
 
 
@@ -322,7 +324,7 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
 
 
 def _usual(interval: tuple[float, float]) -> tuple[float, float]:
-    """The part of an interval in which functions are used; if there is none, its finite part."""
+    """The part of an interval in which activations usually lie; if there is none, its finite part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
         return max(low, -USUAL), min(high, USUAL)
@@ -338,7 +340,8 @@ def _uniform(interval: tuple[float, float], generator: Any) -> Tensor:
 
 
 def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
-    """Inputs of the frame. Usual values replace those for which the reference is undefined (NaN)."""
+    """Draw the frame's inputs from a family of points. Usual values replace points at which the reference is
+    undefined (NaN)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -374,7 +377,7 @@ def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
 
 
 def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tensor:
-    """Every magnitude of fp32 within the interval."""
+    """Draw from all magnitudes of fp32 within the interval."""
     import torch
 
     low, high = interval
@@ -387,7 +390,8 @@ def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tenso
 
 
 def _edges(interval: tuple[float, float]) -> list[float]:
-    """Zeros, denormals, powers, the largest, infinities, and the interval's ends with their neighbours."""
+    """Zeros, denormals, powers of two, large numbers, infinities, and the interval's ends with their
+    neighbours."""
     import torch
 
     low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
@@ -420,7 +424,7 @@ def _edges(interval: tuple[float, float]) -> list[float]:
 def errors_of(
     proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
 ) -> dict[str, float]:
-    """Judge the frame's outputs against fp64, on the tensors' device: their errors. Raises Failed."""
+    """Judge the frame's outputs against fp64, on the tensors' device; return their errors. Raises Failed."""
     from coda_agent.verifier.numerics import error_gate, reference
 
     fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
@@ -437,8 +441,8 @@ def errors_of(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """The exact function's error in units in the last place at the worst point, beyond the error from its
-    arguments' own last places. Raises Failed over the proposal's bound."""
+    """The exact function's largest error over all points, in units in the last place, beyond what its
+    arguments' own last places explain. Raises Failed if it exceeds the proposal's bound."""
     import torch
 
     wide = [a.double() for a in arguments]

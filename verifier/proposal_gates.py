@@ -1,6 +1,6 @@
-"""The gates of a proposed primitive: form, interpret, compile; on a GPU numerics and stability.
+"""The gates of a proposed primitive: form, interpret and compile, and on a GPU also numerics and stability.
 
-``verifier.proposal`` defines its meaning and judges outputs.
+``verifier.proposal`` defines the primitive's meaning and judges outputs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
-    """The gates that need no GPU: the functions' form, their arithmetic in fp32, a compile in confinement."""
+    """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a compile in
+    confinement."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", source
-    )  # as for an edited text: it must not run anywhere else
+    )  # tells an audit hook, as for edited CuTeDSL, about code that must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
@@ -61,7 +62,7 @@ def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
 
 
 def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
-    """Evaluate the functions as written, each operation rounded to fp32."""
+    """Evaluate the functions as written, with each operation rounded to fp32, and judge the results."""
     drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
     calls: list[tuple[bool, list[torch.Tensor]]] = []
     for inputs in drawn.values():
@@ -82,7 +83,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
 
 @dataclass(frozen=True)
 class PrimitiveCase(KernelCase):
-    """The functions in their frame, with the schedules to check."""
+    """The proposed functions inside the kernel that calls them, with the schedules to check."""
 
     proposal: Proposal | None = None
 
@@ -93,7 +94,7 @@ class PrimitiveCase(KernelCase):
 
 
 def numerics(job: PrimitiveCase) -> dict[str, Any]:
-    """Compare every family of points on every schedule with fp64, in a worker."""
+    """Compare the kernel with fp64 on every family of points and every schedule, in a worker process."""
     from coda_agent.verifier.gpu.checks import poisoned_run
 
     assert job.proposal is not None
@@ -126,7 +127,8 @@ def _conditions() -> dict[str, Any]:
 def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
-    """The GPU gates: compare the framed kernel with fp64, and its repeats bit for bit."""
+    """Run the GPU gates: compare the kernel that calls the functions with fp64, and its repeated runs bit for
+    bit."""
     from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)

@@ -1,8 +1,8 @@
 """Check that a committed kernel's evidence covers the committed files.
 
-Traces and lowers again, and compares every hash: with an edited kernel, program, text or spec, the report is
-evidence for something else. ``report_audit`` checks a report's figures against each other. This needs the
-jail, but no GPU: nothing is timed again.
+The kernel is traced and lowered again, and every hash is compared, because a report is evidence for something
+else if the kernel, program, lowered text or spec was edited later. ``report_audit`` checks a report's figures
+against each other. This needs the jail, but no GPU, since nothing is timed again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UNTOLD = f"it does not say which kernel was {KEPT}, and on which schedules"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:
-    """The faults of the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it holds.
-    ``edited``: of the edited text ``kernels/NAME.raw.*`` instead.
+    """The faults in the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty if there are none. With
+    ``edited``, the evidence is that of ``kernels/NAME.raw.*``, whose CuTeDSL an author edited.
 
     Raises JailUnavailable if nothing can be traced.
     """
@@ -103,8 +103,8 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
 
 
 def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
-    """Check that the edited text belongs to the kernel's own program, with any schedules, and is the measured
-    one."""
+    """Check that the text edited by an author belongs to the kernel's own program (schedules may differ), and
+    is the text that was measured."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
         found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
@@ -124,8 +124,9 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 
 def _beaten(name: str, report: Accepted) -> list[str]:
-    """Check by its samples that it is faster than the incumbent in some case and slower in none. The report
-    names the incumbent (the program's text, or an edit that beat it) and its tuning."""
+    """Check from the report's samples that the edited text is faster in some case than the text that it was
+    to replace, and slower in none. The report names that text (the program's own, or an edit that beat it)
+    and its tuning."""
     ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
     if missing:
@@ -140,7 +141,7 @@ def _beaten(name: str, report: Accepted) -> list[str]:
 
 
 def _gates(name: str, report: Accepted) -> list[str]:
-    """Check that every gate passed. An edit has no trace gate."""
+    """Check that every gate passed. An edited text has the gate ``edit`` instead of ``trace``."""
     passed = {gate.gate for gate in report.gates}
     wanted = RAW_GATES if report.identity.raw else GATES
     return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

@@ -1,7 +1,7 @@
 """Reports on one kernel: ``Accepted | Checked | Rejected``, discriminated by ``status``.
 
-Each has only the fields of its status. Times are milliseconds, ratios are other over candidate (above 1: the
-candidate is faster), intervals are at the stated confidence.
+Each report has only the fields of its status. Times are in milliseconds. Ratios are another arm's time over
+the candidate's, so above 1 the candidate is faster. Intervals have the stated confidence.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-RAW_GATES = ("edit", *GATES[1:])  # gates of an edited text; its program exists already
+RAW_GATES = ("edit", *GATES[1:])  # gates of a text edited by an author, whose program exists already
 # gates of a primitive's functions
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
-# The version of the measurement protocol, since 2026-11-23. Every stricter protocol increments it.
+# The version of the measurement protocol, used since 2026-11-23; every stricter protocol gets the next one.
 PROTOCOL = 5
 TYPICAL_ALONE = 4  # the last protocol without stretched inputs; its reports are valid until they are renewed
 
@@ -37,8 +37,8 @@ Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, and ratios of
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
-Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of QuACK's, its GemmConfig
-# For each stage the finalists of tuning, fastest first.
+Config = dict[str, StrictBool | StrictInt | None]  # a schedule of QuACK: the fields of its GemmConfig
+# For each stage, the schedules that remained at the end of tuning, fastest first.
 Finalists = tuple[Annotated[tuple[Config, ...], Field(min_length=1)], ...]
 
 
@@ -56,8 +56,8 @@ class Gate(_ReportModel):
 
 
 class Identity(_ReportModel):
-    """The identity of evidence: SHA-256 of spec, program and lowered text, and versions of packages. ``raw``:
-    whether the text is edited."""
+    """The identity of the measured kernel: SHA-256 of spec, program and lowered text, and versions of
+    packages. ``raw`` says whether the lowered text was edited by an author."""
 
     spec: str
     spec_hash: str
@@ -67,7 +67,7 @@ class Identity(_ReportModel):
     raw: bool = False
 
     def same(self, other: Identity) -> bool:
-        """Whether both identify one kernel, regardless of package versions."""
+        """Whether both identify the same kernel, regardless of package versions."""
         return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
 
 
@@ -86,13 +86,14 @@ class Ratio(_ReportModel):
 
 
 class Timing(_ReportModel):
-    """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
+    """One measured case: schedules by step, each arm's median, and each arm's ratio to the candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
-    timed call. ``graph_milliseconds``: the candidate in a CUDA graph. ``parts``: milliseconds of each part
-    alone, named as in the roofline, if there are several. ``finalists``: by step, the last candidates of
-    tuning, fastest first. ``kept_schedules``: the incumbent's tuning in the same measurement. ``quack``: the
-    ``finalists`` of each QuACK arm, by stage; the first one ran.
+    timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: if there are several
+    parts, the milliseconds of each part run alone, named as in the roofline. ``finalists``: by step, the last
+    candidates of tuning, fastest first. ``kept_schedules``: the tuned schedules, in the same measurement, of
+    the text that the candidate was to replace. ``quack``: the ``finalists`` of each QuACK arm, by stage; the
+    arm ran on the first of them.
     """
 
     case: str
@@ -122,7 +123,7 @@ class Timing(_ReportModel):
 
 
 class QuackTuned(_ReportModel):
-    """Schedules of QuACK's arms at one case, valid for this ``version`` of quack-kernels on this GPU."""
+    """The schedules of QuACK's arms at one case, valid for this ``version`` of quack-kernels on this GPU."""
 
     gpu: str
     version: str
@@ -130,7 +131,7 @@ class QuackTuned(_ReportModel):
 
 
 class Authorship(_ReportModel):
-    """The kernel's author, provider and number of attempts."""
+    """The kernel's author, the number of attempts, and the run that made it."""
 
     author: str
     attempts: int
@@ -138,7 +139,7 @@ class Authorship(_ReportModel):
 
 
 class Rejected(_ReportModel):
-    """A candidate that failed a gate: the reason for the author, the evidence, and the gates passed
+    """A candidate that failed a gate: the reason for the author, the evidence, and the gates that it passed
     before."""
 
     status: Literal["rejected"] = "rejected"
@@ -170,9 +171,9 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_ReportModel):
-    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings older than protocol
-    numbers. ``rival``: the hash of the incumbent's lowered text, if there was one. ``renewed``: when, and on
-    which machine, a later protocol repeated numerics and stability."""
+    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings from before
+    protocols had numbers. ``rival``: the hash of the lowered text that the candidate was to replace, if there
+    was one. ``renewed``: when, and on which machine, a later protocol repeated numerics and stability."""
 
     protocol: int = 0
     identity: Identity
@@ -187,7 +188,7 @@ class _Measurement(_ReportModel):
     date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
-        """By case, the schedules of QuACK's arms, from the timings with such arms."""
+        """The schedules of QuACK's arms by case, from the timings that have such arms."""
         gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
@@ -201,14 +202,15 @@ class Unmeasured(_ReportModel):
 
 
 class Measured(_Measurement):
-    """The passed GPU gates. With a ``Checked`` of the same kernel they form an ``Accepted``."""
+    """The result of a kernel that passed the GPU gates. Together with a ``Checked`` of the same kernel it
+    forms an ``Accepted``."""
 
     status: Literal["measured"] = "measured"
 
 
 class Accepted(_Measurement):
     """A kernel that passed all gates, including the GPU's: correct, stable, measured, and faster than the
-    spec demands on every deciding case. If all measured cases are ``bench: report`` (as for fp8), none
+    spec demands on every deciding case. If all measured cases are ``bench: report`` (as for fp8), no case
     decides, and the report claims nothing about speed."""
 
     status: Literal["accepted"] = "accepted"
@@ -222,9 +224,9 @@ MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field
 
 
 def join(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Join the check of a machine without a GPU with the GPU's measurement of the same identity.
+    """Join the result of the gates without a GPU with the GPU's measurement of the same identity.
 
-    ValueError if their identities differ.
+    Raises ValueError if their identities differ.
     """
     if not checked.identity.same(measured.identity):
         raise ValueError("the measured spec, program or lowered text differs from the checked one")
@@ -233,7 +235,7 @@ def join(checked: Checked, measured: Measured, authorship: Authorship | None) ->
 
 
 def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> Accepted | Checked | Rejected:
-    """The check, joined with its measurement if there is one."""
+    """The report, joined with its measurement if there is one."""
     if found is None or not isinstance(report, Checked):
         return report
     if isinstance(found, Measured):

@@ -1,7 +1,7 @@
 """Audit a report: derive its claims again from its own samples, by the gates' rules.
 
 Anyone can edit a report's file. So every derived figure is computed again, and everything that the protocol
-demands must be present and within limits. Times are milliseconds.
+demands must be present and within limits. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
 
-# required fields of a schedule; later fields have defaults in older reports
+# Fields that every schedule must have. Fields that were added later are missing in older reports.
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
-ROUNDED = 1e-4  # rounding of numerics' figures, and agreement of the kernel with itself
+ROUNDED = 1e-4  # tolerance for numerics' rounded figures, and for the kernel's ratio to itself
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -47,7 +47,7 @@ class _Errors(BaseModel):
 
 
 class _Proved(BaseModel):
-    """A case in the numerics gate."""
+    """One case's figures in the numerics gate."""
 
     outputs: dict[str, _Errors]
     families: tuple[str, ...]
@@ -55,14 +55,14 @@ class _Proved(BaseModel):
 
 
 class _Steady(BaseModel):
-    """A case in the stability gate."""
+    """One case's figures in the stability gate."""
 
     repeats: int
     plans: int
 
 
 class _Control(BaseModel):
-    """A process's controls."""
+    """One process's controls: the candidate against itself, without and with a planted delay."""
 
     process: int
     case: str
@@ -76,8 +76,8 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not support, and every demand of the protocol that it does not
-    meet."""
+    """Every claim that the report's figures do not support, and every demand of the protocol that the report
+    does not meet."""
     if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
@@ -93,7 +93,7 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
 
 
 def of_samples(timing: Timing, arm: str) -> Ratio | None:
-    """The arm's ratio to the candidate, computed again; None without enough samples."""
+    """The arm's ratio to the candidate, computed again from the samples; None if there are too few."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
     except (KeyError, ValueError, InvalidMeasurement):  # missing, too few, or no durations
@@ -110,8 +110,8 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check each measured case: timed once, at its sizes, against every arm, with samples that reproduce its
-    figures."""
+    """Check that each measured case was timed once, at its sizes, against every arm, with samples that
+    reproduce its figures."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
@@ -141,7 +141,8 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
-    """Check that each step has a valid schedule, and that the program's own schedules are the timed ones."""
+    """Check that each step has a valid schedule, and that the program's own schedules are those that were
+    timed."""
     steps = {step.index for step in cut(program).gemms}
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
@@ -165,7 +166,8 @@ def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
 
 
 def _arm_faults(t: Timing, arms: Sequence[str]) -> list[str]:
-    """Arms that are missing in a case, or differ between cases."""
+    """Faults in how a case was measured: a missing arm, no CUDA graph, a warm L2, or too few sets of
+    inputs."""
     found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
     if t.graph_milliseconds is None:
         found.append(" was not measured in a CUDA graph")
@@ -207,7 +209,7 @@ def _sampled(t: Timing) -> list[str]:
 
 
 def _median(rows: Rows) -> float:
-    """The median as a report computes it; without samples NaN, which equals nothing."""
+    """The median as a report computes it; NaN, which equals nothing, if there are no samples."""
     try:
         return round(central(rows), 5)
     except (ValueError, ZeroDivisionError, InvalidMeasurement):  # empty, or no durations
@@ -215,8 +217,8 @@ def _median(rows: Rows) -> float:
 
 
 def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that the decision on the report's timings, taken again, accepts the kernel with the same
-    figures."""
+    """Check that the decision is the same if it is taken again on the report's timings: the kernel is
+    accepted, with the same figures."""
     figures: dict[str, Any] = {}
     try:
         decide(spec, program, report.timings, figures)
@@ -233,7 +235,8 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that each process scored every case, found the planted delay, and found no other difference."""
+    """Check that each process timed every case, found the planted delay, and found no difference between the
+    kernel and itself."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
@@ -252,7 +255,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
-    """Check that a process's last attempt has no faults, and each earlier one has some."""
+    """Check that a process's last attempt has no faults, and that each earlier attempt has some."""
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
@@ -263,14 +266,15 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
 
 
 def _encloses(i: Interval) -> bool:
-    """Whether the interval encloses both methods' intervals and the estimate."""
+    """Whether the interval encloses its estimate and the intervals of both methods, bootstrap and Student's
+    t."""
     lows, highs = zip(i.bootstrap, i.student, strict=True)
     return min(lows) == i.low <= i.estimate <= i.high == max(highs)
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that each case has a stage in the measurement (the controls' one under their name), with clocks
-    and power read in every round."""
+    """Check that each case has a stage in the measurement, with clocks and power read in every round. The
+    case on which the controls ran has a stage that is named after them."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
@@ -294,14 +298,15 @@ def _unread(seen: Any, rounds: int | None) -> str:
 
 
 def _rounds(report: Accepted, case: str, process: int) -> int | None:
-    """The rounds of a process; None without samples, which another check reports."""
+    """The number of a process's rounds; None without samples, which another check reports."""
     rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
     return len(rows[process]) if process < len(rows) else None
 
 
 def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
     """Check that the ratio of the kernel to itself in the benchmark gate follows from the processes'
-    controls. Its interval also depends on their rounds, which reports lack."""
+    controls. The ratio's interval cannot be computed again, since it also depends on the controls' rounds,
+    which reports lack."""
     try:
         told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
         made = compared(
@@ -383,7 +388,7 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
 def _families(
     spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
 ) -> tuple[str, ...]:
-    """The families of inputs that a protocol tries on a case: all of them for a small case."""
+    """The families of inputs that a protocol tries on a case: fewer for a large case, or for a single row."""
     from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
 
     if case == ONE_ROW:
@@ -393,7 +398,7 @@ def _families(
 
 
 def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
-    """Outputs whose error exceeds the error gate at these sizes."""
+    """The outputs whose error exceeds the error gate's limits at these sizes."""
     found = []
     for output, errors in proved.outputs.items():
         for statistic, limit in _limits(spec, output, sizes).items():
@@ -404,7 +409,7 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
 
 
 def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
-    """The error gate's limits (``compare``), with the slack of the output's smallest tile."""
+    """The error gate's limits (see ``error_gate.compare``), with the slack for the output's smallest tile."""
     from coda_agent.verifier.numerics.error_gate import FEW
     from coda_agent.verifier.numerics.limits import ErrorLimits
 

@@ -1,9 +1,9 @@
 """Ratios of interleaved samples, with confidence intervals.
 
-Both arms of a round run at the same clocks and temperature. So a ratio is the median of the rounds' ratios:
-drift cancels, and the kernels' difference and noise remain. A ratio of medians would include drift: if the
-clock changes, the two medians come from different mixtures of clocks. Differences between processes
-(addresses, neighbours) do not show within one process, so ``across`` samples whole processes.
+Both arms of a round run at the same clocks and temperature. So a ratio is the median of the rounds' ratios,
+in which drift cancels, and the kernels' difference and noise remain. A ratio of medians would include drift,
+because the two medians come from different mixtures of clocks if the clock changes. Differences between
+processes (addresses, neighbours) do not show within one process, so ``across`` samples whole processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 MIN_ROUNDS = 8
 RESAMPLES = 2000
 POWER = 0.8  # the probability of finding a difference that is called detectable
-TRIM = 0.2  # of the rounds, at each end (Yuen's choice), so that a few host hiccups do not decide
+TRIM = 0.2  # share of rounds cut at each end (Yuen's choice), so that a few host hiccups do not decide
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its two-sided confidence interval: ``low`` and ``high`` enclose both methods'."""
+    """A ratio with its two-sided confidence interval: ``low`` and ``high`` enclose the intervals of both
+    methods."""
 
     estimate: float
     low: float
@@ -38,11 +39,12 @@ class Interval:
 
 
 def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """The median of a[i] / b[i], samples in the same unit from round i.
+    """The median over rounds i of a[i] / b[i], two samples in the same unit.
 
-    With ``a`` a baseline's seconds and ``b`` a candidate's it is the speedup, and ``low`` the speedup that
-    one may claim. The bootstrap resamples rounds (percentile interval). The cross-check is Student's t on
-    trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive samples.
+    If ``a`` holds a baseline's seconds and ``b`` a candidate's, the median is the speedup, and ``low`` the
+    speedup that one may claim. The bootstrap resamples rounds (percentile interval). The cross-check is
+    Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive
+    samples.
     """
     logs = _logs(a, b, confidence)
     bootstrap = _bootstrap((tuple(logs),), confidence, seed)
@@ -62,8 +64,9 @@ def across(
 ) -> Interval:
     """The geometric mean of several processes' ratios. A pair holds the samples of both arms in one process.
 
-    Student's t on the processes' log ratios. The cross-check is a bootstrap that resamples processes, and
-    then rounds within them. Raises ValueError as ``ratio`` does, and for fewer than two processes.
+    The interval is that of Student's t on the processes' log ratios. The cross-check is a bootstrap that
+    resamples processes, and then rounds within them. Raises ValueError as ``ratio`` does, and for fewer than
+    two processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) do not show how processes spread; measure in at least 2")
@@ -84,8 +87,8 @@ def across(
 
 
 def through(first: Interval, second: Interval) -> Interval:
-    """a / c from a / b and b / c of two measurements that share arm b. Their errors are independent, so
-    half-widths add as squares, in logarithms."""
+    """The ratio a / c, from the ratios a / b and b / c of two measurements that share arm b. The
+    measurements' errors are independent, so the squares of the half-widths are added, in logarithms."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         centre = math.log(first.estimate) + math.log(second.estimate)
@@ -108,7 +111,7 @@ def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confide
 
 
 def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[float]:
-    """The rounds' log ratios."""
+    """The logarithms of the rounds' ratios."""
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} samples: a ratio pairs rounds, measure both arms together")
     if len(a) < MIN_ROUNDS:
@@ -123,7 +126,8 @@ def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[flo
 
 @lru_cache(1024)  # reports, tables and audits ask for the same ratios again
 def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentiles of the mean over processes of their rounds' medians, with both resampled."""
+    """The bootstrap's interval: percentiles of the mean, over resampled processes, of resampled rounds'
+    medians."""
     rounds = {len(row) for row in rows}
     means = sorted(_equal_draws(rows, seed) if len(rounds) == 1 else _draws(rows, seed))
     tail = (1 - confidence) / 2
@@ -132,7 +136,7 @@ def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int
 
 
 def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """The means that ``_bootstrap`` sorts."""
+    """The means whose percentiles ``_bootstrap`` takes."""
     draw = random.Random(seed)
     return [
         fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
@@ -141,9 +145,9 @@ def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
 
 
 def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """``_draws`` for rows of one length, to the last bit and several times as fast: NumPy's Mersenne Twister
-    in the state of Python's gives the same numbers."""
-    import numpy as np  # half of this module's users need no bootstrap
+    """The same numbers as ``_draws``, to the last bit, for rows of equal length and several times as fast.
+    NumPy's Mersenne Twister, in the state of Python's, draws the same random numbers."""
+    import numpy as np  # imported here, since half of this module's users need no bootstrap
 
     _, (*state, position), _ = random.Random(seed).getstate()
     twister = np.random.RandomState()

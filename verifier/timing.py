@@ -1,7 +1,7 @@
 """Time several arms interleaved on one GPU, each call from a cold L2 by default.
 
 Every round runs every arm once in a random order, so that clocks, temperature and other load affect all arms
-equally; ``verifier.statistics.ratio`` then compares round by round. No clock is ever changed.
+equally. ``verifier.statistics.ratio`` then compares round by round. The GPU's clocks are never set.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 
-FEWEST = 12  # rounds
+FEWEST = 12  # rounds of a measurement
 Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it.
-    ``before`` does the same ahead of each ``call``, before the flush, and is not timed."""
+    """One of the things to time. ``call`` launches its work on the current CUDA stream and does not wait for
+    it. ``before`` launches work ahead of each ``call``, before the flush, and is not timed."""
 
     name: str
     call: Callable[[], object]
@@ -34,7 +34,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one arm, in the order of the rounds: sample i of every arm is from round i."""
+    """The seconds of one arm, in the order of the rounds: sample i of every arm is from round i."""
 
     name: str
     seconds: tuple[float, ...]
@@ -48,20 +48,21 @@ class Clock(Protocol):
     """The device interface of ``measure``: ``CudaClock`` on a GPU, a simulated one in tests."""
 
     def now(self) -> float:
-        """Host seconds, for the length of the warm-up."""
+        """The time on the host, in seconds."""
 
     def flush(self) -> None:
         """Enqueue the eviction of everything from the L2."""
 
     def start(self) -> int:
-        """Mark the start of a timed region; the host may enqueue its work before the device gets there."""
+        """Mark the start of a timed region; the host may enqueue the region's work before the device gets
+        there."""
 
     def stop(self, mark: int) -> None:
         """Mark the end of a timed region."""
 
     def turn(self) -> tuple[float, ...]:
-        """End a round, and wait for the previous one. Returns the seconds of its regions in order; none if it
-        was drained."""
+        """End a round, and wait for the previous round. Returns the seconds of the previous round's regions
+        in order, or nothing if they were drained."""
 
     def drain(self) -> tuple[float, ...]:
         """Wait for the round that ended last; return the seconds of its regions."""
@@ -78,13 +79,14 @@ def measure(
     clock: Clock | None = None,
     on_round: Callable[[int], None] | None = None,
 ) -> dict[str, Samples]:
-    """Seconds of every arm in every round, by name.
+    """Measure every arm in every round; return the seconds by the arm's name.
 
     ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order of the
     arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
-    one for compiling on the first call, then ``warmup_seconds`` more, since a GPU slows down over seconds as
-    it reaches its power limit, and not equally for every kernel. After ``longest`` seconds no further round
-    begins, once there are FEWEST. Raises ValueError without arms or rounds, and for repeated names.
+    first one round, whose first calls compile, then ``warmup_seconds`` of rounds. A GPU slows down over
+    seconds as it reaches its power limit, and not equally for every kernel. After ``longest`` seconds no
+    further round begins, once there are FEWEST rounds. Raises ValueError without arms or rounds, and for
+    repeated names.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
@@ -142,11 +144,12 @@ def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
 class CudaClock:
     """CUDA events on the current stream of the current device.
 
-    The host enqueues each region before the device enters it: launch latency belongs to the host and is
-    measured by ``host_time``. The host is a round ahead. If a round takes the device no longer than the host,
-    a spin on the device precedes each region. Only regions count as the device's time, but everything that a
-    round enqueues counts as the host's: flushes and ``before`` calls lengthen its lead. Longer kernels run
-    back to back: an H100 that idles between them saves power for clocks that no training step reaches.
+    The host enqueues each region before the device enters it, since launch latency belongs to the host and is
+    measured by ``host_time``. The host is a round ahead. Unless a round takes the device more than twice as
+    long as the host, a spin on the device precedes each region. Only regions count as the device's time, but
+    everything that a round enqueues counts as the host's, so flushes and ``before`` calls lengthen the host's
+    lead. Longer kernels run back to back, because an H100 that idles between them saves power for clocks that
+    no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6
@@ -161,10 +164,10 @@ class CudaClock:
         size = max(self.FLUSH_BYTES, 2 * properties.L2_cache_size)
         self._scratch = torch.empty(size // 4, dtype=torch.int32, device="cuda")
         self._regions: list[Region] = []
-        self._before: list[Region] = []  # of the round that ended last
+        self._before: list[Region] = []  # regions of the round that ended last
         self._entered = 0.0
         self._spin = self.MIN_HEAD_START
-        self._longest = 0.0  # host seconds to enqueue a region of this round
+        self._longest = 0.0  # most host seconds that a region of this round took to enqueue
         self._turned = time.perf_counter()
 
     def now(self) -> float:

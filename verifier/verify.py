@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
     from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 
-MAX_STEPS = 16  # each is compiled and tuned separately
+MAX_STEPS = 16  # matmuls of a kernel; each is compiled and tuned separately
 
 
 class Verdict(NamedTuple):
-    """A report, and its program once there is one."""
+    """A report, and the program if it passed the gates that need no GPU."""
 
     report: Accepted | Checked | Rejected
     program: Program | None
@@ -50,8 +50,8 @@ def check(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Verdict:
-    """Trace in the jail, then run contract, interpreter and a compile for sm_90a, without a GPU.
-    ``schedules`` by step are the author's."""
+    """Trace a source in the jail, then run the gates contract, interpret and compile (for sm_90a), without a
+    GPU. ``schedules`` are the author's, by step."""
     found = examine(spec, source, schedules=schedules, weak_jail=weak_jail, progress=progress)
     return (
         Verdict(found, None)
@@ -61,7 +61,7 @@ def check(
 
 
 class Examined(NamedTuple):
-    """A program that passed the gates before the compiler, with the line behind each node."""
+    """A program that passed the gates before the compiler, with the source line of each node."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -76,7 +76,7 @@ def examine(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Examined | Rejected:
-    """Trace in the jail, then run contract and interpreter."""
+    """Trace a source in the jail, then run the gates contract and interpret."""
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
@@ -108,11 +108,11 @@ def check_edited(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """``check`` for an edited text of a program. It compiles in confinement, on the ``tuned`` schedules too.
-    Only a GPU can show its results."""
+    """Run ``check``'s gates on a program's lowered text that an author edited, without the trace. The text
+    compiles in confinement, also on the ``tuned`` schedules. Only a GPU can show its results."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", text
-    )  # this tells an audit hook what must not run anywhere else
+    )  # tells an audit hook about code that must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
@@ -145,7 +145,7 @@ def verify(
     from coda_agent.verifier.measure import measure, start_workers
 
     with ExitStack() as stack:
-        # Their imports take as long as these gates.
+        # The workers start first, because their imports take as long as the gates of ``check``.
         ahead = [stack.enter_context(worker) for worker in start_workers()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
@@ -187,7 +187,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Run only contract and interpreter, on an existing program; None if it passes both."""
+    """Run only the gates contract and interpret, on an existing program; None if it passes both."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:
@@ -212,7 +212,7 @@ def _unmeasured() -> str:
 
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
-    """Check the hardware's demands on names and shapes; typing has checked the rest."""
+    """Check the hardware's demands on names and shapes; type inference has checked the rest."""
     from coda_agent.primitives.compiler.probe_schedules import candidates, fits
     from coda_agent.primitives.lang.partition import cut
     from coda_agent.primitives.runtime.launchable import alignment_errors
@@ -249,7 +249,8 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The nodes behind a message: of the output, or of the input's readers, that it begins with."""
+    """The nodes that a message is about: the node of the output that it names first, or the nodes that read
+    the input that it names first."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]
@@ -296,8 +297,8 @@ _VALUE = re.compile(r"\bn(\d+)_\d+ =")
 
 
 def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
-    """The line of the kernel file behind a compiler's message. The message quotes the lowered text, which
-    names its values after nodes."""
+    """The line of the kernel file that a compiler's message is about. The message quotes the lowered text, in
+    which values are named after nodes."""
     nodes = [int(found) for found in _VALUE.findall(words)]
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
@@ -316,7 +317,8 @@ def _compile_cases(
     schedules: Iterable[Schedule],
     lines: Sequence[int | None],
 ) -> Sequence[Resources]:
-    """The compiler's report. Failed with its message, and the line of the kernel file if known."""
+    """Compile a kernel; return the compiler's report. Raises Failed with the compiler's message, and with the
+    line of the kernel file if that is known."""
     from coda_agent.primitives.runtime.compile import report
 
     try:
@@ -334,7 +336,7 @@ def _compile_cases(
 def _left_out(
     program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
 ) -> list[str]:
-    """Findings on tiles whose epilogue leaves their mainloop too little shared memory."""
+    """Findings on the tiles that are not compiled, because their epilogue leaves too little shared memory."""
     return [
         f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at_dims(shown)}: the tiles that it reads "
         "and returns leave that one no room in shared memory for the operands"
@@ -351,8 +353,8 @@ def compile_gate(
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
 ) -> None:
-    """Compile every step on the schedules that it fits, once for each set of static dims among the spec's
-    cases, and vector kernels once."""
+    """Compile every step on the schedules that fit it, once for each set of static dims among the spec's
+    cases; compile vector kernels only once."""
     schedules = tuple(schedules)
     several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
     resources: list[tuple[dict[str, int], Resources]] = []

@@ -1,8 +1,8 @@
 """Trace untrusted source in a jailed process, the only place where a kernel file's Python runs.
 
-The child (``jail_child``) has an empty environment, its own session, no files, no network and no further
-processes (``sandbox``), and checks the language (``language``) before the trace. The parent trusts nothing
-from the child: it parses, bounds and types the program again.
+The child (``jail_child``) has an empty environment, its own session, and no access to files, network or
+further processes (see ``sandbox``). It checks the language (see ``language``) before the trace. The parent
+trusts nothing from the child, so it parses the program again and checks its bounds and types.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
 
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
-# -I -S: no environment, no user or installed packages; our own root comes last, so that it hides no module. A
-# child lives for milliseconds, so it runs without garbage collection, which would take a twentieth of them.
+# With -I -S, the child uses no environment variables and no user or installed packages. Our own root comes
+# last on its path, so that it hides no module. A child lives for milliseconds, and it runs without garbage
+# collection, which would take a twentieth of that time.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -46,8 +47,8 @@ class JailUnavailable(Absent):
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, with its nodes' lines (as the child reports them), the active layers, the
-    layers that this system lacks, and wall seconds."""
+    """A program from the jail, with its nodes' lines (as the child reports them), the sandbox's active layers
+    (such as seccomp and Landlock), the layers that this system lacks, and wall seconds."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -62,7 +63,8 @@ def trace(
     """Trace a kernel file against ``signature`` in the jail.
 
     Returns ``Rejected`` for any fault or forbidden action of the source. Raises JailUnavailable if the system
-    has neither seccomp nor Landlock, unless ``weak`` accepts the language check and the limits alone.
+    has neither seccomp nor Landlock, unless ``weak`` says that the language check and the resource limits
+    suffice.
     """
     sys.audit(
         "coda_agent.verifier.sandbox.jail.trace", source
@@ -89,7 +91,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Ending:
-    """The outcome of a dead child. ``status`` is negative for a signal."""
+    """The outcome of a child that has ended. ``status`` is negative if a signal ended it."""
 
     output: bytes
     status: int
@@ -110,7 +112,8 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
 
 @contextmanager
 def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The child, and the descriptor of its result. Both are closed afterwards in all cases."""
+    """Start the child; yield it and the descriptor of its result. Afterwards, in all cases, the child is
+    ended and the descriptor is closed."""
     descriptor, other_end = os.pipe()
     try:
         try:
@@ -132,7 +135,7 @@ def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
-    """Bytes up to the end, or just past the limit; and whether the deadline came first."""
+    """The bytes up to the end, or just past the limit, and whether the deadline came first."""
     output = bytearray()
     poll = select.poll()  # select() refuses descriptors over 1023
     poll.register(descriptor, select.POLLIN)
@@ -148,8 +151,8 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
 
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The layers in the child's first line, which it writes before it sees the source, so that no kernel can
-    forge it."""
+    """The sandbox's active and missing layers, from the child's first line. The child writes this line before
+    it looks at the source, so no kernel can forge it."""
     try:
         record = json.loads(account)
         return tuple(record["layers"]), tuple(record["missing"])
@@ -189,7 +192,7 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
 
 
 def _is_line(line: object) -> bool:
-    """Whether a kernel file can have such a line; None means unknown."""
+    """Whether a kernel file can have a line of this number; None means an unknown line."""
     return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
 
 

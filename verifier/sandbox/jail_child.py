@@ -1,7 +1,7 @@
-"""The jail's child process: read a request from stdin, write the layers and one result.
+"""The jail's child process: read a request from stdin, write the sandbox's layers and one result.
 
-It imports only the standard library and the symbolic half of ``primitives``, since every import slows each
-trace.
+It imports only the standard library and the parts of ``primitives`` that tracing needs, since every import
+slows each trace.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import unicodedata  # noqa: F401  # the parser imports it for a non-ASCII identifier, when no file can be opened
+import unicodedata  # noqa: F401  # the parser needs it for a non-ASCII name, when no file can be opened
 import warnings
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ MESSAGE_CHARACTERS = 4000
 def main() -> NoReturn:
     """Read the request, enter the sandbox, then look at the source for the first time."""
     request = json.loads(sys.stdin.buffer.read())
-    warnings.simplefilter("ignore")  # showing one would import and open files
+    warnings.simplefilter("ignore")  # showing a warning would import modules and open files
     result = _detach()
     layers, missing = sandbox.apply(request["parent"])
     _write(result, {"layers": layers, "missing": missing})
@@ -42,7 +42,7 @@ def main() -> NoReturn:
 
 
 def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
-    """Check and trace: ``{"program": text, "lines": [...]}`` or ``{"error": {code, message, line}}``."""
+    """Check and trace a source; return ``{"program": text, "lines": [...]}`` or ``{"error": {...}}``."""
     try:
         language.check(source, primitives.__all__)
         program, lines = trace_lines(source, Signature.from_json(signature))
@@ -55,7 +55,7 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> int:
-    """Turn standard error into the result's descriptor; from then on 0, 1 and 2 lead nowhere."""
+    """Make standard error the result's descriptor, and let descriptors 0, 1 and 2 lead nowhere."""
     result = os.dup(2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

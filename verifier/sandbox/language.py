@@ -1,8 +1,9 @@
 """The language of kernel files: a small part of Python, checked on the syntax tree before anything runs.
 
-The check gives authors errors with a line and a remedy, and is the jail's innermost wall. Only listed kinds
-of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a listed builtin.
-Standard library only: the jail's child imports this module.
+The check gives authors errors with a line and a remedy, and is also the innermost protection of the jail.
+Only listed kinds of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a
+listed builtin. This module needs only the standard library and ``primitives``, since the jail's child imports
+it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.trace import BUILTINS
 
 MAX_SOURCE_BYTES = 64 << 10
-MAX_DEPTH = 100  # a sum of n terms is n deep
+MAX_DEPTH = 100  # of nested syntax: a sum of n terms is n deep
 MAX_ITERATIONS = 4096
 MAX_INTEGER = 10**15
 MAX_EXPONENT = 64
 
 _BEYOND = re.compile(r"[^\x00-\x7f]")
-_UNLIKE = "zq7"  # NFKC maps no letter to this
+_UNLIKE = "zq7"  # NFKC normalisation turns no letter into this
 
 _PLAIN = (
     ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
@@ -71,7 +72,7 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 def check(source: str, allowed: Collection[str]) -> ast.Module:
-    """The syntax tree of a kernel file in the language; ``allowed`` is ``primitives.__all__``.
+    """Check a kernel file and return its syntax tree; ``allowed`` is ``primitives.__all__``.
 
     Raises ProgramError with code ``too_large``, ``syntax``, ``language``, ``vocabulary`` or ``kernel``, the
     line, and a message with the remedy.
@@ -100,9 +101,9 @@ def _parse(source: str) -> ast.Module:
 
 
 def _refuse_letters(source: str, tree: ast.Module) -> None:
-    """Check that names are ASCII as written. The tree holds them normalised by NFKC, which turns fullwidth
-    letters into plain ones. So the file is parsed again with such letters replaced, and no name may
-    change."""
+    """Check that names are written in ASCII. The syntax tree holds them normalised by NFKC, which turns
+    fullwidth letters into plain ones. So the file is parsed again with all non-ASCII letters replaced, and no
+    name may change."""
     if source.isascii():
         return
     other = _parse(_BEYOND.sub(_UNLIKE, source))
@@ -114,11 +115,11 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names in a node itself, without names in its constants."""
+    """All names that a node itself holds; the text of a constant is no name."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]
-    listed = [part for value in fields if isinstance(value, list) for part in value]  # global's
+    listed = [part for value in fields if isinstance(value, list) for part in value]  # as in global
     return [name for name in (*fields, *listed) if isinstance(name, str)]
 
 
@@ -127,14 +128,15 @@ def _too_deep(line: int | None = None) -> ProgramError:
 
 
 class _KernelChecker:
-    """Walk over a file; ``line`` is the line of the last node that has one."""
+    """Walk over a file's syntax tree, and refuse the first fault. ``line`` is the line of the last node that
+    has one."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
         self._tree = tree
         self._allowed = allowed
         self.line: int | None = None
         self._depth = 0
-        self._iterations = 1  # of all loops around the node
+        self._iterations = 1  # the product over all loops around the node
         self._inside: str | None = None  # the function around the node
         self._imported: set[str] = set()
         self._bound = Counter(_bindings(tree))
@@ -251,7 +253,7 @@ class _KernelChecker:
     def _function(self, node: ast.FunctionDef) -> None:
         if self._inside is not None:
             self._refuse("a function cannot contain another: write it at the top level, beside the kernel")
-        if node.returns is not None or getattr(node, "type_params", None):  # the latter since Python 3.12
+        if node.returns is not None or getattr(node, "type_params", None):  # since Python 3.12
             self._refuse("annotations cannot be used here: write def f(a, b):")
         for decorator in node.decorator_list:
             self.line = decorator.lineno
@@ -435,7 +437,7 @@ class _KernelChecker:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name the file binds, once for each place, except imports."""
+    """Yield every name that the file binds, once for each place, except imports."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
@@ -443,7 +445,7 @@ def _bindings(tree: ast.Module) -> Iterator[str]:
 
 
 def _texts(tree: ast.Module) -> Iterator[ast.expr]:
-    """The expressions that may be strings."""
+    """Yield the expressions that are allowed to be strings."""
     for node in ast.walk(tree):
         match node:
             case ast.Dict(keys=keys):

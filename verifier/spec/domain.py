@@ -1,7 +1,7 @@
 """Domains: the values of an input for which an operator is defined.
 
-``init`` describes typical values, the domain legal ones. The domain determines which inputs the verifier
-tries. It is not part of the operator's meaning, so no hash depends on it.
+``init`` describes an input's typical values, its domain the legal ones. The domain determines which inputs
+the verifier tries. It is not part of the operator's meaning, so no hash depends on it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_bound(value: object) -> bool:
     return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
-#: A word, or the least and largest legal values, each a number or arithmetic over dims.
+#: One of WORDS, or the least and the largest legal value, each a number or arithmetic over dims.
 Domain = Annotated[
     Literal["finite", "positive", "nonnegative"] | tuple[Bound | int, Bound | int], BeforeValidator(_domain)
 ]
@@ -50,8 +50,8 @@ Domain = Annotated[
 def bounds(domain: Domain, dtype: str, sizes: Mapping[str, int]) -> tuple[float, float]:
     """The least and the largest legal value at these sizes, both included.
 
-    The least ``positive`` value is 2**-100; below it fp32 loses squares and quotients. ValueError if the
-    arithmetic has no value, or low exceeds high.
+    For floats, the least ``positive`` value is 2**-100, because fp32 loses squares and quotients of smaller
+    values. Raises ValueError if the arithmetic has no value, or low exceeds high.
     """
     largest = LARGEST[dtype]
     if isinstance(domain, str):

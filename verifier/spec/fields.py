@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 
 def fault(message: str, *place: str | int) -> PydanticCustomError:
-    """An error at ``place`` (keys from the model being validated), with a message for the spec's author."""
+    """An error at ``place`` (keys that lead there from the validated model), with a message for the spec's
+    author."""
     return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
 
 
@@ -23,7 +24,7 @@ def instead(word: object, known: Iterable[str]) -> str:
 
 
 class Model(BaseModel):
-    """Strict and frozen; an unknown key is a fault that suggests a known one."""
+    """A strict, frozen model; an unknown key is a fault whose message suggests a known key."""
 
     model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
 

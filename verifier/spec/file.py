@@ -1,8 +1,8 @@
 """Read spec files: one YAML file per operator.
 
 ``read`` returns a consistent model or raises ``SpecError``, whose text names the file, the line, the value
-and the remedy. A file is small and a tree. Aliases are refused, since ten lines of them can expand beyond any
-memory.
+and the remedy. A file must be small. It must be a tree without aliases, since ten lines of aliases can expand
+beyond any memory.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SpecError(InvalidInput):
 
 
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """Read a model from a YAML file, and run ``check`` on it, which may raise BadReference. Raises SpecError.
-    """
+    """Read a model from a YAML file, and run ``check`` on it, which may raise BadReference. Raises
+    SpecError."""
     path = Path(path)
     return of_text(path, _text(path), kind, check)
 
@@ -96,7 +96,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
-    # a date that no calendar has, or a mapping as a key
+    # such as for a date that no calendar has, or a mapping as a key
     except (ValueError, TypeError, RecursionError) as error:
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
@@ -112,7 +112,7 @@ def _parsed(text: str) -> Any:
 
 
 def _check_numbers(path: Path, node: Any, line: int) -> None:
-    """Raise SpecError for an integer beyond all sizes and bounds: Python's integers can have millions of
+    """Raise SpecError for an integer of more than 64 bits, since Python's integers can have millions of
     digits."""
     if isinstance(node, int) and not -INT64 <= node < INT64:
         raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
@@ -151,7 +151,8 @@ def plain(node: Any) -> Any:
 
 
 def _line(tree: Any, place: Place) -> int:
-    """The line of the deepest part of ``place`` that the file has; in a text, the line counted from 1."""
+    """The file's line for the deepest part of ``place`` that the file has. A last part that is a number
+    counts the lines of a text from 1."""
     line, node = 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:

@@ -24,17 +24,18 @@ class Normal(Model):
     std: float | str = 1.0
 
     def at(self, sizes: Sizes) -> float:
-        """The standard deviation at these sizes; ValueError if the arithmetic has no positive value."""
+        """The standard deviation at these sizes. Raises ValueError if the arithmetic has no positive
+        value."""
         return _positive(self.std, sizes)
 
 
 class Init(Model):
-    """The distribution of an input: exactly one form; ``ignored`` only with ``integers``.
+    """The distribution of an input: exactly one of these forms; ``ignored`` goes only with ``integers``.
 
-    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over low to high
-    - 1, each arithmetic over dims; with ``ignored``, about one value in ten has that value instead. count: S,
-    arithmetic over dims: value (or row) i is i % S. geometric: [low, high]: value j of n along the last axis
-    is low * (high / low)**(j / n).
+    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over the
+    integers from low to high - 1, where low and high are arithmetic over dims; with ``ignored``, about one
+    value in ten has that value instead. count: S, arithmetic over dims: value (or row) i is i % S. geometric:
+    [low, high]: value j of n along the last axis is low * (high / low)**(j / n).
     """
 
     normal: Normal | None = None
@@ -46,12 +47,12 @@ class Init(Model):
 
     @property
     def form(self) -> str:
-        """The name of its form."""
+        """The name of the form that this init has."""
         return next(iter(self._forms()))
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
         """The least and largest integers that ``integers`` or ``count`` draw at these sizes, except
-        ``ignored``. ValueError if the arithmetic gives no such range."""
+        ``ignored``. Raises ValueError if the arithmetic gives no such range."""
         if self.count is not None:
             return 0, _integer(self.count, sizes, least=1) - 1
         low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
@@ -62,8 +63,8 @@ class Init(Model):
         return low, high - 1
 
     def span_at(self, sizes: Sizes) -> tuple[float, float]:
-        """The least and largest values drawn at these sizes, except ``ignored``; for a normal, plus and minus
-        one standard deviation."""
+        """The least and largest values drawn at these sizes, except ``ignored``. For a normal, they are minus
+        and plus one standard deviation."""
         if self.normal:
             std = self.normal.at(sizes)
             return -std, std
@@ -93,7 +94,7 @@ class Init(Model):
 
 
 def _positive(formula: float | str, sizes: Sizes) -> float:
-    """Evaluate arithmetic over dims; ValueError unless the value is positive and finite."""
+    """Evaluate arithmetic over dims. Raises ValueError unless the value is positive and finite."""
     value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
@@ -101,7 +102,8 @@ def _positive(formula: float | str, sizes: Sizes) -> float:
 
 
 def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
-    """Evaluate arithmetic over dims; ValueError unless the value is an integer of at least ``least``."""
+    """Evaluate arithmetic over dims. Raises ValueError unless the value is an integer of at least
+    ``least``."""
     value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
         raise ValueError(f"{formula!r} is {value}; it must be an integer")
@@ -111,7 +113,7 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 
 
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
-    """The value of a number, or of arithmetic over dims; ValueError if it has none."""
+    """The value of a number, or of arithmetic over dims. Raises ValueError if there is none."""
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -23,8 +23,8 @@ from coda_agent.verifier.spec.rules import assigned, check, describe
 
 
 class BadReference(Exception):
-    """A reference (or baseline, by ``key``) contradicts its spec's declarations. ``line`` counts in its
-    text."""
+    """A reference (or the text that ``key`` names, such as the baseline) contradicts its spec's declarations.
+    ``line`` is the line in that text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = "reference"):
         super().__init__(message)
@@ -53,18 +53,19 @@ class Spec(Declared):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything with a meaning. Comments, layout, order of keys and prose do not count."""
+        """SHA-256 of everything in the spec that has a meaning. Comments, layout, order of keys and prose do
+        not count."""
         meaning = self._meaning({"name", "constants", "cases", "accept"})
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return _digest(meaning)
 
     @property
     def operator_hash(self) -> str:
-        """SHA-256 of the operator and its baseline alone, without cases and threshold."""
+        """SHA-256 of only the operator and its baseline, without cases and threshold."""
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
-        # exclude_none: a later form of init must not change the hashes of specs without it
+        # exclude_none, because a later form of init must not change the hashes of specs without it
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = _hashed_tensors(getattr(self, kind))
@@ -86,7 +87,8 @@ class Spec(Declared):
 
     @cached_property
     def head(self) -> Spec | None:
-        """The part of a backward that runs before its products, as a spec; None without one."""
+        """The part of a backward that runs before its matrix products, as a spec; None if it has no such
+        part."""
         if not (self.forward and self.before and self.forward.head):
             return None
         made = assigned(self.forward.head)
@@ -106,7 +108,7 @@ class Spec(Declared):
         return (self.before or self).inputs
 
     def case(self, name: str) -> Case:
-        """The case of this name; KeyError lists the known ones."""
+        """The case of this name. Raises KeyError, which suggests a known name."""
         found = [c for c in self.cases if c.name == name]
         if not found:
             raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
@@ -115,8 +117,8 @@ class Spec(Declared):
     def solve(
         self, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
     ) -> dict[str, int]:
-        """Dims from the inputs' shapes and the ``given`` ones; ValueError naming the input and axis that do
-        not agree."""
+        """The dims that follow from the inputs' shapes and the ``given`` dims. Raises ValueError, which names
+        the input and axis that do not agree."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
@@ -124,7 +126,8 @@ class Spec(Declared):
 
 
 def _hashed_tensors(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
-    """Tensors for a hash; a domain limits the tested inputs, and does not change the function."""
+    """Tensors as they enter a hash: without domains, which limit the tested inputs but do not change the
+    function."""
     return {
         name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
         | {"shape": [str(d) for d in t.shape]}

@@ -1,6 +1,6 @@
 """The parts of a spec file: tensors, cases, tolerance and threshold.
 
-Each part is checked alone here; ``verifier.spec.rules`` checks their combination.
+Each part is checked by itself here; ``verifier.spec.rules`` checks their combination.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _bench(value: object) -> object:
 
 class TensorSpec(Model):
     """An input: symbolic shape ([] for a scalar), dtype, ``init`` (typical values) and ``domain`` (legal
-    values, besides those that ``init`` ignores)."""
+    values). A value that ``init`` ignores is legal too."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -49,7 +49,7 @@ class TensorSpec(Model):
 
 
 class OutputSpec(Model):
-    """An output; with ``updates`` it overwrites that input's buffer."""
+    """An output; with ``updates``, it overwrites the buffer of the input of that name."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -59,7 +59,7 @@ class OutputSpec(Model):
 class Case(Model):
     """Sizes at which a kernel is checked and, unless ``bench`` is False, measured.
 
-    ``bench="report"``: measured and reported, but it does not decide acceptance.
+    A case with ``bench="report"`` is measured and reported, but does not decide acceptance.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Accept(Model):
 
 
 class Tolerance(Model):
-    """Widens the error gate's ratios by ``factor``, with a ``reason`` for the reviewer."""
+    """A ``factor`` that widens the error gate's ratios, with a ``reason`` for the reviewer."""
 
     factor: float
     reason: str
@@ -109,10 +109,11 @@ class Tolerance(Model):
 
 class ForwardSpec(Model):
     """The code that runs before a backward: its forward's reference and ``head``, the part of the backward
-    before its products. ``inputs``: those that only this code reads. Inputs that it assigns follow from the
-    others.
+    before its matrix products. ``inputs`` are the inputs that only this code reads. Inputs that the code
+    assigns are computed from the other inputs.
 
-    An input ``d_y`` is the gradient of the forward's value ``y``, an output ``d_x`` that of an input ``x``.
+    An input ``d_y`` is the gradient of the forward's value ``y``, and an output ``d_x`` is the gradient of an
+    input ``x``.
     """
 
     inputs: dict[str, TensorSpec] = {}

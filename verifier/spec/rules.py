@@ -1,7 +1,7 @@
 """The rules of a spec beyond its types: names, sizes, cases, texts.
 
-A broken rule raises a fault: a message for the spec's author and its position, as keys from the model being
-validated. ``verifier.spec.file`` turns the position into a line of the file.
+A broken rule raises a fault with a message for the spec's author and a position: the keys that lead there
+from the validated model. ``verifier.spec.file`` turns the position into a line of the file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAM
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
-RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
+RESERVED = ("name", "sizes", "bench")  # a case's keys other than its sizes
 KINDS = ("scalar", "vector", "matrix")  # by rank
-PARTS = "_parts"  # ends the name of an output whose sum is a gradient
+PARTS = "_parts"  # the suffix of an output whose sum is a gradient
 
 
 def check(spec: Declared) -> None:
@@ -97,7 +97,8 @@ def _check_kinds(spec: Declared) -> None:
 
 
 def _check_operands(spec: Declared) -> None:
-    """Check that each of several fp8 matrices can meet another: only a gemm reads them, along their rows."""
+    """Check that each of several fp8 matrices has another to be multiplied with: only a gemm reads fp8
+    matrices, and the rows of both must have the same length."""
     eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
     for name, inner in eights.items():
         if [*eights.values()].count(inner) < 2 <= len(eights):
@@ -233,7 +234,8 @@ def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
 
 
 def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
-    """Check the names of a backward: each output is the gradient of one of the forward's inputs."""
+    """Check the names of a backward: each output is the gradient of one of the forward's inputs, and some
+    input is the gradient of a value that the forward assigns."""
     place = "forward"
     for name, tensor in forward.inputs.items():
         if name in (*spec.inputs, *spec.outputs, *spec.dims, *spec.constants):
@@ -262,10 +264,10 @@ def assigned(text: str) -> set[str]:
 
 
 def _parsed(text: str, *place: str) -> set[str]:
-    """The names that a text assigns; a fault where it is no plain PyTorch."""
+    """The names that a text assigns. Raises a fault if it does not parse, or imports anything."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deep, too
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # also if nested too deep
         line = getattr(error, "lineno", None) or 1
         words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
         raise fault(f"{place[-1]}: {words}", *place, line) from None
