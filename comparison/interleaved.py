@@ -1,7 +1,7 @@
 """An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` are built from it.
 
-Every arm prepares outside the clock, and is compared with the truth once. A library's failure is that arm's
-result, and stops no other arm.
+Every arm is prepared before the timing, and its outputs are compared with the truth once. If a library fails,
+its arm has the failure as its result, and the other arms still run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SAID = 300  # characters of an arm's error
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-# at most: at the power limit rounds vary by about 4 %, and twelve arms make long rounds
+# The limit for all rounds. At the power limit rounds vary by about 4 %, and twelve arms make long rounds.
 ROUNDS_SECONDS = 6.0
 WARM = 4.0  # seconds: a cool GPU is faster than one under load
-OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
+OUT_OF_MEMORY = "OutOfMemoryError"  # the name of PyTorch's exception
 # The largest error of an output over the truth's RMS. Rounding to bf16 costs 0.0017. Rounding as often as
-# eager PyTorch does costs at most 0.0043 over all specs, and 0.010 in a layer's gradients. Another
+# eager PyTorch does costs at most 0.0043 over all specs, and 0.010 in a layer's gradients. A wrong
 # computation (a norm or rotation left out, operands exchanged) is off by about 1. The table of errors shows
 # smaller mistakes.
 WORST = 0.1
@@ -47,21 +47,21 @@ class SessionArms(Protocol):
     """The arms of a session."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
-        """By arm, a function that lists the compile jobs for its objects."""
+        """One function per arm, which lists the jobs that compile the arm's objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """By arm without known schedules at these sizes, a function that tunes it and stores the result on
-        disk."""
+        """One function per arm without known schedules at these sizes, which tunes the arm and stores the
+        result on disk."""
 
 
 class WrongOutput(Exception):
-    """An arm's output is wrong: which one, and by how much."""
+    """An arm's output is wrong. The message says which output, and by how much."""
 
 
 class PreparedArm(NamedTuple):
-    """An arm that is ready on the stage's first inputs. Its outputs' relative distance from the truth, also
-    in yardsticks, is NaN or infinite if values wrongly are. ``arranged``: bytes prepared in place of an
-    input, which do not count for a call."""
+    """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
+    truth, relative and in yardsticks. It is NaN or infinite if values are so and should not be. ``arranged``:
+    how many bytes the arm prepared in place of an input, which do not count for a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -69,17 +69,17 @@ class PreparedArm(NamedTuple):
 
 
 class Stage(ABC):
-    """``turns`` sets of inputs, with the truth of the first, on which a worker prepares arms."""
+    """The inputs on which a worker prepares arms: ``turns`` sets, with the true outputs of the first set."""
 
     turns = 1
 
     @abstractmethod
     def enter(self, arm: str) -> PreparedArm:
-        """Prepare the arm on the first set. Raises whatever the arm's library raises."""
+        """Prepare the arm on the first set of inputs. Raises whatever the arm's library raises."""
 
     @abstractmethod
     def again(self, arm: str, turn: int) -> Callable[[], object]:
-        """Prepare an arm that has entered on another set."""
+        """Prepare an arm on another set of inputs, after ``enter``."""
 
     @abstractmethod
     def forget_truth(self) -> None:
@@ -89,13 +89,13 @@ class Stage(ABC):
 def run_interleaved(
     made: Callable[[], Stage], names: Sequence[str], reference_arm: str, rounds: int
 ) -> dict[str, Any]:
-    """Run an interleaved benchmark.
+    """Run an interleaved benchmark, and return its results.
 
     ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
-    why others have none. ``conditions`` has clocks and power. Raises Failed if the reference arm, which comes
-    first, fails.
+    why the other arms have no figures. ``conditions`` has clocks and power. Raises Failed if the reference
+    arm, which comes first, fails.
     """
-    report(GATE, PREPARING)  # reported before it may kill the process
+    report(GATE, PREPARING)  # report the stage before it starts, since it may kill the process
     import torch
 
     with _heartbeat(PREPARING):
@@ -128,7 +128,8 @@ def run_interleaved(
 
 
 def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> timing.Arm:
-    """The arm after one run on every set of inputs; ``prepared`` receives its facts before the timing."""
+    """Prepare the arm, and run it once on every set of inputs. ``prepared`` receives its facts except
+    times."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -148,7 +149,7 @@ def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> t
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise WrongOutput if the arm computes something else, since its figures would be meaningless."""
+    """Raise WrongOutput if the arm computes something else, since its times would be meaningless."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
@@ -162,8 +163,8 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 def _time_fitting(
     arms: list[timing.Arm], prepared: dict[str, Any], failed: dict[str, str], reference_arm: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Samples of the arms that fit in memory together. If they do not fit, the arm with the most memory fails
-    and leaves ``arms``, which alone holds its buffers. Raises PyTorch's error if only the reference arm is
+    """Time the arms that fit in memory together. If they do not fit, the arm that uses the most memory fails
+    and is removed from ``arms``, which frees its buffers. Raises PyTorch's error if only the reference arm is
     left."""
     while True:
         try:
@@ -181,8 +182,8 @@ def _time_fitting(
 
 @contextmanager
 def _heartbeat(words: str) -> Iterator[None]:
-    """Report this message every BEAT seconds for at most LONGEST, since a compiler may be silent for longer
-    than the parent waits. A kernel that hangs during preparation is detected after that."""
+    """Report this message every BEAT seconds for at most LONGEST seconds, since a compiler may be silent for
+    longer than the parent waits. A kernel that hangs during preparation is detected once the reports end."""
     done = threading.Event()
 
     def beat() -> None:
@@ -211,8 +212,8 @@ def _release() -> None:
 
 
 def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
-    """Compile in parallel the objects that these sessions will load. A refusal is left to its arm, which
-    meets it again."""
+    """Compile in parallel the objects that these sessions will load. A failure is only reported, since its
+    arm will fail again in its session."""
     words = f"compiling what {len(sessions)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
@@ -224,8 +225,8 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune everything without known schedules, and store the result on disk, since this process has warm
-    compilers. A refusal is left to its arm."""
+    """Tune every arm without known schedules, and store the results on disk. This process does so because its
+    compilers are warm. A failure is only reported, since its arm will fail again in its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)
     with _heartbeat(words):
@@ -237,7 +238,7 @@ def tune_ahead(session: SessionArms) -> dict[str, Any]:
 
 
 def _attempt(ahead: Callable[[], Made]) -> Made | None:
-    """The function's result; None if it fails. Raises a lost device's error."""
+    """The function's result; None if it fails. Raises the error if the device is lost."""
     try:
         return ahead()
     except Exception as error:  # a library may raise anything
@@ -248,15 +249,17 @@ def _attempt(ahead: Callable[[], Made]) -> Made | None:
 
 
 def gpu(_: object) -> dict[str, Any]:
-    """``gpu``: this machine's GPU; ``torch`` and ``cuda``: PyTorch's build."""
+    """The name of this machine's GPU (``gpu``), and the versions of PyTorch's build (``torch`` and
+    ``cuda``)."""
     from coda_agent.verifier.gpu.telemetry import device
 
     return {name: device()[name] for name in ("gpu", "torch", "cuda")}
 
 
 def machine(_: object) -> dict[str, Any]:
-    """The GPU's name, and the ``ceilings`` that it reaches when warm: the fastest of several cuBLAS products
-    (FLOP/s with 16-bit and with fp8 operands) and of copies (B/s, read and written)."""
+    """The GPU's name, and the ``ceilings`` that it reaches when warm. These are the speeds of the fastest of
+    several cuBLAS products (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of several copies
+    (B/s, bytes read plus bytes written)."""
     import torch
 
     n, size = 8192, 1 << 30
@@ -279,7 +282,8 @@ def machine(_: object) -> dict[str, Any]:
 
 
 def _peak(call: Callable[[], object], before: int) -> int:
-    """Peak bytes allocated during a call beyond the ``before`` bytes of its preparation."""
+    """The peak of allocated bytes during a call, beyond the ``before`` bytes allocated before the
+    preparation."""
     import torch
 
     torch.cuda.synchronize()

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
-    """An operator's accepted kernels by arm, with the schedules tuned at these sizes or none. An edited text
-    is tuned over its report's schedules alone: on others nobody saw that it is right."""
+    """An operator's accepted kernels by arm, with the schedules tuned at these sizes if there are any. A text
+    edited by an author is tuned only over the schedules of its report, since it was not checked on others."""
     found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
 def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
-    """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
-    it to another text than the measured one. Raises KernelError."""
+    """An operator's accepted kernel with its tuning. None if the operator has none, or if the installed
+    versions lower its program to a text other than the measured text. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
@@ -35,8 +35,8 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
-    """Why ``accepted_kernel`` returns None for an accepted kernel, and the remedy; None where it does not, or
-    there is no kernel. Raises KernelError."""
+    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy. None if it does not
+    reject the kernel, or if there is no kernel. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
@@ -51,7 +51,7 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 
 def written(spec: Spec) -> Program:
-    """A model's program for an operator, accepted or not."""
+    """The program that a model wrote for an operator, accepted or not."""
     with accept.consistent_files(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
@@ -65,7 +65,7 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
 
 
 def _as_measured(accepted: accept.AcceptedKernel) -> bool:
-    """Whether these versions lower it to the measured text."""
+    """Whether the installed versions lower the kernel to the text that was measured."""
     return accepted.kernel.lowered.hash == accepted.report.identity.lowered_hash
 
 

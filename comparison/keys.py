@@ -27,8 +27,8 @@ class Keyed(NamedTuple):
 
 
 def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
-    """The arm's key, or why it cannot be tried. ``upstream``: the interpreter of CODA's own package, if
-    installed; ``build``: the GPU and PyTorch's build."""
+    """The arm's key, or why the arm cannot be tried. ``upstream``: the interpreter of CODA's own package, if
+    installed. ``build``: the GPU and PyTorch's build."""
     if why := row.absent(arm):
         return why
     versions = _versions(arm, upstream)
@@ -40,7 +40,8 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
 
 
 def text(kernel: Kernel) -> str:
-    """A kernel's key: its lowered text and schedules or, where these are to be tuned, the search."""
+    """A kernel's key: its lowered text, its schedules and, if some are still to be tuned, the search's
+    version."""
     chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.source.fixed}.items())
     if not kernel.source.schedules:
         chosen.append(SEARCHED)
@@ -49,7 +50,7 @@ def text(kernel: Kernel) -> str:
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
-    """Versions of an arm's packages; or the remedy for a missing one."""
+    """The versions of an arm's packages, or the remedy if one is missing."""
     packages = PACKAGES[arm]
     if arm == UPSTREAM:
         if upstream is None:

@@ -1,8 +1,9 @@
 """Measure the missing parts of a comparison, one session at a time, and store each session at once.
 
-It goes row by row, so that an interrupted run has whole rows. Every session has its own worker, and so the
-GPU alone. A session that loses its worker is repeated without the arm that was running. If the inputs or the
-reference arm do not fit, the row is given up and the run continues. An empty cell says why it has no figure.
+Rows are measured one after another, so that an interrupted run leaves complete rows. Every session has its
+own worker, which therefore has the GPU to itself. A session that loses its worker is repeated without the arm
+that was running. If the inputs or the reference arm do not fit in memory, the row is given up and the run
+continues. An empty cell says why it has no figure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
 
 BEHIND = 1.03  # an arm this many times slower than its column's fastest is not timed again
-SESSION_SECONDS = 10.0  # seconds of a session with full caches, roughly
+SESSION_SECONDS = 10.0  # the approximate length of a session with full caches
 CACHED = 0.5  # the smallest share of the arms' preparation that the next process finds in caches
 MODELS = (PROGRAM, EDITED)
 
@@ -43,15 +44,15 @@ Ahead = tuple[str, Task, Any]  # row, task to run before its sessions, and the t
 
 
 class OutOfTime(CodaError):
-    """The remaining seconds do not suffice for the next session. Says how many are left."""
+    """The time is over, or too short for the next session. The message says what to do."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A request: rows, arms, processes, most rounds in each; ``seconds`` is the time limit; ``again`` repeats
-    failures."""
+    """A request to measure ``rows`` and ``arms`` in several ``processes``, each with at most ``rounds``
+    rounds. ``seconds``: the time limit. ``again``: whether failed arms are repeated."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
@@ -62,7 +63,7 @@ class ComparisonRequest:
 
 
 class ProcessRow(NamedTuple):
-    """A row in a process; ``apart`` means the environment of CODA's own package."""
+    """A row in one of the processes. ``apart``: whether it uses the environment of CODA's own package."""
 
     row: Row
     process: int
@@ -70,10 +71,10 @@ class ProcessRow(NamedTuple):
 
 
 def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress = silent) -> Results:
-    """Complete ``results``; ``keep`` receives them after each session.
+    """Measure every missing session; ``keep`` receives the results after each.
 
-    ``progress`` receives rows and arms. Raises InvalidInput if the results come from another GPU; OutOfTime;
-    Failed if no worker has a GPU; and, at the end, WorkerError if a session met a bug of ours.
+    ``progress`` receives rows and arms. Raises InvalidInput if the results come from another GPU, OutOfTime,
+    Failed if no worker has a GPU and, at the end, WorkerError if a session met a bug of this program.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -84,7 +85,7 @@ def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Pr
 
 
 def lacks(asked: ComparisonRequest, results: Results) -> bool:
-    """Whether a session is missing, as this machine sees it."""
+    """Whether a session is missing, given this machine's GPU and installed versions."""
     measuring = _Measuring(asked, results, lambda made: None, silent)
     try:
         return measuring.lacks()
@@ -102,12 +103,12 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    measured: set[tuple[str, str, bool]] = field(default_factory=set)  # row, and whether apart, in this run
+    measured: set[tuple[str, str, bool]] = field(default_factory=set)  # rows of this run, and whether apart
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sessions) if self.asked.again else 0  # failures count from here on
+        self.heeded = len(self.results.sessions) if self.asked.again else 0  # failures before it do not count
 
     def run(self) -> None:
         self.machine = self._known_machine()
@@ -136,11 +137,12 @@ class _Measuring:
         return [ProcessRow(*turn) for turn in turns]
 
     def _python(self, turn: ProcessRow) -> str | None:
-        """The interpreter of its session's environment."""
+        """The interpreter of the environment in which this turn runs; None for the current environment."""
         return self.upstream if turn.apart else None
 
     def _known_machine(self) -> MeasuredMachine:
-        """The machine in the results, or measured now. Its GPU must be this one."""
+        """The machine from the results, or measured now. Raises InvalidInput if the results are another
+        GPU's."""
         new = self.results.machine is None
         self.workers.coming = [None]  # a session may follow
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
@@ -161,8 +163,8 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
-        """Compile and tune ahead of the sessions, for as many rows as the time may allow, in half of that
-        time. Failures are left to the arms."""
+        """Compile and tune before the sessions, for as many rows as the time limit may allow, in at most half
+        of the remaining time. A failure is ignored, since its arm will fail again in its session."""
         requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
@@ -199,9 +201,10 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if less time is left than the row's longest session took in this environment;
-        without one, than any session of operators or of layers; without those, than any session. A row that
-        takes longer than the whole budget starts only as the first."""
+        """Raise OutOfTime if less time is left than the longest known session took. If possible, that is the
+        row's longest in this environment; otherwise the longest with the same reference arm (operators or
+        layers) in this environment; otherwise the longest of all. A row that takes longer than the whole
+        budget starts only as the first row."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -220,12 +223,12 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """Kill a worker that takes longer than this in the block, and raise Late."""
+        """Kill a worker that takes longer than this in the with block, and raise Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: ProcessRow) -> list[str]:
-        """The arms without an answer. A model's kernels come first, to get memory; the reference arm alone
-        only if nothing else was requested."""
+        """The arms that have no answer yet. A model's kernels come first, so that they get memory. The
+        reference arm is listed only if it was requested and no other arm can be tried."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.reference_arm]
         if set(keys) == {row.reference_arm} <= set(self.asked.arms) and not turn.apart:
@@ -234,8 +237,9 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether an arm has figures of this process, or a failure in any with its current key, which would
-        repeat itself. Figures from before a temporary change do not count, as tables do not show them."""
+        """Whether an arm with its current key has figures from this process, or a failure from any process,
+        which would only repeat itself. Figures from before a temporary change do not count, as no table shows
+        them."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
@@ -254,8 +258,8 @@ class _Measuring:
         return found
 
     def _outdone(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether another arm of its column was clearly faster in an earlier process, so that no cell shows
-        this one."""
+        """Whether another arm of the same column was clearly faster in an earlier process, so that no cell
+        will show this arm."""
         row, keys = turn.row, self._keys(turn.row)
         column = next(column.arms for column in COLUMNS if arm in column.arms)
         for s in self.results.of(row.operator, row.case):
@@ -273,8 +277,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the reference arm; the results get the reasons of
-        the others."""
+        """The key of each arm that can be tried, including the reference arm. The results receive the reasons
+        why the other arms cannot be tried."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
@@ -287,9 +291,9 @@ class _Measuring:
         return keys
 
     def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the reference arm remains, store only the reasons. If the worker
-        was lost while several arms took turns, run two sessions with half the arms each, since any of them
-        may have caused it."""
+        """Run and store one session. If only the reference arm has figures, store only the reasons of the
+        others. If the worker was lost while several arms took turns, run two sessions with half the arms
+        each, since any of the arms may be the cause."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._answer(turn, arms)
         self.measured.add(_place(turn))
@@ -318,9 +322,9 @@ class _Measuring:
             self._run_session(turn, half)
 
     def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
-        """The worker's answer; again without an arm that loses the worker, while others are left. Raises
-        OutOfTime if more time might help, WorkerError for a worker that could not begin, Failed if the GPU is
-        lost: none of these says anything about an arm."""
+        """The worker's answer. If an arm loses the worker, ask again without that arm while others are left.
+        Raises OutOfTime if more time might help, WorkerError if the worker could not begin, and Failed if the
+        GPU is lost, since none of these says anything about an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.reference_arm]
@@ -352,13 +356,13 @@ class _Measuring:
         return {"arms": {}, "failed": failed, "conditions": {}}
 
     def _expect_clean_gpu(self) -> None:
-        """After a loss, check that the GPU computes; raise Failed otherwise."""
+        """After a worker was lost, check that the GPU still computes; raise Failed if it does not."""
         with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: ProcessRow) -> dict[str, str]:
-        """Reasons for the arms that were running when the time ended, if they had all of the seconds; else
-        OutOfTime."""
+        """Why the arms that were running when the time ended have no figures. Raises OutOfTime instead if
+        earlier sessions used part of the time."""
         if self.measured:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
@@ -368,8 +372,8 @@ class _Measuring:
     def _blamed(
         self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
     ) -> dict[str, str]:
-        """Reasons for the arms that were running when a worker was lost: one arm, or all of them if it was
-        lost before the first."""
+        """Reasons for the failed arms after a worker was lost: the arm that was running, or all arms if no
+        single arm was running."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -378,7 +382,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.reference_arm]  # apart, it has the other environment's figures
+        own = [] if turn.apart else [turn.row.reference_arm]  # if apart, it has figures already
         if last in left:
             return {last: why}
         if last in ("", PREPARING, turn.row.reference_arm):
@@ -393,7 +397,7 @@ class _Heard:
 
     progress: Progress
     place: str
-    stations: tuple[str, ...] = ()  # an arm's own stages
+    stations: tuple[str, ...] = ()  # messages that name an arm or a stage
     last: str = ""
 
     def __call__(self, gate: str, words: str) -> None:
@@ -406,6 +410,7 @@ def _place(turn: ProcessRow) -> tuple[str, str, bool]:
 
 
 def _seconds(session: Session, *, warm: bool) -> float:
-    """An estimate of a session's seconds. ``warm``: this machine has compiled and tuned for one before."""
+    """An estimate of a session's seconds. ``warm``: this run has measured the row before, so part of the
+    preparation is cached."""
     prepared = sum(arm.seconds for arm in session.arms.values())
     return session.seconds - (CACHED * prepared if warm else 0.0)

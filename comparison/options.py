@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-LAYER = "layer"  # both operators of a whole layer
+LAYER = "layer"  # stands for both operators of a whole layer
 PROCESSES, ROUNDS = 3, 40
 QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
 
@@ -18,7 +18,7 @@ Names = list[str] | None
 
 @dataclass(frozen=True)
 class Choice:
-    """The rows and columns."""
+    """The options that choose rows and columns."""
 
     only: Annotated[
         Names,
@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def operators(self) -> list[str]:
-        """Operators by the names that results use."""
+        """The chosen operators, by the names that results use."""
         from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # loads pydantic
 
         both = [LAYER_FORWARD, LAYER_BOTH]
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Effort:
-    """Time and repetitions."""
+    """The options for time and repetitions."""
 
     quick: Annotated[
         bool,
@@ -73,7 +73,7 @@ class Effort:
 
     @property
     def limits(self) -> tuple[int, int, float]:
-        """Processes, rounds in each, and seconds after which none begins."""
+        """The number of processes, the number of rounds in each, and the time limit in seconds."""
         usual = (1, QUICK_ROUNDS, QUICK_SECONDS) if self.quick else (PROCESSES, ROUNDS, math.inf)
         processes, rounds, seconds = usual
         return self.processes or processes, self.rounds or rounds, self.budget_seconds or seconds
@@ -81,7 +81,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The path of the results, and how they are shown."""
+    """The options for the path of the results, and for how they are shown."""
 
     out: Annotated[
         Path, typer.Option(help="Folder of results, tables and charts; existing results are not measured "

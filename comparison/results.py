@@ -1,7 +1,7 @@
 """The results of a comparison, stored in ``results.json``: sessions, each of one row in one process.
 
 Arms of one session take turns, so they are compared round by round. Arms of different sessions are compared
-through the reference arm, which both have. Times are milliseconds, memory is bytes.
+through the reference arm, which both sessions have. Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA = 1
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators that are whole layers
 
 
-# Bounds for numbers in a file: ratios, sums and scales of these stay finite.
+# Bounds for numbers in a file, so that their ratios, sums and scales stay finite.
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
@@ -32,7 +32,8 @@ class _ResultsModel(BaseModel):
 
 
 class Loss(_ResultsModel):
-    """One output's distance from fp64: its RMS error over the truth's RMS, and over the yardstick's error."""
+    """One output's distance from the truth: its RMS error over the truth's RMS, and over the yardstick. The
+    yardstick is the least error that any kernel must have; for a layer, it is the error of eager PyTorch."""
 
     relative: Error
     yardsticks: Error
@@ -41,9 +42,9 @@ class Loss(_ResultsModel):
 class ArmResult(_ResultsModel):
     """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
 
-    ``milliseconds`` by round. ``losses`` by output, empty if it has none of the spec's outputs. ``bytes``: a
-    call's peak beyond its inputs. ``note``: preparation outside the clock, and the like. ``seconds`` of
-    preparation: compiling, tuning, comparing with the truth.
+    ``milliseconds``: one time per round. ``losses``: by output, empty if the arm has none of the spec's
+    outputs. ``bytes``: a call's peak memory beyond its inputs. ``note``: remarks, such as preparation that is
+    not timed. ``seconds``: the time of preparation (compiling, tuning, comparing with the truth).
     """
 
     key: str
@@ -62,11 +63,11 @@ class ArmFailure(_ResultsModel):
 
 
 class Session(_ResultsModel):
-    """One row in one process: the arms that took turns, and those that failed.
+    """One row in one process: the arms that took turns, and the arms that failed.
 
-    ``question`` changes with the row's definition. ``reference_arm``: the arm in every session of the row.
-    ``roofline``: the smallest time by the machine's measured ceilings. ``conditions``: device, driver,
-    versions, clocks. ``seconds``: the whole session, including imports and compilers.
+    ``question`` changes with the row's definition. ``reference_arm``: the arm that is in every session of the
+    row. ``roofline``: the smallest time that the machine's measured ceilings allow. ``conditions``: device,
+    driver, versions, clocks. ``seconds``: the whole session, including imports and compilers.
     """
 
     operator: str
@@ -97,22 +98,22 @@ class Session(_ResultsModel):
 
 
 class MeasuredMachine(_ResultsModel):
-    """A results file's GPU, and the ``ceilings`` (``comparison.interleaved.machine``) of its rooflines."""
+    """A results file's GPU, and the ``ceilings`` (``comparison.interleaved.machine``) for its rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
 
 
 class Present(_ResultsModel):
-    """A row at its last request: its question, and the ``keys`` of its arms, measured or not."""
+    """A row at its last request: its question, and the ``keys`` of its arms, whether measured or not."""
 
     question: str
     keys: dict[str, str]
 
 
 class Results(_ResultsModel):
-    """``absent``: by operator and arm, a reason, known without a trial, why there can be no cell.
-    ``present``: by operator and case. ``machine``: measured once, in the first session."""
+    """A results file. ``absent``: by operator and arm, why the arm cannot be tried. ``present``: by operator
+    and case, the row at its last request. ``machine``: measured once, before the first session."""
 
     schema_version: int = SCHEMA
     machine: MeasuredMachine | None = None
@@ -131,7 +132,7 @@ class Results(_ResultsModel):
         return [s for s in self.sessions if s.row == (operator, case)]
 
     def gpus(self) -> set[str]:
-        """The GPUs of all sessions; ``comparison.measuring`` allows only one."""
+        """The GPUs of all sessions; ``comparison.measuring`` allows only one GPU."""
         told = {str(s.conditions["gpu"]) for s in self.sessions if "gpu" in s.conditions}
         return told | ({self.machine.gpu} if self.machine else set())
 
@@ -139,8 +140,8 @@ class Results(_ResultsModel):
         return any(s.failed for s in self.sessions)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
-        """The results with a row's current definition, and the arms that cannot be tried; other arms are
-        unchanged."""
+        """The results with a row's current definition, and with the reasons why some arms cannot be tried.
+        Other arms stay unchanged."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)
@@ -156,8 +157,8 @@ class Results(_ResultsModel):
         return self.model_copy(update={"sessions": (*self.sessions, *sessions)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
-        """Results of only these operators and cases; of all without names. Raises InvalidInput if none is
-        left."""
+        """The results of only these operators and cases; an empty collection means all of them. Raises
+        InvalidInput if no session is left."""
         kept = tuple(
             s
             for s in self.sessions
@@ -170,7 +171,7 @@ class Results(_ResultsModel):
 
 
 def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> InvalidInput:
-    """The error for a choice that leaves no row; ``known`` are the possible choices."""
+    """The error for a choice that leaves no row. ``known`` lists the possible choices."""
     named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
     return InvalidInput(f"{named and f'{named}: '}no row is left: {known}")
 

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
-PAIRS = 64  # pairs of a head of width 128
+PAIRS = 64  # rotated pairs of a head of width 128
 LAYERS = 1  # incremented when a variant's computation or stored values change
 SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
-    """A row. ``question`` changes with its definition: an operator's hash and sizes, or a layer's shape.
-    ``reference_arm``: the arm in every session. ``arms``: the columns' arms that can take part."""
+    """A row. ``question`` changes when the row's definition does: an operator's hash and sizes, or a layer's
+    shape. ``reference_arm``: the arm in every session. ``arms``: the columns' arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -54,7 +54,7 @@ class Row(Protocol):
         """Why an arm cannot take part, if known without a trial."""
 
     def made_of(self, arm: str) -> list[Kernel]:
-        """The accepted kernels behind this arm; none for a library's."""
+        """The accepted kernels that this arm runs; empty for a library's arm."""
 
     def note(self, arm: str) -> str:
         """A remark on the arm for readers."""
@@ -63,12 +63,12 @@ class Row(Protocol):
         """Seconds that no kernel can beat under these ceilings (``comparison.interleaved.machine``)."""
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        """A session of these arms, as a worker's task."""
+        """The task and argument with which a worker runs a session of these arms."""
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator; ``case`` names the sizes: one of the spec's measured cases, or a square."""
+    """One operator at the sizes that ``case`` names: one of the spec's measured cases, or a square."""
 
     spec: Spec
     case: str
@@ -90,7 +90,7 @@ class OperatorRow:
 
     @cached_property
     def quack(self) -> QuackTuned | None:
-        """The schedules that QuACK's arms were tuned to before, at these sizes."""
+        """The schedules to which QuACK's arms were tuned earlier at these sizes, if there are any."""
         return quack_tunings.quack(self.spec).get(self.case)
 
     def absent(self, arm: str) -> str | None:
@@ -106,7 +106,7 @@ class OperatorRow:
         return competitors.note(self.spec, arm)
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The roofline of the operator's program by a model."""
+        """The roofline of the program that a model wrote for the operator, in seconds."""
         program = kernels.written(self.spec)
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
@@ -118,7 +118,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A LLaMA-style layer of a width (``case``), forward alone or with its backward."""
+    """A LLaMA-style layer of the width that ``case`` names, as the forward only or with its backward."""
 
     case: str
     backward: bool
@@ -146,7 +146,7 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> dict[Any, Kernel] | None:
-        """Kernels by call; None where one of them has not been accepted."""
+        """Kernels by call; None if an operator has no accepted kernel that these versions can use."""
         from coda_agent.comparison.layers.runners import calls
 
         found = {}
@@ -184,7 +184,7 @@ class LayerRow:
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The tensor cores' time for products and attention, and twice that again for a backward."""
+        """The tensor cores' time for products and attention. A backward adds twice the forward's time."""
         s = self.shape
         products = 2 * s.tokens * s.width * (4 * s.width + 3 * s.ffn)
         attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
@@ -200,8 +200,8 @@ class LayerRow:
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
-    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises InvalidInput if nothing is
-    left."""
+    rows, ``quick`` keeps only a few. ``only`` and ``cases`` choose operators and cases by name. Raises
+    InvalidInput if nothing is left."""
     names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
@@ -226,8 +226,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the default table. RMSNorm's backward also has the (d, d) weights of the
-    paper's claim."""
+    """Whether a row belongs to the default table. RMSNorm's backward also has the (d, d) weights that the
+    paper's claim is about."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 

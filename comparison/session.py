@@ -27,8 +27,8 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class OperatorArms:
-    """A session's request: arms and sizes, including the reference arm. ``kernels`` by arm; ``quack``: known
-    schedules of QuACK's arms."""
+    """A session's request: an operator, its sizes, and the arms, including the reference arm. ``kernels``:
+    accepted kernels by arm. ``quack``: known schedules of QuACK's arms."""
 
     spec: Spec
     sizes: Mapping[str, int]
@@ -63,12 +63,12 @@ class OperatorArms:
 
 
 def measure_operator(request: OperatorArms) -> dict[str, Any]:
-    """Measure one operator at one case's sizes, every arm on the same inputs; see ``run_interleaved``."""
+    """Measure one operator at one case's sizes, every arm on the same inputs, with ``run_interleaved``."""
     return run_interleaved(partial(_Operator, request), request.arms, REFERENCE_ARM, request.rounds)
 
 
 class _Operator(Stage):
-    """Sets of inputs that no arm finds in the L2."""
+    """Sets of inputs for one operator, so many that no arm finds its inputs in the L2 cache."""
 
     def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference
@@ -89,8 +89,8 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """An output's truth; fp32 suffices for outputs with few bits, since a 70B model's logits take 8
-        GB."""
+        """An output's true values. For outputs with few bits fp32 suffices and saves memory: a 70B model's
+        logits take 8 GB."""
         return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
@@ -102,7 +102,7 @@ class _Operator(Stage):
         return draw(self.request.spec, self.request.sizes, secrets.randbits(48), device="cuda")
 
     def _prepared(self, arm: str, inputs: Mapping[str, Tensor]) -> Prepared:
-        """An arm on inputs that no other arm writes to."""
+        """Prepare an arm on inputs that no other arm writes to."""
         written = self.request.spec.signature().updates.values()
         own = {name: t.clone() if name in written else t for name, t in inputs.items()}
         return prepare(arm, self.request, own)
@@ -137,6 +137,6 @@ def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _launched(kernel: Kernel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Prepared:
-    plan = copy(kernel).plan(inputs, sizes)  # planned anew: each set of inputs has its own workspace
+    plan = copy(kernel).plan(inputs, sizes)  # a new plan, so that each set of inputs has its own workspace
     outputs = plan.in_place(inputs)
     return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)

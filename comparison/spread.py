@@ -1,7 +1,8 @@
 """Spread a comparison over the GPUs of a fleet: all measurements of a row stay on one GPU.
 
-A piece completes one row, as ``measuring.measure`` does on one machine, and reports its results after every
-session. Each session names its GPU. A row that is incomplete on a GPU other than the one it gets begins anew.
+A piece of work completes one row, as ``measuring.measure`` does on one machine, and reports its results after
+every session. Each session names its GPU. An incomplete row that is given to another GPU than before is
+measured again from the start.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from coda_agent.comparison.rows import Row
 from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.worker import report
 
-UUID = "uuid"  # in a session's conditions
-SILENT = 3600.0  # seconds: the longest arm reports every minute, and compiling ahead may not
+UUID = "uuid"  # the key in a session's conditions
+SILENT = 3600.0  # seconds without a report: every arm reports each minute, but compiling ahead may not
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
-    """The piece: complete the rows asked for on this slot's GPU. The answer has the ``results``, and why they
-    ``ended`` early."""
+    """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``
+    and, in ``ended``, why they ended early (empty if they did not)."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -61,8 +62,8 @@ def _named(session: Session, gpu: str) -> Session:
 def measure(
     asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
 ) -> Results:
-    """As ``measuring.measure``, on the pool's GPUs, a row at a time on each. Raises OutOfTime if a row ended
-    early, after all others."""
+    """Do what ``measuring.measure`` does, on the pool's GPUs, with one row at a time on each GPU. If a row
+    ended early, raises OutOfTime after all other rows."""
     spread = _Spread(results, keep, progress, pool)
     if results.machine is None:  # one GPU's ceilings serve all rows
         spread.row(replace(asked, rows=()))
@@ -81,7 +82,7 @@ class _Spread:
         self._lock = threading.Lock()
 
     def row(self, request: ComparisonRequest) -> None:
-        """Complete a row on one GPU; again on another one if that is lost."""
+        """Complete a row on one GPU. If that GPU is lost, repeat the row on another GPU."""
         name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
         for _ in range(LOSSES):
             try:
@@ -112,13 +113,13 @@ class _Spread:
 
 
 def only(results: Results, rows: tuple[Row, ...]) -> Results:
-    """The results of these rows alone."""
+    """The results with only the sessions of these rows."""
     named = {(row.operator, row.case) for row in rows}
     return results.model_copy(update={"sessions": tuple(s for s in results.sessions if s.row in named)})
 
 
 def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
-    """The results with these rows as ``part`` has them."""
+    """The results, in which these rows are replaced by those of ``part``."""
     named = {(row.operator, row.case) for row in rows}
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)

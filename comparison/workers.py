@@ -1,4 +1,5 @@
-"""The workers of a comparison's sessions: a fresh one for each, which imports while another session runs."""
+"""The workers of a comparison: each session has a new one, which imports modules during an earlier
+session."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ from dataclasses import dataclass, field
 from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.measure import SCORES
 
-READY = 3  # workers of an environment that import early: imports take longer than a session with full caches
+READY = 3  # early workers per environment, since imports take longer than a session with full caches
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")
-# Imports for the environment of CODA's own package: the oracle needs dynamo. QuACK is left out, since it
-# reads the path of its caches at import.
+# What workers import in the environment of CODA's own package. The oracle (the fp64 reference) needs dynamo.
+# QuACK is left out, since it reads the path of its caches at import.
 APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "cutlass")
 
 
 @dataclass
 class Workers:
-    """A fresh worker for each session, since a used one holds memory. The first READY of each environment in
-    ``coming`` (None is this one) import while a session runs."""
+    """A new worker for each session, since a used worker holds memory. ``coming``: the environments of the
+    next sessions (None is the current one); the first READY workers of each import during a session."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
 
     def take(self, python: str | None) -> Worker:
-        """A worker whose imports are done, if there is one; others begin theirs."""
+        """A worker that has begun its imports early, or a new one. The next workers begin their imports."""
         ready = self.ahead.get(python)
         taken = ready.pop(0) if ready else _start(python)
         self.begin()
@@ -37,7 +38,7 @@ class Workers:
         return Worker()
 
     def begin(self) -> None:
-        """Start the next workers that are not running."""
+        """Start those of the next workers that are not running yet."""
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
             ready += [_start(python) for _ in range(min(wanted, READY) - len(ready))]

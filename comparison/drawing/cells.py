@@ -1,4 +1,5 @@
-"""The comparison's table: each cell has the fastest of a column's arms, or the reason why there is none."""
+"""The comparison's table: each cell shows its column's fastest arm (implementation), or why there is no
+figure."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ CHANGED = "is another since it was measured: coda-agent compare measures it agai
 class Cell:
     """A column's fastest arm in a row.
 
-    ``against``: its time over the LLM's kernel's, above 1 if that kernel is faster; None in a row without
-    one, and in the kernel's own cell. ``indirect``: the two never shared a session, so the ratio goes through
-    the reference arm. ``processes``: the number behind ``against`` (the fewer of its two steps if indirect),
-    else behind the time.
+    ``against``: the arm's time divided by the time of the LLM's kernel, so above 1 if the LLM's kernel is
+    faster. It is None in a row without such a kernel, and in that kernel's own cell. ``indirect``: the two
+    were never in one session, so the ratio goes through the reference arm. ``processes``: how many processes
+    measured the ratio, or the time if there is no ratio. An indirect ratio has two steps, and the step with
+    fewer processes counts.
     """
 
     arm: str
@@ -42,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Empty:
-    """A column without a figure in a row."""
+    """A cell that has no figure, with the reason."""
 
     reason: str
 
@@ -57,7 +59,7 @@ class TableRow:
     sizes: Mapping[str, int]
     roofline: float
     reference_arm: str
-    cells: Mapping[str, Cell | Empty]  # by column, for the columns to show
+    cells: Mapping[str, Cell | Empty]  # by column name; only the columns to show
 
     def cell(self, column: str) -> Cell | None:
         found = self.cells.get(column)
@@ -65,17 +67,17 @@ class TableRow:
 
 
 def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
-    """A line for every measured row, with cells of these columns."""
+    """One table row per measured row, with the cells of these columns."""
     return [_line(results, operator, case, columns) for operator, case in results.rows()]
 
 
 def current_sessions(results: Results) -> list[Session]:
-    """The sessions that cells come from: sessions whose arms have all changed since are left out."""
+    """The sessions that the cells come from. Sessions whose arms have all changed since then are left out."""
     return [session for name in results.rows() for session in _row(results, *name).standing()]
 
 
 def timed(results: Results) -> set[str]:
-    """Arms with current figures in any row."""
+    """The arms that have current figures in any row."""
     return {arm for name in results.rows() for arm in _row(results, *name).keys}
 
 
@@ -99,8 +101,8 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
 
 
 def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
-    """The cell with the time of the model's other kernel (program or edited text), for readers who want
-    both."""
+    """The cell, with the time of the model's other kernel (the program, or the text edited after lowering) in
+    its note, for readers who want both."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
     times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
@@ -111,7 +113,8 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """``processes``: the number behind the ratio; if ``indirect``, of the step with fewer."""
+    """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
+    steps; its ``processes`` are those of the step with fewer."""
 
     interval: Interval
     processes: frozenset[int]
@@ -119,8 +122,8 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without figures of an outdated question, arm or reference arm: outdated by a
-    later session, or by the last request (``present``)."""
+    """The sessions of one row, without outdated figures: the row's definition (``question``), the arm or the
+    reference arm must not have changed in a later session or in the last request (``present``)."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -140,7 +143,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for session in sessions:
             for arm, failure in session.failed.items():
-                if self.keys.get(arm) != failure.key:  # otherwise it has figures from another process
+                if self.keys.get(arm) != failure.key:  # otherwise the arm has figures from another process
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in session.arms.items() if session in timed else ():
@@ -151,16 +154,16 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """All arms if the question or the reference arm has changed. Never the reference arm itself, which
-        ratios go through."""
+        """The arms that have changed since they were measured, or all arms if the question or the reference
+        arm has changed. The reference arm itself is never included, since ratios go through it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """Sessions with a current arm besides the reference arm, or with the reference arm alone; all
-        sessions if no other figures are left."""
+        """The timed sessions that have a current arm other than the reference arm, or that have only the
+        reference arm. If there are none, all timed sessions."""
         found = [
             s
             for s in self.timed
@@ -172,7 +175,7 @@ class _Row:
         return found or self.timed
 
     def slowness(self, arm: str) -> float:
-        """The logarithm of its time over the reference arm's."""
+        """The logarithm of the arm's time over the reference arm's time, as a mean over sessions."""
         return fmean(
             median(
                 map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.reference_arm].milliseconds))
@@ -200,7 +203,7 @@ class _Row:
         )
 
     def _failing(self, arm: str) -> str:
-        """The failure of an arm in one process, if it has figures in another."""
+        """Why an arm that was timed in some processes failed in another process; empty if it did not fail."""
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason
@@ -214,7 +217,7 @@ class _Row:
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
     def ratio(self, arm: str, rival: str) -> _Ratio:
-        """The ratio of their times; through the reference arm if they never shared a session."""
+        """The ratio of the two arms' times, through the reference arm if they never shared a session."""
         together = self._with(arm, rival)
         if together:
             pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
@@ -225,13 +228,13 @@ class _Row:
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
-    """The number of processes. One process has several sessions if some arms ran separately or again, with
-    the reference arm in each."""
+    """The processes of these sessions. A process has several sessions if some arms ran separately or again;
+    the reference arm runs in each session."""
     return frozenset(s.process for s in sessions)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """The ratio over processes, or over the rounds of a single process. Cached, since a table that is redrawn
-    after each session has few new ratios."""
+    """The ratio over several processes, or over the rounds of a single process. Results are cached, because a
+    table that is redrawn after each session has few new ratios."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

@@ -1,6 +1,7 @@
 """Charts of a comparison as SVG and PNG: speedups with their intervals, and times over the roofline.
 
-Matplotlib draws them, and is imported at the first chart. The same lines make the same bytes.
+Matplotlib draws the charts, and is imported when the first chart is drawn. The same table rows always give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
-# Okabe and Ito's colours, which colour-blind readers can distinguish, with a shape for each.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. SHAPES has one marker per colour.
 COLOURS = {
     COMPILE: "#E69F00",
     HUMAN: "#0072B2",
@@ -45,7 +46,7 @@ COLOURS = {
     MATMUL: "#000000",
 }
 SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
-ABOVE = {FLASHINFER: 3.5, LLM: 4}  # for dots that coincide: a cross shows on a diamond, and a ring around it
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # z-order: the cross and the ring stay visible over a coinciding dot
 TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
@@ -76,17 +77,17 @@ TICKS = (
     50,
     100,
 )
-FEWEST_INCHES = 0.4  # between two labels of an axis
+FEWEST_INCHES = 0.4  # the least distance between two labels of an axis
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters in a line
-BAR = 0.105  # inches of a bar, which is also as high as its ratio's text
+BAR = 0.105  # height of a bar in inches, which is also the height of its ratio's text
 LABEL = 0.5  # inches for a bar's ratio and its marks
-GAP = 0.55  # of a row, between operators
+GAP = 0.55  # space between operators, as a share of a row's height
 
 
 def draw(lines: Sequence[TableRow], measured: str = "") -> dict[str, bytes]:
-    """Draw the charts that have something to show: files by name, speedup and roofline as .svg and .png.
-    ``measured`` (kernels, machine, date) goes below the titles."""
+    """Draw the charts that have something to show, and return their files by name: speedup and roofline, each
+    as .svg and .png. ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
     with styled():
         return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in ANONYMOUS}
@@ -103,8 +104,8 @@ def _figures(lines: Sequence[TableRow], measured: str) -> dict[str, Figure]:
 
 
 def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """One bar per row and rival, from 1: to the right if the LLM's kernel is faster, to the left if the rival
-    is. Logarithmic, since half as fast is as far from 1 as twice as fast."""
+    """Draw one bar per row and rival from 1, to the right if the LLM's kernel is faster, to the left if the
+    rival is. The axis is logarithmic, so that half as fast is as far from 1 as twice as fast."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
@@ -133,7 +134,8 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
-    """The meaning of the marks, and which bars over a column of people's kernels cover more than those."""
+    """Footnotes that explain the marks, and that name the operators for which a column of people's kernels
+    also contains work by others."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: of {_listed(found)} {SHARED[name].drawn}."
@@ -145,7 +147,7 @@ def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
 
 
 def _operators(lines: Sequence[TableRow], column: str, which: Callable[[str], bool]) -> list[str]:
-    """The operators in ``which`` with cells in a column."""
+    """The operators that satisfy ``which`` and have cells in the column."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))
 
@@ -191,7 +193,8 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 
 
 def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """One dot per row and column: times over the smallest that the hardware allows. Logarithmic."""
+    """Draw one dot per row and column: the time over the least that the hardware allows. The axis is
+    logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
@@ -219,20 +222,20 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _time(line: TableRow, cell: Cell) -> float:
-    """Milliseconds. A time from another session than the LLM's is scaled to the GPU's clock in that
-    session."""
+    """The cell's time in milliseconds. If the cell never shared a session with the LLM's kernel, this is the
+    time of the LLM's kernel multiplied by their ratio, since the GPU's clock may differ between sessions."""
     own, ratio = line.cell(LLM), _indirect(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
 
 def _indirect(cell: Cell | None) -> Interval | None:
-    """A cell's ratio, if it goes through the reference arm."""
+    """The cell's ratio if it goes through the reference arm, otherwise None."""
     return cell.against if cell and cell.indirect else None
 
 
 def _dot(name: str) -> dict[str, Any]:
-    """A dot's style: a ring for the LLM, a cross for FlashInfer, a stroke for matmul, so that coinciding dots
-    remain visible."""
+    """The style of a column's dot. The LLM has a ring, FlashInfer a cross and matmul a stroke, so that
+    coinciding dots remain visible."""
     thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
@@ -244,14 +247,14 @@ def _dot(name: str) -> dict[str, Any]:
     }
 
 
-# ── What both have ────────────────────────────────────────────────────────────────────────────────────────
+# ── Shared by both charts ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _canvas(
     lines: Sequence[TableRow], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
-    """A figure with a row of ``inches`` for each line next to its operator's name, and each row's position.
-    ``measured`` appears in small print below the title, ``notes`` at the foot."""
+    """A figure with axes in which each table row is ``inches`` high, next to its operator's name, and the
+    position of each row. ``measured`` appears in small print below the title, ``notes`` at the foot."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0
@@ -323,7 +326,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
-    """Put the legend above the axes, and the axis numbers there."""
+    """Put the legend above the axes and the numbers of the axis."""
     top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
     figure.legend(
         handles=handles,

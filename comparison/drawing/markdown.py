@@ -63,7 +63,7 @@ SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
 _PLACE = re.compile("(<!-- table: (comparison|headline) -->\n).*?(<!-- /table -->)", re.DOTALL)
-_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # Markdown's own characters anywhere in a line
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters that Markdown interprets anywhere in a line
 BOLD = (
     f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
     "which do less."
@@ -76,7 +76,7 @@ CLOCKS = (
 
 @dataclass(frozen=True)
 class CellText:
-    """A cell's text: ``best`` marks the row's fastest, ``notes`` are numbers of notes."""
+    """A cell's text. ``best``: it is the row's fastest cell. ``notes``: the numbers of its notes."""
 
     text: str
     best: bool = False
@@ -85,7 +85,7 @@ class CellText:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table. ``says`` describes its figures; a row has an operator, a case and one entry per column."""
+    """A table. ``says`` describes its figures. Each row has an operator, a case and one entry per column."""
 
     title: str
     says: str
@@ -95,7 +95,7 @@ class Sheet:
 
 @dataclass
 class Notes:
-    """Numbers of notes from 1, in the order of first use."""
+    """Notes, which are numbered from 1 in the order of their first use."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def brief(results: Results, columns: Collection[str] = NAMES) -> str:
-    """Ratios, their means by operator, and the paper's claims."""
+    """The page's short version: the table of ratios, the means by operator, and the paper's claims."""
     found = summary.ordered(lines(results, columns))
     if not found:
         return f"{NOTHING}\n"
@@ -131,7 +131,8 @@ def brief(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def headline(results: Results, columns: Collection[str] = NAMES) -> str:
-    """Each operator's geometric means over its sizes, against torch.compile and QuACK's own kernel."""
+    """A table of each operator's geometric mean over its sizes, against torch.compile and QuACK's own
+    kernel."""
     found = summary.ordered(lines(results, columns))
     compiled, human = (
         {tally.name: tally for tally in against(found, column).operators if tally.name not in WHOLE}
@@ -152,7 +153,7 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
     """Replace the ``brief`` and the ``headline`` of a Markdown file, between the comments that mark them.
 
-    Raises InvalidInput if the file marks neither, or one twice; OSError.
+    Raises InvalidInput if the file marks neither of them, or marks one of them twice, and OSError.
     """
     made = {"comparison": brief, "headline": headline}
     text = marked(path)
@@ -160,7 +161,7 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
 
 def marked(path: Path) -> str:
-    """The text of a file with a marked table for ``write``. Raises the same errors."""
+    """The text of a file that marks a place for ``write``. Raises the same errors as ``write``."""
     text = path.read_text(encoding="utf-8")
     names = [match[2] for match in _PLACE.finditer(text)]
     if not names or len(set(names)) < len(names):
@@ -172,19 +173,19 @@ def marked(path: Path) -> str:
 
 
 def columns_of(found: Sequence[TableRow]) -> tuple[str, ...]:
-    """The columns with cells in these lines."""
+    """The columns that have cells in these rows."""
     return tuple(name for name in NAMES if any(name in line.cells for line in found))
 
 
 def rivals(found: Sequence[TableRow]) -> tuple[str, ...]:
-    """The columns of the summary with cells in these lines. CODA's own package, which few machines have, is
-    included only with figures."""
+    """The summary's columns that have cells in these rows. CODA's own package, which few machines have, is
+    included only if it has figures."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
 
 def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
-    """The tables of lines, and the notes that their cells refer to."""
+    """The tables of these rows, and the notes that the cells refer to."""
     notes, names = Notes(), columns_of(found)
     return [
         _filled(
@@ -233,7 +234,7 @@ def _ratios(found: Sequence[TableRow], notes: Notes) -> Sheet:
 
 
 def mark(row: RowRatio) -> str:
-    """The mark after a row's ratio."""
+    """The marks to show after a row's ratio."""
     return (INDIRECT if row.indirect else "") + doubts([row])
 
 
@@ -272,7 +273,8 @@ def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tup
 
 
 def fastest(line: TableRow) -> str | None:
-    """The column with the row's best ratio, among those that compute the whole row in a possible time."""
+    """The row's fastest column by ratio. Columns that compute only part of the row, or whose time is
+    impossible, do not count."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
@@ -284,7 +286,8 @@ def fastest(line: TableRow) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The rows of the summary under SUMMARY: operators, kinds of kernels, totals; whole layers come last."""
+    """The summary's rows under the headings SUMMARY: operators, kinds of kernels, totals, then whole
+    layers."""
     tallies = (*found.operators, *found.kinds, *found.totals)
     return [
         (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
@@ -293,14 +296,14 @@ def summed(found: Summary) -> list[tuple[str, ...]]:
 
 
 def claimed(finding: CheckedClaim) -> tuple[str, ...]:
-    """A claim's row, under CLAIMED."""
+    """A claim's row under the headings CLAIMED."""
     claim = finding.claim
     span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
     return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
 
 
 def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
-    """Remarks on a cell: its arm if that is not the column's first, its note, and whether its time is
+    """Remarks on a cell: its arm unless this is the column's first, its note, and whether its time is
     impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
     arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
@@ -321,7 +324,7 @@ def _filled(
     text: Callable[[TableRow, Cell], str],
     bound: Callable[[TableRow], str] | None = None,
 ) -> Sheet:
-    """A sheet with ``text`` of every cell, and ``bound`` of the roofline."""
+    """A sheet with the ``text`` of every cell. If ``bound`` is given, a last column shows the roofline."""
 
     def entry(line: TableRow, column: str) -> CellText:
         cell = line.cells.get(column, Empty("not measured"))
@@ -382,7 +385,7 @@ def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _explained(column: Column, have: Collection[str]) -> str:
-    """A column's description; if several of its arms have figures, these arms and the default one."""
+    """A column's description. If several of its arms have figures, it names them and the default arm."""
     arms = [arm for arm in column.arms if arm in have]
     which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
     return column.what + (which if len(arms) > 1 else "")

@@ -1,6 +1,6 @@
-"""The summary of a comparison: each operator against another column, and the paper's claims.
+"""The summary of a comparison: the LLM's kernels against other columns by operator, and the paper's claims.
 
-A ratio is a column's time over the LLM's kernel's: above 1 that kernel is faster.
+A ratio is a column's time divided by the time of the LLM's kernel, so above 1 the LLM's kernel is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # whole layers
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
 RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in its order
 OPERATORS, LAYERS = "all operators", "all layers"
-FEWEST = 2  # processes that decide: a single one shows no variation between processes
+FEWEST = 2  # processes for a decision, since a single process shows no variation between processes
 ALONE, DOUBTED = "‡", "§"  # marks of a ratio from one process, and of an impossible time
 BELOW = 0.05  # the share by which a time may fall below the roofline, since ceilings are measured
 NOTHING = "Nothing has been measured yet."
@@ -38,7 +38,7 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """A column's operators that are summed together: ``name`` in a table, ``told`` in a sentence."""
+    """Operators of a column that are summed together. ``name``: in a table; ``told``: in a sentence."""
 
     name: str
     told: str
@@ -46,8 +46,9 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """A column of people's kernels. Some are its ``own``; the ``other`` ones, for the operators in ``which``,
-    are composed by us. ``drawn`` is the chart's description of them."""
+    """A column of people's kernels, of two kinds: those people's ``own`` kernels, and ``other`` ones, which
+    we composed or which need passes of PyTorch. ``which`` tells whether an operator's kernel is of the other
+    kind. ``drawn``: how a chart describes the other kind."""
 
     own: Kind
     other: Kind
@@ -75,8 +76,7 @@ SHARED = {
 
 @dataclass(frozen=True)
 class RowRatio:
-    """One row's ratio and the number of ``processes`` behind it. ``doubted``: one of its times is
-    impossible."""
+    """One row's ratio, and how many ``processes`` measured it. ``doubted``: a time in it is impossible."""
 
     case: str
     ratio: Interval
@@ -86,7 +86,7 @@ class RowRatio:
 
     @classmethod
     def of(cls, line: TableRow, cell: Cell) -> RowRatio | None:
-        """None where the cell has no ratio."""
+        """The ratio in a row's cell; None if the cell has no ratio."""
         if cell.against is None:
             return None
         own = cell.milliseconds / cell.against.estimate  # the LLM's time, whose column may not be shown
@@ -103,7 +103,8 @@ class RowRatio:
 
     @property
     def outcome(self) -> Outcome:
-        """A win or a loss of the LLM's kernel only if the whole interval shows it, over several processes."""
+        """A win or a loss of the LLM's kernel if the whole interval shows it, over several processes;
+        otherwise a tie or undecided."""
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -135,7 +136,7 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as shown, without an interval if a row's interval would claim too much."""
+        """The mean as text, without an interval if a row is undecided, since that would claim too much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else ratio_text(self.mean)
 
@@ -145,19 +146,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator; empty if no row has both."""
+    """The LLM's kernels against a column, by operator. It is empty if no row has both."""
 
     column: str
     operators: tuple[Tally, ...]
 
     @property
     def totals(self) -> tuple[Tally, ...]:
-        """All operators and, separately, all whole layers; each only if there are any."""
+        """The tally of all operators, and the tally of all whole layers. A tally without rows is left out."""
         return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """For a column in ``SHARED``, its own kernels and the others; each only if there are any."""
+        """The tallies of both kinds of a column in ``SHARED``. A tally without rows is left out."""
         if not (shared := SHARED.get(self.column)):
             return ()
         own, other, which = shared.own.name, shared.other.name, shared.which
@@ -180,7 +181,7 @@ class Summary:
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """A tally with a note on whose kernels these are."""
+        """A tally as text, with a note on whose kernels it counts."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
             return f"{tally} {shared.own.told}"
@@ -189,8 +190,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim: in these operators' rows (and ``cases``, if any are named), the ratio to this column
-    lies from low to high."""
+    """A published claim: in the rows of these operators, the ratio to this column lies from ``low`` to
+    ``high``. If ``cases`` are named, the claim is only about the rows of these cases."""
 
     what: str
     operators: tuple[str, ...]
@@ -230,7 +231,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim and its rows as measured here."""
+    """A claim, and the measured rows that it is about."""
 
     claim: Claim
     rows: tuple[RowRatio, ...]
@@ -245,7 +246,8 @@ class CheckedClaim:
 
     @property
     def verdict(self) -> str:
-        """The number of rows within the claim, below or above it by their whole interval, and undecided."""
+        """How many rows are within the claim, how many are below or above it with their whole interval, and
+        how many are undecided."""
         claim, decided = self.claim, [row.ratio for row in self.rows if not row.undecided]
         below = sum(ratio.high < claim.low for ratio in decided)
         above = sum(ratio.low > claim.high for ratio in decided)
@@ -258,7 +260,7 @@ class CheckedClaim:
 
 
 def against(lines: Sequence[TableRow], column: str) -> Summary:
-    """Every operator whose rows have both this column and the LLM's kernel."""
+    """The summary of the operators whose rows have both this column and the LLM's kernel."""
     found: dict[str, list[RowRatio]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
@@ -268,7 +270,7 @@ def against(lines: Sequence[TableRow], column: str) -> Summary:
 
 
 def findings(lines: Sequence[TableRow]) -> list[CheckedClaim]:
-    """Every claim, with its measurement."""
+    """Every claim, with the measured rows that it is about."""
     rows = {
         column: {tally.name: tally.rows for tally in against(lines, column).operators}
         for column in {claim.column for claim in CLAIMS}
@@ -288,13 +290,13 @@ def findings(lines: Sequence[TableRow]) -> list[CheckedClaim]:
 
 
 def below(line: TableRow, cell: Cell) -> bool:
-    """Whether a time is less than the hardware allows. A bare matmul does less work than the roofline counts.
-    """
+    """Whether a time is shorter than the hardware allows. A bare matmul never counts as too short, because it
+    does less work than the roofline counts."""
     return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
 
 
 def doubts(rows: Iterable[RowRatio]) -> str:
-    """The marks of everything that leaves any of these rows undecided."""
+    """The marks of the reasons why any of these rows are undecided."""
     rows = list(rows)
     told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
     return "".join(mark for mark, needed in told.items() if needed)
@@ -320,8 +322,8 @@ def _all(name: str, tallies: Sequence[Tally]) -> Tally:
 
 
 def together(ratios: Sequence[Interval]) -> Interval:
-    """The geometric mean of independent ratios: half-widths, in logarithms, add as squares and are divided by
-    the number of ratios."""
+    """The geometric mean of independent ratios. In logarithms, its half-width is the root of the sum of the
+    squared half-widths, divided by the number of ratios."""
 
     def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         low, high = (
@@ -343,7 +345,8 @@ def together(ratios: Sequence[Interval]) -> Interval:
 
 
 def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
-    """Lines in the order of all tables: unknown operators last, widths of real models first."""
+    """Rows in the order that all tables use. Unknown operators come last; within an operator, the widths of
+    real models come first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)
     first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
@@ -358,7 +361,7 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
 
 
 def conditions_text(results: Results) -> str:
-    """Devices, versions and dates of the results; if sessions differ, it lists every value."""
+    """The devices, versions and dates of the results as text. If sessions differ, it lists every value."""
     sessions = current_sessions(results)
     if not sessions:
         return NOTHING

@@ -19,22 +19,22 @@ from coda_agent.comparison.drawing.markdown import ABSENT, Notes, clocks, column
 from coda_agent.comparison.drawing.summary import NOTHING, RowRatio, ordered
 from coda_agent.comparison.results import Results
 
-NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
+NAME, CASE = 15, 11  # widths in characters of an operator's name and of a case
 STYLES = {"win": "green", "tie": "dim", "loss": "red", "undecided": "yellow"}
 MOST_REASONS = 8
 UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
-    """The table: milliseconds, bold for the fastest column shown, and the ratio to the LLM's kernel, green
-    above 1 and red below. Empty cells refer to numbered reasons below the table. ``doing`` is shown above the
-    table, since a screen may show only the table's beginning."""
+    """The table, with milliseconds (bold for the fastest column shown) and the ratio to the LLM's kernel
+    (green for that kernel's win, red for its loss). Empty cells refer to numbered reasons below the table.
+    ``doing`` is shown above the table, since a screen may show only the table's beginning."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
         names = columns_of([line for _, line in shown])
-        # All cells now, by row, so that the number of blocks does not change the footnotes' numbers.
+        # Fill all cells now, row by row, so that the number of blocks does not change the footnotes' numbers.
         cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
         parts.append(_Blocks(shown, names, cells))
     else:
@@ -49,7 +49,7 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
-    """Lines next to their operator's name, which may continue over several rows."""
+    """Each row with the text to its left: its operator's name, which may continue over several rows."""
     rows: list[tuple[str, TableRow]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)
@@ -70,7 +70,7 @@ def _name(operator: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The table with as many columns side by side as fit; ``cells`` by row."""
+    """The table, with as many columns side by side as fit. ``cells`` has one sequence per row."""
 
     rows: Sequence[tuple[str, TableRow]]
     names: Sequence[str]

@@ -23,7 +23,8 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
     """The named variant of a layer with the drawn weights, on their device; ``runner`` runs the LLM's
     kernels.
 
-    Compiles on the first calls. ValueError for an unknown name, ImportError if Liger is not installed.
+    The layer compiles during its first calls. Raises ValueError for an unknown name, and ImportError if Liger
+    is not installed.
     """
     from coda_agent.comparison.layers.fused import Fused, unrotated
     from coda_agent.comparison.layers.liger import Liger

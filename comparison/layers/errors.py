@@ -15,7 +15,8 @@ from coda_agent.comparison.layers.shape import Drawn, Shape, Weights
 
 def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
     """Every output of one layer by name and, with ``backward``, every gradient: "y", "normed", "d x", "d
-    qkv", ... Without ``backward`` it is inference, so that no variant compiles code that it will not run."""
+    qkv", ... Without ``backward`` the layer runs in inference, so that no variant compiles code that it will
+    not run."""
     if not backward:
         return layer.outputs(layer.forward(layer.start(drawn.x)))
     y, saved = layer.train(layer.start(drawn.x))
@@ -33,8 +34,8 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values: NaN or infinite if any found value is.
-    ValueError if names or shapes differ."""
+    """The RMS of each error over the RMS of the exact values. It is NaN or infinite if any found value is.
+    Raises ValueError if names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:

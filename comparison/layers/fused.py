@@ -1,36 +1,38 @@
-"""The layer in this project's accepted kernels: all but attention, forward and backward.
+"""The layer with this project's accepted kernels, forward and backward. PyTorch computes attention and the
+rest.
 
 An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
 returns rstd and hg = h * gamma with the next norm's gamma; the next projection multiplies hg, and scales its
 product's rows by rstd. A layer therefore takes (h, hg, rstd) and returns the same three: it normalises its
-output, where the plain layer normalises its input. In a stack the two are the same work; the first stream of
-a stack is plain PyTorch (``start``). Gradients equal the plain layer's, including its input norm's: the
-backward of a norm is part of the projection after it.
+output, where the plain layer normalises its input. In a stack of layers both need the same work, and PyTorch
+computes the first layer's stream (``start``). Gradients equal the plain layer's gradients, including that of
+its input norm, because the backward of a norm is part of the backward of the projection after it.
 
-D is the model's width, F the FFN's; dz is the gradient of a projection's product z, with the row scale.
+D is the model's width, F the FFN's. z is a projection's product with the row scale applied, and dz its
+gradient.
 
 | step | runs in |
 |---|---|
 | q, k = rotated(rstd * (hg @ Wqk')) | gemm_rmsnorm_rope |
-| v = rstd * (hg @ Wv') | gemm_rmsnorm: that kernel would rotate v too |
+| v = rstd * (hg @ Wv') | gemm_rmsnorm, because gemm_rmsnorm_rope would rotate v too |
 | a = attention(q, k, v) | PyTorch |
 | h1 = x + a @ Wo', hg1 = h1 * gamma, rstd1 | gemm_residual_partial_rmsnorm |
 | z = rstd1 * (hg1 @ Wgu'), act = silu(gate) * up | gemm_rmsnorm_swiglu |
 | y = h1 + act @ Wd', and its hg and rstd | gemm_residual_partial_rmsnorm |
-| dz, act again, sum(dz * z), of dy @ Wd | gemm_swiglu_bwd |
+| dz, act (computed again), sum(dz * z), from dy @ Wd | gemm_swiglu_bwd |
 | dWd = dy' @ act | torch.mm |
 | s = sum(dz * z) / D | PyTorch, [tokens] |
-| dh1, dgamma, hn1 = h1 * rstd1 * gamma, of dz @ Wgu, dres = dy | gemm_residual_rmsnorm_bwd |
+| dh1, dgamma, hn1 = h1 * rstd1 * gamma, from dz @ Wgu, dres = dy | gemm_residual_rmsnorm_bwd |
 | dWgu = dz' @ hn1 | torch.mm |
 | da = dh1 @ Wo, dWo = dh1' @ a | torch.mm |
 | dq, dk, dv of attention | PyTorch |
-| dq, dk rotated back, beside dv; s = sum(dqkv * qkv) / D | PyTorch, ``unrotated``: torch.compile on a GPU |
-| dx, dgamma, hn, of dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
+| dqkv: dq and dk rotated back, and dv; s = sum(dqkv * qkv) / D | ``unrotated``: torch.compile on a GPU |
+| dx, dgamma, hn, from dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-Neither hg nor act is kept for the backward: hn and act are made again on the way, and go with the gradient
-that wants them. Weights' gradients are in bf16, as the plain layer's. Inference stores z too, which only the
-backward reads, for the kernel has no choice, and keeps none of it.
+Neither hg nor act is kept for the backward. The backward computes hn and act again, and frees them after the
+weight gradient that needs them. Weight gradients are in bf16, as in the plain layer. Inference also writes z,
+because the kernel always does, but only the backward reads it, so inference does not keep it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tens
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream with the next norm begun: h and hg [tokens, D] in bf16, rstd [tokens] in fp32."""
+    """The residual stream, with the first part of the next norm computed: h and hg [tokens, D] in bf16, rstd
+    [tokens] in fp32."""
 
     h: Tensor
     hg: Tensor
@@ -59,8 +62,9 @@ class ResidualStream(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """``heads``: q, k, v, [sequences, heads, length, head width], and ``mixed``, which autograd derives from
-    them. The same tensors as matrices: qk [tokens, 2*D], v and a [tokens, D]."""
+    """Attention's inputs and output. ``heads``: q, k and v, [sequences, heads, length, head width].
+    ``mixed``: the output, through which autograd differentiates. As matrices: qk [tokens, 2*D], v and the
+    output a [tokens, D]."""
 
     heads: tuple[Tensor, Tensor, Tensor]
     mixed: Tensor
@@ -70,7 +74,7 @@ class Attended(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that a backward reads: the streams without their hg."""
+    """The tensors that the backward reads, which include the streams without hg."""
 
     x: Tensor
     rstd: Tensor
@@ -81,8 +85,8 @@ class Saved(NamedTuple):
 
 
 class Fused(Layer[ResidualStream, Saved]):
-    """``weights`` and ``next_norm`` as the plain layer's: they are packed once. ``unrotate``: ``unrotated``,
-    compiled or not."""
+    """The layer with this project's kernels. ``weights`` and ``next_norm`` are laid out as in the plain
+    layer; weights are packed once. ``unrotate``: the function ``unrotated``, compiled or not."""
 
     def __init__(
         self, shape: Shape, weights: Weights, next_norm: Tensor, runner: Runner, unrotate: Unrotate
@@ -182,11 +186,11 @@ class Fused(Layer[ResidualStream, Saved]):
 def unrotated(
     dq: Tensor, dk: Tensor, dv: Tensor, qk: Tensor, v: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z over D.
+    """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z, divided by D.
 
-    Gradients are as attention gives them, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. The backward applies the rotation's transpose R'. Row sums can therefore be taken before it,
-    even with rounded cosines and sines: (R' dq) . q = dq . (R q).
+    dq, dk and dv have attention's layout, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
+    [tokens, D]. The backward applies the rotation's transpose R'. The row sums can be computed from dq and dk
+    before R' and from the rotated q and k, even with rounded cosines and sines: (R' dq) . q = dq . (R q).
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))
@@ -203,14 +207,14 @@ def unrotated(
 
 
 def table(shape: Shape, turn: Rotary) -> Tensor:
-    """[tokens, head width]: cosine, sine columns interleaved, once for every sequence."""
+    """The table [tokens, head width] of interleaved cosine and sine columns, repeated for every sequence."""
     cosine, sine = (t[:, : shape.pairs] for t in turn)
     return torch.stack((cosine, sine), -1).flatten(1).repeat(shape.sequences, 1)
 
 
 def packed(shape: Shape, weights: Weights) -> Weights:
-    """The plain layer's weights with the rows of each pair adjacent: gate and up, and the two rows of a
-    rotation. Within a head, q and k may have any common order."""
+    """The plain layer's weights with the two rows of each pair adjacent: a gate row and its up row, or two
+    rows that are rotated together. Within a head, the order of rows is free if q and k share it."""
     return _reordered(shape, weights, _adjacent)
 
 
@@ -220,7 +224,8 @@ def unpacked(shape: Shape, weights: Weights) -> Weights:
 
 
 def _reordered(shape: Shape, weights: Weights, order: Callable[[Tensor], Tensor]) -> Weights:
-    """``order`` takes rows [groups, rows of a group, D]."""
+    """The weights with rows of q, k, gate and up reordered. ``order`` takes rows [groups, rows of a group,
+    D]."""
     qk, v = weights.qkv.tensor_split([2 * shape.width])
     qk = order(qk.unflatten(0, (2 * shape.heads, shape.head_width))).flatten(0, 1)
     gate_up = order(weights.gate_up[None])[0]

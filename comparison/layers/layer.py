@@ -1,4 +1,4 @@
-"""The interface of all variants of a layer: built once, called many times, on the current CUDA stream."""
+"""The interface of a layer's variants: built once, and called many times on the current CUDA stream."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ Gradients = dict[str, Tensor]
 
 
 class Layer(ABC, Generic[Stream, Saved]):
-    """One layer. Layers of one variant chain: a layer passes a ``Stream`` to the next.
+    """One layer. Layers of the same variant can be stacked: each passes a ``Stream`` to the next.
 
     ``forward``, ``train``, ``backward`` and ``step`` launch work and do not wait. ``start``, ``outputs`` and
-    ``gradients`` translate, outside the clock.
+    ``gradients`` convert between layouts, and are not timed.
     """
 
     @abstractmethod
     def start(self, x: Tensor) -> Stream:
-        """The stream from the previous layer, given that layer's output [tokens, D]."""
+        """The stream that the previous layer would pass, given that layer's output [tokens, D]."""
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:
-        """Inference: nothing is stored for a backward."""
+        """Run the layer in inference, which stores nothing for a backward."""
 
     @abstractmethod
     def train(self, stream: Stream) -> tuple[Stream, Saved]:
-        """Forward, with the values that the backward needs."""
+        """Run the forward, and return its stream and the values that the backward needs."""
 
     @abstractmethod
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
         """The gradients of the layer's input, "x", and of each of its ``Weights``, by name, in the variant's
         own layout. ``dout`` [tokens, D] is the gradient of the residual stream that the layer returned.
-        ``saved`` is valid for one call."""
+        ``saved`` may be used for one call only."""
 
     def step(self, stream: Stream, dout: Tensor) -> Gradients:
-        """Forward and backward."""
+        """Run the forward and the backward."""
         return self.backward(self.train(stream)[1], dout)
 
     @abstractmethod
     def outputs(self, stream: Stream) -> dict[str, Tensor]:
-        """From a stream that the layer returned: "y" [tokens, D], and "normed", its value after the next
-        norm."""
+        """The outputs in a stream that the layer returned: "y" [tokens, D], and "normed", which is y after
+        the next norm."""
 
     def arranged(self) -> tuple[Tensor, ...]:
         """Copies of weights in the variant's own layout, which a user would store in place of the drawn
-        ones."""
+        weights."""
         return ()
 
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
-        """Gradients from ``backward``, in the layout of ``Weights``."""
+        """Convert gradients from ``backward`` to the layout of ``Weights``."""
         return dict(found)

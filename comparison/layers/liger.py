@@ -1,9 +1,9 @@
-"""The layer in Liger's operators (liger-kernel 0.8.5) as far as they exist, on cuBLAS's matmuls.
+"""The layer with Liger's operators (liger-kernel 0.8.5) where Liger has them, and cuBLAS's matmuls.
 
-The residual and the FFN's norm are one operator, and so is SwiGLU over gate and up in one tensor. Rotation
-works in place on contiguous heads. From a joint projection it copies q and k. With projections ``apart`` it
-copies nothing, but these take three matmuls, and more sums in the backward. The benchmark decides which is
-faster.
+One operator adds the residual and applies the FFN's norm; another applies SwiGLU to a tensor with gate and
+up. The rotation works in place on contiguous heads, so it must copy the q and k of a joint projection. With
+separate projections (``apart``) it copies nothing, but there are three matmuls, and the backward adds more
+gradients. The benchmark decides which is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ APART = ("q", "k", "v")
 
 
 class Liger(Differentiated):
-    """``apart``: q, k and v have separate weights, as in Hugging Face's models. Raises ImportError."""
+    """The layer with Liger's operators. ``apart``: q, k and v have separate weights, as in Hugging Face's
+    models. Raises ImportError if Liger is not installed."""
 
     def __init__(self, shape: Shape, weights: Weights, next_norm: Tensor, apart: bool = False):
         parameters = weights._asdict()

@@ -1,4 +1,4 @@
-"""The layer as people write it in PyTorch: the input of torch.compile, and in fp32 the truth."""
+"""The layer as people write it in PyTorch. It is the input of torch.compile and, in fp32, the truth."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Function = Callable[[Shape, Tensor, Weights, Rotary], Tensor]
 
 
 def rmsnorm(x: Tensor, gamma: Tensor) -> Tensor:
-    """Statistics in fp32, the weight in x's dtype."""
+    """RMSNorm, with statistics in fp32 and a multiplication by the weight in x's dtype."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).type_as(x) * gamma
 
 
 def rotated(t: Tensor, turn: Rotary) -> Tensor:
-    """t [..., length, head width], turned by ``shape.rotary``: a pair's columns are half a head apart."""
+    """t [..., length, head width], rotated by ``shape.rotary``. A pair's two columns are half a head
+    apart."""
     cosine, sine = turn
     first, second = t.chunk(2, -1)
     return t * cosine + torch.cat((-second, first), -1) * sine
 
 
 def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
-    """x [tokens, D] -> [tokens, D], pre-norm, in x's dtype."""
+    """The pre-norm layer, x [tokens, D] -> [tokens, D], in x's dtype."""
     qkv = linear(rmsnorm(x, weights.attention_norm), weights.qkv)
     q, k, v = (shape.apart(t) for t in qkv.unflatten(1, (3, shape.width)).unbind(1))
     mixed = scaled_dot_product_attention(rotated(q, turn), rotated(k, turn), v, is_causal=True)
@@ -41,7 +42,7 @@ def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
-    """A function of x and ``parameters``, with its backward by autograd. Its stream is x itself."""
+    """A layer that is a function of x and ``parameters``, with its backward by autograd. Its stream is x."""
 
     def __init__(self, shape: Shape, parameters: Mapping[str, Tensor], next_norm: Tensor):
         self.shape, self.next_norm = shape, next_norm
@@ -51,7 +52,7 @@ class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
 
     @abstractmethod
     def call(self, x: Tensor) -> Tensor:
-        """x [tokens, D] -> [tokens, D]"""
+        """The layer's function, x [tokens, D] -> [tokens, D]."""
 
     def start(self, x: Tensor) -> Tensor:
         return x
@@ -75,8 +76,8 @@ class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
 
 
 class Plain(Differentiated):
-    """``layer`` by PyTorch alone, or ``compiled``: transformed by this function, torch.compile with its
-    mode."""
+    """The function ``layer`` in eager PyTorch. If ``compiled`` is given, it transforms the function, for
+    example by torch.compile in some mode."""
 
     def __init__(
         self,

@@ -19,15 +19,15 @@ Tensors = Mapping[str, Tensor]
 
 
 class KernelCall(NamedTuple):
-    """A kernel at sizes: the key of a schedule."""
+    """An operator and the sizes at which a layer calls its kernel. Each such pair has its own schedule."""
 
     operator: str
     sizes: tuple[tuple[str, int], ...]
 
 
 def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
-    """Every kernel that a layer of this shape calls, by its position in the layer, forward first; without
-    ``backward`` only the forward's.
+    """Every kernel call of a layer of this shape, by its position in the layer. The forward's calls come
+    first; without ``backward`` there are no others.
 
     An operator may occur at two positions, with sizes that need different schedules.
     """
@@ -53,19 +53,20 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
 
 
 def accepted_programs(folder: Path, shape: Shape) -> dict[str, Program]:
-    """The programs of ``calls``, by operator, from a folder of accepted kernels. OSError, ProgramError."""
+    """The programs of ``calls`` by operator, from a folder of accepted kernels. Raises OSError,
+    ProgramError."""
     names = {call.operator for call in calls(shape).values()}
     return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}
 
 
 class Runner(Protocol):
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Fresh outputs by name."""
+        """Run the call's kernel, and return new outputs by name."""
 
 
 class Launched:
-    """On the inputs' GPU and the current stream. The first call plans and, if needed, tunes; later ones must
-    be alike."""
+    """Launch kernels on the inputs' GPU and the current stream. The first call of a kernel plans it and, if
+    needed, tunes it; later calls must have inputs like those of the first."""
 
     def __init__(self, kernels: Mapping[KernelCall, Kernel]) -> None:
         self.kernels = kernels
@@ -86,7 +87,8 @@ class Launched:
 
 
 class Interpreted:
-    """In PyTorch, on the inputs' device: the kernels' own numbers, without meaningful times."""
+    """Interpret kernels in PyTorch on the inputs' device. The results are the kernels' own numbers, but the
+    times are meaningless."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs

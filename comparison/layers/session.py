@@ -1,7 +1,7 @@
 """Time a layer in all its variants, interleaved, on the GPU in a worker. A task of ``verifier.gpu.worker``.
 
-Forward alone, or forward and backward. Every variant's outputs, and its gradients if there is a backward, are
-compared once with the plain layer's in fp32.
+A session times the forward only, or the forward and the backward. Every variant's outputs, and its gradients
+if there is a backward, are compared once with the results of the plain layer in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and their shape. ``kernels``: the calls of the LLM's variant."""
+    """The variants of a session, and their shape. ``kernels``: by call, the kernels of the LLM's variant."""
 
     shape: Shape
     arms: tuple[str, ...]
@@ -48,7 +48,7 @@ class LayerArms:
             yield from () if all(tuned) else (self._run,)
 
     def _run(self) -> None:
-        """Run each kernel once at its position, which tunes it."""
+        """Run the LLM's variant once, which tunes each kernel at its position in the layer."""
         from coda_agent.comparison.layers.shape import draw
 
         drawn = draw(self.shape, secrets.randbits(48))
@@ -64,8 +64,8 @@ class LayerArms:
 
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
-    """Like ``comparison.interleaved``, for whole layers. A loss is relative to the truth's RMS, and to the
-    loss of the plain layer in bf16 in eager PyTorch."""
+    """Measure a whole layer like ``comparison.interleaved``. A loss is given relative to the truth's RMS, and
+    in multiples of the loss of the plain layer in bf16 in eager PyTorch."""
     return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EPS = 1e-6  # of both norms, as in the kernels' specs
-BASE = 10_000.0  # of the rotary frequencies
+EPS = 1e-6  # epsilon of both norms, as in the kernels' specs
+BASE = 10_000.0  # base of the rotary frequencies
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Full multi-head attention, causal, over ``sequences`` of ``length`` tokens each."""
+    """The sizes of a layer with full causal multi-head attention, on ``sequences`` of ``length`` tokens
+    each."""
 
     heads: int
     head_width: int
@@ -24,7 +25,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the model."""
+        """The model's width."""
         return self.heads * self.head_width
 
     @property
@@ -33,7 +34,7 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Rotated pairs in a head."""
+        """How many pairs of columns are rotated in a head."""
         return self.head_width // 2
 
     def apart(self, t: Tensor) -> Tensor:
@@ -45,15 +46,16 @@ class Shape:
         return t.transpose(1, 2).reshape(self.tokens, self.width)
 
 
-# The widths of the specs' cases.
+# Layer shapes with the widths of the specs' cases.
 WIDTHS = {"1B": Shape(32, 64, 5632), "7B": Shape(32, 128, 11008), "70B": Shape(64, 128, 22016)}
 
 
 class Weights(NamedTuple):
-    """The weights of one layer, D wide with an FFN of F. Matrices are [out, in], as in torch.nn.Linear."""
+    """The weights of a layer of width D with an FFN of width F. Matrices are [out, in], as in
+    torch.nn.Linear."""
 
     attention_norm: Tensor  # [D]
-    qkv: Tensor  # [3*D, D]: all of q, then k, then v; a head's rotary pairs half a head apart
+    qkv: Tensor  # [3*D, D]: all of q, then k, then v; the rows of a rotated pair are half a head apart
     out: Tensor  # [D, D]
     ffn_norm: Tensor  # [D]
     gate_up: Tensor  # [2*F, D]: all of gate, then up
@@ -61,8 +63,8 @@ class Weights(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A layer with its inputs: ``next_norm`` [D] is the weight of the norm after it, ``x`` its input and
-    ``dout`` the gradient of its output, [tokens, D]."""
+    """A layer's weights and inputs. ``next_norm`` [D]: the weight of the norm after the layer. ``x`` and
+    ``dout`` [tokens, D]: the layer's input, and the gradient of its output."""
 
     weights: Weights
     next_norm: Tensor
@@ -71,8 +73,8 @@ class Drawn(NamedTuple):
 
 
 def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
-    """Draw everything in bf16: normal activations, matrices that preserve magnitudes, norms' weights from 0.5
-    to 1.5."""
+    """Draw random weights and inputs in bf16: normal activations, matrices that preserve magnitudes, norms'
+    weights from 0.5 to 1.5."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float = 1.0) -> Tensor:
@@ -98,7 +100,8 @@ def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
 
 
 def rotary(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [length, head width] in bf16; both halves of the columns are equal."""
+    """Cosines and sines of the rotation, [length, head width] in bf16; both halves of the columns are
+    equal."""
     steps = torch.arange(shape.pairs, device=device, dtype=torch.float32) / shape.pairs
     angles = torch.arange(shape.length, device=device, dtype=torch.float32)[:, None] * BASE**-steps
     both = torch.cat((angles, angles), -1)
