@@ -183,7 +183,8 @@ def _time_fitting(
 @contextmanager
 def _heartbeat(words: str) -> Iterator[None]:
     """Report this message every BEAT seconds for at most LONGEST seconds, since a compiler may be silent for
-    longer than the parent waits. A kernel that hangs during preparation is detected once the reports end."""
+    longer than the parent waits. A kernel that hangs during preparation is detected only after the last
+    report."""
     done = threading.Event()
 
     def beat() -> None:

@@ -141,8 +141,8 @@ class _Measuring:
         return self.upstream if turn.apart else None
 
     def _known_machine(self) -> MeasuredMachine:
-        """The machine from the results, or measured now. Raises InvalidInput if the results are another
-        GPU's."""
+        """The machine from the results, or measured now. Raises InvalidInput if the results come from another
+        GPU."""
         new = self.results.machine is None
         self.workers.coming = [None]  # a session may follow
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
@@ -382,7 +382,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.reference_arm]  # if apart, it has figures already
+        own = [] if turn.apart else [turn.row.reference_arm]  # if apart, it has this environment's figures
         if last in left:
             return {last: why}
         if last in ("", PREPARING, turn.row.reference_arm):

@@ -164,7 +164,7 @@ class LayerRow:
         return None if arm in VARIANTS else "no layer of it"
 
     def _outdated(self) -> str | None:
-        """Why the first outdated kernel is outdated; the others have the same reason."""
+        """Why the first outdated kernel is outdated. The reason is the same for other outdated kernels."""
         from coda_agent.comparison.layers.runners import calls
 
         for call in calls(self.shape, backward=self.backward).values():

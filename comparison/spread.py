@@ -30,7 +30,7 @@ SILENT = 3600.0  # seconds without a report: every arm reports each minute, but 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
     """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``
-    and, in ``ended``, why they ended early (empty if they did not)."""
+    and, in ``ended``, why the measurement ended early (empty if it did not)."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -119,7 +119,7 @@ def only(results: Results, rows: tuple[Row, ...]) -> Results:
 
 
 def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
-    """The results, in which these rows are replaced by those of ``part``."""
+    """The results, in which these rows are replaced by the rows of ``part``."""
     named = {(row.operator, row.case) for row in rows}
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)

@@ -1,5 +1,4 @@
-"""The workers of a comparison: each session has a new one, which imports modules during an earlier
-session."""
+"""The workers of a comparison. Each session has a new one, which imports during an earlier session."""
 
 from __future__ import annotations
 

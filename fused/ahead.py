@@ -1,4 +1,4 @@
-"""Compiling ahead of time: what a first call would compile, into the cache that it loads from."""
+"""Compile ahead of time what a first call would compile, into the cache from which that call loads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from coda_agent.primitives.runtime.launchable import check_sizes
 from coda_agent.primitives.runtime.tune import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
-H100 = "NVIDIA H100 80GB HBM3"  # whose schedules a machine without a GPU builds
+H100 = "NVIDIA H100 80GB HBM3"  # the GPU whose schedules a machine without a GPU builds
 
 
 class Bound(NamedTuple):
-    """A program at sizes."""
+    """A program, and the sizes at which it runs."""
 
     program: Program
     sizes: dict[str, int]
 
 
 class Build(NamedTuple):
-    """What was built of a program at sizes. ``refused``: steps whose schedule the compiler refuses."""
+    """The result of building a program at some sizes. ``refused``: steps whose schedule the compiler
+    refuses."""
 
     name: str
     sizes: dict[str, int]
@@ -36,8 +37,8 @@ class Build(NamedTuple):
 
 
 def called(call: Callable[[], Any]) -> list[Bound]:
-    """The programs that the operators in ``call`` run, each once at its sizes. ``call`` uses tensors on the
-    meta device, so that nothing is computed."""
+    """The programs that operators run in ``call``, with their sizes and without repetitions. ``call`` uses
+    tensors on the meta device, so that nothing is computed."""
     found: dict[tuple[Program, tuple[tuple[str, int], ...]], None] = {}
 
     def note(program: Program, sizes: Mapping[str, int]) -> None:
@@ -52,8 +53,9 @@ def called(call: Callable[[], Any]) -> list[Bound]:
 
 
 def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
-    """Compile these programs on the schedules that a call on ``gpu`` (this machine's, or an H100) chooses, in
-    parallel; only what the cache lacks. LaunchError for sizes at which a program cannot be launched."""
+    """Compile these programs in parallel, on the schedules that a call on ``gpu`` would choose (by default
+    this machine's GPU, else an H100). Objects in the cache are not compiled again. Raises LaunchError for
+    sizes at which a program cannot be launched."""
     gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
     rows, jobs, kernels = schedules.known(), list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for program, sizes in wanted:
@@ -72,7 +74,7 @@ def _built(kernel: KernelSource, sizes: dict[str, int]) -> Build:
 
 
 def training(model: Any, sequences: int, length: int) -> Callable[[], Any]:
-    """A step of a patched Hugging Face model on the meta device."""
+    """A function that runs a training step of a patched Hugging Face model on the meta device."""
 
     def call() -> None:
         given = _given(sequences, length)
@@ -82,7 +84,7 @@ def training(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
-    """A prompt, and a token of each sequence."""
+    """A function that runs a patched model on a prompt, and then on one token per sequence."""
 
     @torch.no_grad()
     def call() -> None:
@@ -93,7 +95,7 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """With a whole mask, since making one reads values."""
+    """A model's inputs, with a complete attention mask, because the model would read values to make one."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

@@ -1,9 +1,9 @@
-"""Chains as differentiable operators: a program forward, and its derived backward.
+"""Chains of operations as differentiable operators: a program forward, and its derived backward.
 
-A chain is one operator of torch.library with autograd. Its forward is a program that begins with a product;
-the norm before that is PyTorch's (``begun``), and is no part of what autograd sees: the operator gives the
-gradients of the norm's input and weight itself. Its backward is what ``primitives.derive`` finds for the
-inputs that want gradients: one program of products, and a pointwise part that PyTorch computes.
+A chain is one operator of torch.library with autograd. Its forward is a program that begins with a product.
+PyTorch computes the norm before that product (``begun``), and autograd does not see it, because the operator
+itself returns the gradients of the norm's input and weight. ``primitives.derive`` finds the backward for the
+inputs that require gradients: one program of products, and a pointwise part that PyTorch computes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import DTYPES, Program
 from coda_agent.primitives.lang.trace import Trace
 
-# Where bytes of two arrangements are compared: a 7B model's sizes.
+# The sizes (of a 7B model) at which the bytes of two arrangements of a backward are compared.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A norm's begin, for a stream [M, D]: x * gamma in ``dtype``, and the reciprocal RMS [M] in fp32.
-    Autograd does not see it."""
+    """The first part of a norm of a stream [M, D]: x * gamma in ``dtype``, and the reciprocal RMS [M] in
+    fp32. Autograd does not see it."""
     with torch.no_grad():
         wide = x.float()
         return (wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps)
 
 
 class Remade(NamedTuple):
-    """How a weight in a kernel's order is made of a checkpoint's."""
+    """How a weight in a kernel's order is made: the function, and the checkpoint's weights that it takes."""
 
     make: Callable[..., Tensor]
     of: tuple[Tensor, ...]
 
 
 def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
-    """``make(*of)``, which a backward makes again: it keeps ``of``, which live anyway, and no copy.
+    """Compute ``make(*of)`` so that a backward computes it again and keeps only ``of``, which exist anyway.
 
-    A copy would double a model's weights, and would keep whole what FSDP shards between forward and backward.
-    Under torch.compile the partitioner sees to it.
+    A copy would double a model's weights, and would keep complete weights that FSDP shards between forward
+    and backward. Under torch.compile, the partitioner takes care of this.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -59,8 +59,8 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
 
 
 class Link:
-    """A chain's operators. ``results``: the outputs that a caller wants, and whose gradients come in.
-    ``rows``: the most rows that the backward processes at a time, which keeps the tensors between its
+    """A chain's operators. ``results``: the outputs that a caller gets, and whose gradients the backward
+    takes. ``rows``: the most rows that the backward processes at a time, which keeps the tensors between its
     products small."""
 
     def __init__(self, name: str, chain: Chain, results: tuple[str, ...], rows: int = 0):
@@ -82,15 +82,16 @@ class Link:
         )
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """The results. A norm's begin comes as ``hg``, and as rstd by the chain's own name of it."""
+        """The chain's results. The tensors from ``begun`` are passed as ``hg`` and under the chain's own name
+        for rstd."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         found = self.op(*given) if wanted else self.inference(*given)
         return found[: len(self.results)] if isinstance(found, tuple) else (found,)
 
     def derived(self, wrt: tuple[str, ...]) -> Derived:
-        """The backward for gradients of these inputs, which is derived once. Its products are an operator,
-        ``NAME_backward_`` and the inputs' names."""
+        """The backward for the gradients of these inputs, which is derived once. Its program of products
+        becomes an operator, which is called ``NAME_backward_`` and the inputs' names."""
         with self._deriving:
             if wrt not in self._backwards:
                 found = derive(self.whole, SIZES, wrt=wrt, of=self.results)
@@ -102,7 +103,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """With sums over some rows in fp32, where they are to be added up."""
+        """The program with sums over rows in fp32, if sums over parts of the rows must be added up."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -114,7 +115,7 @@ class Link:
         return "_".join((self.name, "backward", *wrt))
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds one of its own
+        wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds an element
         ctx.wrt = tuple(n for n, needed in wanted if needed and n in self.floats)
         known = dict(zip(self.inputs, inputs, strict=True))
         shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in known.items()}
@@ -143,7 +144,7 @@ class Link:
         return tuple(made.get(n) for n in self.inputs)
 
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-        """All gradients by name: the pointwise part, then the products."""
+        """All gradients by name. The pointwise part runs before the program of products."""
         derived = self.derived(wrt)
         if derived.head:
             matrix = known[f"d_{self.results[0]}"].dtype
@@ -161,13 +162,13 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """A gradient that comes in: zero where no loss uses the result."""
+    """A result's incoming gradient, which is zero if no loss uses the result."""
     return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
 
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
-    """A chain from its first product on: what the norm before that makes comes in, by the names of outputs
-    where these have it, and is no output."""
+    """A chain from its first product on. Values that the norm before that product makes become inputs and are
+    no outputs; if they are outputs of the chain, they keep those names."""
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)

@@ -1,9 +1,9 @@
-"""Parts of a Transformer layer, over weights as a checkpoint has them.
+"""Parts of a Transformer layer, computed from weights as a checkpoint has them.
 
-Streams are [..., D]; weights [out, in] as torch.nn.Linear keeps them. All of a call's matrices are of one
-dtype, and a norm's weight of that or fp32. A norm also takes a stream in fp32 before 16-bit weights, as
-autocast leaves it. Rows that a kernel wants adjacent are brought together at use, by
-PyTorch, so that parameters, their gradients and checkpoints keep their own order.
+Streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have one dtype;
+a norm's weight has that dtype or fp32. With 16-bit weights, a norm also takes a stream in fp32, which
+autocast leaves in fp32. If a kernel needs rows to be adjacent, PyTorch brings them together at each use, so
+that parameters, their gradients and checkpoints keep their own order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from coda_agent.fused.chains import NORMED, Link, begun
 from coda_agent.primitives.derive import chains
 
-LOSS_ROWS = 4096  # of which the backward of a loss holds logits' gradients at a time
+LOSS_ROWS = 4096  # the backward of a loss holds the logits' gradients of this many rows at a time
 IGNORED = -100  # targets of rows without a loss
 
 GATED = ("swiglu", "geglu")
@@ -42,29 +42,30 @@ LOSS = Link("loss", chains.loss(), ("lse", "target_logit"), rows=LOSS_ROWS)
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: its weight [D] as it multiplies, and eps."""
+    """An RMSNorm: the weight [D] that it multiplies by, and eps."""
 
     weight: Tensor
     eps: float
 
 
 def paired(first: Tensor, second: Tensor) -> Tensor:
-    """Rows of two matrices [N, D] by turns: [2*N, D]."""
+    """Interleave the rows of two matrices [N, D]; the result is [2*N, D]."""
     return torch.stack((first, second), 1).flatten(0, 1)
 
 
 def rotary_pairs(weight: Tensor, width: int) -> Tensor:
-    """Rows [heads * width, D] with the two sides of each rotation, half a head apart, made adjacent."""
+    """Reorder rows [heads * width, D]: the two of each rotated pair, half a head apart, become adjacent."""
     return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def rotary_halves(t: Tensor) -> Tensor:
-    """[..., width] with adjacent sides of a rotation -> half a head apart, as checkpoints have them."""
+    """Reorder columns [..., width]: the adjacent two of each rotated pair go half a head apart, as in
+    checkpoints."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
-    """Cosines and sines, [..., length, width] with equal halves, as a kernel's table [tokens, width]."""
+    """A kernel's table [tokens, width], from cosines and sines [..., length, width] with equal halves."""
     half = cos.shape[-1] // 2
     table = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2)
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
@@ -79,8 +80,9 @@ def _known(links: Mapping[str, Link], activation: str) -> Link:
 def feed_forward(
     x: Tensor, norm: Norm, up: Tensor, down: Tensor, activation: str, residual: bool = True
 ) -> Tensor:
-    """``x + mlp(norm(x))``, or without ``x +``. ``up``: [F, D], or rows of gate and up by turns [2*F, D];
-    ``down``: [D, F]; ``activation``: swiglu, geglu (tanh form), gelu (tanh form) or relu2."""
+    """Compute ``x + mlp(norm(x))``, or ``mlp(norm(x))`` without a residual. ``up``: [F, D] or, if gated, the
+    interleaved rows of gate and up [2*F, D]. ``down``: [D, F]. ``activation``: swiglu, geglu (tanh form),
+    gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
     hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
     link = _known(MLP if residual else BARE_MLP, activation)
@@ -92,7 +94,7 @@ def feed_forward(
 def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    """``h + mlp(norm(h))`` of ``h = x + a @ out'``, in one program: what follows attention in a layer."""
+    """The part of a layer after attention, in one program: ``h + mlp(norm(h))`` with ``h = x + a @ out'``."""
     (made,) = _known(BLOCK, activation)(
         a=a.flatten(0, -2),
         x=x.flatten(0, -2),
@@ -113,8 +115,8 @@ def before_attention(
     table: Tensor | None = None,
     turned: int = 0,
 ) -> Tensor:
-    """``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (``angles``) turns the first
-    ``turned`` columns, whose sides are adjacent (``rotary_pairs``); not with a bias."""
+    """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates the
+    first ``turned`` columns, whose pairs are adjacent (``rotary_pairs``). It cannot be used with a bias."""
     if bias is not None and table is not None:
         raise ValueError("a bias stands between the product and its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
@@ -129,8 +131,9 @@ def before_attention(
 
 
 def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The loss of each token in fp32, [...], of logits ``h @ weight'`` that are never stored: 0 where its
-    target [...] is -100. Other targets that are no row of ``weight`` are a failed assertion, as PyTorch's."""
+    """The loss of each token in fp32, [...], from logits ``h @ weight'`` that are never stored. It is 0 where
+    the target [...] is -100. Any other target that is no row of ``weight`` fails an assertion, as in
+    PyTorch."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is no row of the weight")

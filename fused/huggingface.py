@@ -1,9 +1,9 @@
 """Decoder layers and losses of Hugging Face models, computed by fused parts.
 
-A layer has three: the norm with queries, keys and values; the output projection; the norm with the MLP.
-Each runs fused where its projections are plain ``torch.nn.Linear``, and as the model computes it elsewhere,
-so that adapters, hooks and other kinds of weights keep their meaning. Attention and the cache are the
-model's own.
+A layer has three parts: the norm with queries, keys and values; the output projection; the norm with the MLP.
+A part runs fused if its projections are plain ``torch.nn.Linear``. Otherwise the model computes it as before,
+so that adapters, hooks and other kinds of weights keep their meaning. Attention and the cache are the model's
+own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTIVATIONS = {
     "PytorchGELUTanh": "geglu",
     "NewGELUActivation": "geglu",
 }
-GRAIN = 8  # 16 bytes of a 16-bit row
+GRAIN = 8  # elements in 16 bytes of a 16-bit row
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 PARTS = {
     "in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -39,8 +39,8 @@ PARTS = {
 
 
 class Settings(NamedTuple):
-    """How a layer's class computes: ``centered`` norms multiply by 1 + weight; ``rotates``: queries and keys
-    are turned as they come from their product."""
+    """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
+    are rotated directly after their product."""
 
     activation: str
     centered: bool
@@ -51,8 +51,8 @@ class Settings(NamedTuple):
 
 
 def family(module: nn.Module, suffix: str) -> str:
-    """The family of a model's class, such as "llama" for its LlamaDecoderLayer; empty for others, and for
-    classes that override the model's."""
+    """The family of a model's class, such as "llama" for its LlamaDecoderLayer; empty for other classes, and
+    for subclasses of the model's class."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
             continue
@@ -85,8 +85,8 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(module: nn.Module, sharded: bool) -> str:
-    """Why a projection is computed as the model would; empty if it is a plain one. ``sharded``: its weight is
-    whole when the module runs."""
+    """Why the model itself must compute a projection; empty if the projection is plain. ``sharded``: the
+    weight is complete whenever the module runs."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
     kind = type(module.weight)
@@ -98,8 +98,8 @@ def _plain(module: nn.Module, sharded: bool) -> str:
 
 
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
-    """Why a part of a layer is left to PyTorch; empty if it is not. ``sharded``: its weights are parts while
-    it does not run, as those of FSDP are."""
+    """Why a part of a layer is left to PyTorch; empty if it is not. ``sharded``: the weights are shards while
+    the layer does not run, as with FSDP."""
     if part == "mlp" and not how.activation:
         return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
     for path, module in _modules(layer, part):
@@ -118,7 +118,7 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
 
 
 def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
-    """Why these tensors take PyTorch's path; empty if they do not."""
+    """Why PyTorch must compute with these tensors; empty if fused parts can."""
     dtype, others = _dtype(x), {_dtype(w) for w in weights}
     if others != {dtype}:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
@@ -133,7 +133,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What a product with this tensor is computed in. Autocast leaves fp64 alone."""
+    """The dtype in which a product with this tensor is computed. Autocast does not change fp64."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -150,7 +150,7 @@ def _warn(why: str) -> None:
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer's forward. Activation checkpointing is the model's."""
+    """A decoder layer's forward. It keeps the model's own activation checkpointing."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache is of no use under activation checkpointing")
@@ -190,9 +190,9 @@ def _layer(
 
 
 def _watched(attention: Any) -> bool:
-    """Whether someone looks at what attention returns, which is no value of a fused layer."""
+    """Whether a hook reads what attention returns, which a fused layer does not produce."""
     hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
-    idle = attention.config._attn_implementation != "eager"  # only then does the model record its weights
+    idle = attention.config._attn_implementation != "eager"  # only eager attention records its weights
     return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
 
 
@@ -210,13 +210,13 @@ def _attended(
     position_embeddings: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """What attention gives to its output projection, [..., A]."""
+    """The input of attention's output projection, [..., A]."""
     attention = layer.self_attn
     cos, sin = position_embeddings
     rotated = how.rotates and cos.shape[-1] == attention.head_dim and not refusal(layer, how, "in")
     projected = _projected(layer, how, x, cos, sin, rotated)
     q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
-    if rotated and cache is not None:  # a cache has them as the model does, whoever reads it next
+    if rotated and cache is not None:  # a cache needs the model's own order, whoever reads it next
         q, k = functional.rotary_halves(q), functional.rotary_halves(k)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -267,8 +267,8 @@ def _projected(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Weights of queries, keys and values in one; those of heads that are rotated, so ``width`` wide, in
-    pairs."""
+    """The weights of queries, keys and values in one matrix. If queries and keys are rotated, ``width`` is
+    the width of a head, and the rows of each rotated pair become adjacent."""
     parts = [t.to(dtype) for t in (q, k, v)]
     if width:
         parts[:2] = [functional.rotary_pairs(t, width) for t in parts[:2]]
@@ -280,7 +280,7 @@ def _paired(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
-    """The layer behind attention."""
+    """The part of the layer after attention."""
     out, mlp, dtype = layer.self_attn.o_proj, layer.mlp, _dtype(x)
     if refusal(layer, how, "mlp"):
         h = x + out(a)
@@ -313,7 +313,7 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
 
 
 def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A causal model's forward: while it trains on labels its loss is fused, and there are no logits."""
+    """A causal model's forward. In training on labels its loss is fused, and there are no logits."""
     keeps = kwargs.get("logits_to_keep", 0)
     usually = (
         len(args) > 1
@@ -341,7 +341,7 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
-    """The mean over tokens with a target, or the sum over what the caller counted."""
+    """The sum of all tokens' losses over the number of tokens with a target, or over the caller's count."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]

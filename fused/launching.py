@@ -1,4 +1,4 @@
-"""Launching without tuning: a program's plans by device, shapes and dtypes. Only the latest stay in
+"""Launch programs without tuning. Plans are kept by device, shapes and dtypes; only the latest stay in
 memory."""
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT, Familiar, Launch
 from coda_agent.primitives.target import TARGET
 
 MOST_PLANS = 256
-FAMILIAR = 4  # kinds of tensors that an operator knows without checking them
+FAMILIAR = 4  # recent kinds of tensors that an operator does not check again
 
 
 class Plans:
-    """At most ``most`` plans, the ones used last. Any threads may ask; one makes a plan, others wait for it.
+    """At most ``most`` plans, which are those used last. Any thread may ask for a plan; one thread makes it,
+    and others wait.
 
-    Processes of a node share compiled objects: QuACK's cache locks each while one process compiles it.
+    The processes of a node share compiled objects in QuACK's cache, which locks each object while one process
+    compiles it.
     """
 
     def __init__(self, most: int = MOST_PLANS):
@@ -41,9 +43,10 @@ class Plans:
         return len(self._plans)
 
     def get(self, program: Program, inputs: Mapping[str, Any], names: Sequence[str]) -> Plan:
-        """The plan for tensors like these. LaunchError for what cannot be launched on."""
+        """The plan for tensors like these. Raises LaunchError if the program cannot be launched on these
+        tensors."""
         device = inputs[names[0]].device
-        key = (id(program), device, *(inputs[n].shape for n in names))  # programs are kept, by typed()
+        key = (id(program), device, *(inputs[n].shape for n in names))  # typed() keeps programs alive
         found = self._found(key)
         if found is None:
             with self._making:
@@ -71,7 +74,7 @@ class Plans:
         return self.plan(program, sizes, device)
 
     def plan(self, program: Program, sizes: Mapping[str, int], device: torch.device) -> Plan:
-        """A new plan at these sizes, on the schedules that are known to be good nearby."""
+        """A new plan at these sizes, with the schedules that were the fastest at similar sizes."""
         gpu = torch.cuda.get_device_name(device)
         if torch.cuda.get_device_capability(device) != TARGET.capability:
             raise LaunchError(f"{program.signature.name}: {gpu} is no Hopper GPU, which they are for")
@@ -88,14 +91,14 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 def launchable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where bulk copies do not take its strides or address."""
+    """The tensor, or a copy of it if bulk copies do not accept its strides or address."""
     tensor = dense(tensor.contiguous())
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 class Launcher:
-    """Launches of a program's operator, whose tensors ``names`` are. It knows tensors like those of its last
-    calls without checking them."""
+    """Launches a program's operator, whose tensors are ``names``. Tensors like those of its last calls are
+    not checked again."""
 
     def __init__(self, program: Program, names: Sequence[str], outputs: Sequence[str]):
         self.names, self.outputs = tuple(names), tuple(outputs)
@@ -103,7 +106,7 @@ class Launcher:
         self._last: tuple[tuple[Familiar, Plan], ...] = ()
 
     def again(self, inputs: Mapping[str, Any]) -> list[Tensor] | None:
-        """Fresh outputs for tensors like those of a recent call; None for others."""
+        """New outputs if the tensors are like those of a recent call, otherwise None."""
         tensors = [inputs[n] for n in self.names]
         for familiar, plan in self._last:
             if familiar(tensors):
@@ -111,7 +114,8 @@ class Launcher:
         return None
 
     def __call__(self, how: Typed, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """Fresh outputs, on the current stream of the tensors' one device. LaunchError."""
+        """New outputs, computed on the current stream of the device that all tensors share. Raises
+        LaunchError."""
         program, names = how.program, self.names
         if how.wide:
             raise LaunchError(f"{program.signature.name}: matrices are fp32; on a GPU they are bf16 or fp16")
@@ -133,6 +137,6 @@ class Launcher:
                 n: v if isinstance(v, Tensor) else _scalar(float(v), plan.device) for n, v in inputs.items()
             }
         with on_device(plan.device):
-            own = {n: inputs[n].clone() for n in self._overwritten}  # which an operator leaves alone
+            own = {n: inputs[n].clone() for n in self._overwritten}  # an operator must not change its inputs
             made = plan({**inputs, **own} if own else inputs)
         return [made[name] for name in self.outputs]

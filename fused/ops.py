@@ -1,4 +1,4 @@
-"""One functional operator of torch.library a kernel: CUDA by the launcher, a CPU by the interpreter.
+"""One functional torch.library operator per kernel: the launcher runs it on CUDA, the interpreter on a CPU.
 
 ``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for its scalars, and
 returns its outputs in the spec's order. No operator has its own autograd; ``fused.chains`` provides it.
@@ -25,7 +25,7 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Program] = {}
-watchers: list[Callable[[Program, dict[str, int]], None]] = []  # told of each program and its sizes, on meta
+watchers: list[Callable[[Program, dict[str, int]], None]] = []  # called with programs and sizes, on meta
 
 
 class NoBackward(RuntimeError):
@@ -33,7 +33,7 @@ class NoBackward(RuntimeError):
 
 
 class _Op:
-    """``rows``: the most rows at a time, which bounds the tiles between products."""
+    """A program's operator. ``rows``: the most rows at a time, which limits the tensors between products."""
 
     def __init__(self, program: Program, order: Order, declared: Mapping[str, TensorType], rows: int):
         self.program, (self.order, self.outputs) = program, order
@@ -48,7 +48,8 @@ class _Op:
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
-        """The program at these tensors' dtypes; one object for the same ones. TypeError."""
+        """The program for these tensors' dtypes, as one object per combination of dtypes. Raises
+        TypeError."""
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
             self._typed.setdefault(key, programs.typed(self.program, key))
@@ -60,7 +61,7 @@ class _Op:
         return {name: value for name, value in given if name in read}
 
     def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
-        """The program at the tensors' dtypes, and the inputs. TypeError, NoBackward."""
+        """The program for the tensors' dtypes, and the inputs. Raises TypeError and NoBackward."""
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:
@@ -84,7 +85,7 @@ class _Op:
         return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
-        """The outputs, from all rows at once or from ``rows`` at a time: sums over rows are added up."""
+        """The outputs, from all rows at once or from ``rows`` rows at a time. Sums over rows are added up."""
         total = inputs[self.tensors[0]].shape[0] if self.rows else 0
         if total <= self.rows:
             return run(how, inputs)
@@ -101,12 +102,12 @@ class _Op:
         program, wide = how
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
-        with torch.autocast(device.type, enabled=False):  # which would round accumulators
+        with torch.autocast(device.type, enabled=False):  # autocast would round accumulators
             made = interpret(program, whole, wide=wide)
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):
-            shared = tensor.untyped_storage().data_ptr() in taken  # an operator's results are its own
+            shared = tensor.untyped_storage().data_ptr() in taken  # results must not share storage
             found.append(tensor.clone() if shared else tensor)
             taken.add(found[-1].untyped_storage().data_ptr())
         return found
@@ -133,9 +134,9 @@ def define(
     declared: Mapping[str, TensorType] | None = None,
     rows: int = 0,
 ) -> Callable[..., Any]:
-    """The operator of a program, which is made once: ``torch.ops.coda_agent.NAME``. ``declared``: types of
-    its arguments, if autograd wants more than the program reads. ``rows``: the most rows of M at a time.
-    ValueError where another program has that name."""
+    """Define the operator of a program once, as ``torch.ops.coda_agent.NAME``, and return it. ``declared``:
+    the types of its arguments, if autograd needs more of them than the program reads. ``rows``: the most rows
+    of M at a time. Raises ValueError if another program has that name."""
     declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:

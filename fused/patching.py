@@ -1,4 +1,4 @@
-"""Whole models: ``patch`` lets fused parts compute a Hugging Face model, ``unpatch`` gives it back.
+"""Patch whole Hugging Face models: after ``patch`` fused parts compute a model, and ``unpatch`` restores it.
 
 A patched module has another ``forward``, and nothing else changes: parameters, names, state dicts and classes
 are the model's own.
@@ -18,7 +18,7 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 
 
 class PatchedPart(NamedTuple):
-    """A part of some modules: what computes it, by which programs, and why it is not fused if it is not."""
+    """A part of some modules: what computes it, by which programs and, if it is not fused, why not."""
 
     module: str
     part: str
@@ -28,7 +28,7 @@ class PatchedPart(NamedTuple):
 
 
 class Table(tuple[PatchedPart, ...]):
-    """What ``patch`` found, a row a kind of part; printed as Markdown."""
+    """The table that ``patch`` returns, with one row per kind of part. It is printed as Markdown."""
 
     def __str__(self) -> str:
         return markdown_table(PatchedPart._fields, self)
@@ -37,12 +37,13 @@ class Table(tuple[PatchedPart, ...]):
 
     @property
     def fused(self) -> bool:
-        """Whether anything runs fused."""
+        """Whether any part runs fused."""
         return any(row.runs == "fused" for row in self)
 
 
 class PatchedForward:
-    """A patched module's forward. ``previous``: an instance's own that stood there before."""
+    """A patched module's forward. ``previous``: the instance's own forward before the patch, if it had
+    one."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
         self.module, self.run, self.settings = module, run, settings
@@ -53,7 +54,7 @@ class PatchedForward:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     def usual(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes unpatched."""
+        """Compute what the module computes without the patch."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -65,11 +66,11 @@ class PatchedForward:
 
 def patch(model: nn.Module) -> Table:
     """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
-    Qwen2, Qwen3 and Gemma, wherever they stand in ``model``; all else is left alone. A model that is patched
-    already is patched anew.
+    Qwen2, Qwen3 and Gemma, wherever they occur in ``model``; nothing else changes. A patched model is patched
+    again.
 
-    What cannot run fused runs as before: the table says why. UnprovedVersion for a transformers that
-    this was not proved with.
+    Parts that cannot run fused run as before, and the table says why. Raises UnprovedVersion for a version of
+    transformers with which this was not tested.
     """
     unpatch(model)
     found: dict[PatchedPart, list[str]] = {}
@@ -87,7 +88,7 @@ def patch(model: nn.Module) -> Table:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Take back what ``patch`` did. Modules that were not patched are left alone."""
+    """Undo ``patch``. Modules that are not patched stay unchanged."""
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, PatchedForward):

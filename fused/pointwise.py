@@ -1,4 +1,4 @@
-"""Programs without a matmul, as PyTorch code for torch.compile to fuse."""
+"""Evaluate programs without a matmul as PyTorch code, which torch.compile can fuse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluate(
         else:
             given = [_met(program, types, a, index, values, sizes) for a in node.args]
             given += [Dim.parse(size).value(sizes) for size in sizes_named(node)]
-            assert operation.torch is not None  # a product has no place here
+            assert operation.torch is not None  # a product cannot occur here
             values.append(operation.torch(torch, *given))
     return {
         name: values[i].to(dtype if types[i].kind == "tile" else torch_dtype("fp32"))
@@ -42,7 +42,8 @@ def evaluate(
 def _met(
     program: Program, types: Any, argument: int, reader: int, values: list[Any], sizes: Mapping[str, int]
 ) -> Any:
-    """A value as its reader sees it: one a head is repeated over all columns of a tile."""
+    """A value as its reader needs it. For a tile, a vector with one value per head, or with one head's
+    values, is repeated over all columns."""
     value, kind = values[argument], types[argument]
     if types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
         return value

@@ -1,4 +1,4 @@
-"""Programs as PyTorch meets them: the accepted ones by name, and each at the dtypes of given tensors."""
+"""Programs for PyTorch: the accepted programs by name, and each program for the dtypes of given tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]
 
 
 class Order(NamedTuple):
-    """The order of a kernel's arguments and results: its spec's, since a program sorts both by name."""
+    """The order of a kernel's arguments and results, as in its spec, since a program sorts both by name."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 def accepted() -> dict[str, tuple[Program, Order]]:
-    """Every accepted kernel's program by name."""
+    """Every accepted kernel's program, with its order, by name."""
     texts = {path.name.removesuffix(".program.json"): path for path in KERNELS.glob("*.program.json")}
     return {
         name: (Program.from_json(path.read_text(encoding="utf-8")), _order(name))
@@ -43,21 +43,23 @@ def _order(name: str) -> Order:
 
 
 def matrices(program: Program) -> str:
-    """The dtype of a program's matrices: the first one's that is not fp8."""
+    """The dtype of a program's first input matrix that is not fp8; bf16 if there is none."""
     kinds = (t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES)
     return next(kinds, "bf16")
 
 
 class Typed(NamedTuple):
-    """A program at the dtypes of given tensors. ``wide``: all in fp32, which only the interpreter runs."""
+    """A program for the dtypes of given tensors. ``wide``: everything is fp32, which only the interpreter
+    runs."""
 
     program: Program
     wide: bool
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes: its 16-bit matrices may all have another float dtype; vectors
-    declared in that dtype may have any. TypeError for others."""
+    """The program for inputs of these dtypes. All of its 16-bit matrices may have another float dtype.
+    Vectors declared in the matrices' dtype may have that other dtype or fp32. Raises TypeError for other
+    dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
@@ -87,7 +89,7 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
 
 
 def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """``order`` without constants and static dims. ValueError where it is not of this program."""
+    """The ``order`` without constants and static dims. Raises ValueError if it does not fit the program."""
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):
@@ -96,5 +98,5 @@ def arranged(program: Program, order: Order, declared: Mapping[str, TensorType])
 
 
 def dtypes(names: Iterable[str], inputs: Mapping[str, torch.Tensor]) -> Dtypes:
-    """The key of ``typed``."""
+    """The dtypes of these inputs, as ``typed`` takes them."""
     return tuple((name, inputs[name].dtype) for name in names)

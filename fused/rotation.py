@@ -1,8 +1,8 @@
-"""The gradient of packed queries, keys and values behind attention: the rotation's transpose in one pass.
+"""Rotate attention's gradients back in one pass, into the gradient of packed queries, keys and values.
 
 Attention returns three separate gradients in its own layout. One Triton kernel reads them in place, rotates
-back, scales rows, and sums dz * z of each row, which the norm before the projection needs. Inductor makes two
-kernels of this; its rotation reaches a fifth of an H100's memory bandwidth.
+them back, scales rows, and sums dz * z of each row, because the norm before the projection needs these sums.
+Inductor makes two kernels of this, and its rotation reaches only a fifth of an H100's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _part(  # type: ignore[no-untyped-def]
     ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turn back and scale one row of q, k or v; return the sum of its gradient times its value."""
+    """Rotate back and scale one row of q's, k's or v's gradient; return the sum of that gradient times the
+    value."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, heads * WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -100,19 +101,19 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dz * rstd [tokens, (H + 2 G) W], of q, k and v side by side before the rotation, and the row sums of
-    dz * z [tokens] in fp32, where z are q, k and v as the projection gave them.
+    """The gradient dz * rstd [tokens, (H + 2 G) W] of q, k and v side by side before the rotation, and the
+    row sums of dz * z [tokens] in fp32, where z is q, k and v as the projection gave them.
 
-    ``gradients``: of attention's q [sequences, H, length, W], k and v [sequences, G, length, W].
-    ``values``: q and k as rotated and v, [tokens, heads * W], rows of any stride. ``cos_sin``: [tokens, W],
-    cosines and sines interleaved; ``rstd``: [tokens]. Triton compiles it on a GPU; elsewhere PyTorch computes
-    the same.
+    ``gradients``: attention's gradients of q [sequences, H, length, W], k and v [sequences, G, length, W].
+    ``values``: the rotated q and k, and v, [tokens, heads * W] with rows of any stride. ``cos_sin``: [tokens,
+    W], cosines and sines interleaved. ``rstd``: [tokens]. A Triton kernel computes this on a GPU, and PyTorch
+    elsewhere.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
 
 
 def in_one_pass(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """``rotated_back`` in one Triton kernel, a program a row."""
+    """``rotated_back`` in one Triton kernel, with one program per row."""
     dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in gradients)
     sequences, heads, length, width = dq.shape
     groups = dk.shape[1]

@@ -1,7 +1,8 @@
-"""Schedules at any sizes without tuning: a tuned table's and the shipped reports' nearest.
+"""Choose schedules at any sizes without tuning: the nearest in this machine's tables and the shipped reports.
 
-A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same program come
-first, then rows of any other; of these the nearest, by the ratios of N and K, and of M to a power of two.
+A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same GPU come
+first, and among them rows of the same program and step. Of these the nearest counts, by the ratios of N and
+K, and by the ratio of M rounded to a power of two.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TunedStep(NamedTuple):
 def chosen(
     program: Program, sizes: Mapping[str, int], gpu: str, rows: list[TunedStep]
 ) -> dict[int, Schedule]:
-    """A schedule for each step whose tile holds whole heads. Raises LaunchError if there is none."""
+    """For each step, a schedule whose tile holds whole heads. Raises LaunchError if a step has none."""
     shapes = products(program, sizes)
     return {
         kernel.step: program.schedule.get(kernel.step)
@@ -81,7 +82,7 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
 
 @cache
 def known() -> list[TunedStep]:
-    """The rows of this machine's tables, then of the shipped reports."""
+    """The rows of this machine's tables, and then the rows of the shipped reports."""
     return [*_tables(), *_shipped()]
 
 
@@ -114,7 +115,7 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
 
 
 def keep(name: str, rows: list[TunedStep]) -> Path:
-    """Write this machine's table of one kernel. Later processes choose from it first."""
+    """Write this machine's table for one kernel. Later processes read it before the shipped reports."""
     path = cache_dir() / "schedules" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     said = [row._asdict() | {"schedule": row.schedule.to_json()} for row in rows]

@@ -1,11 +1,11 @@
-"""The versions of other packages that these kernels were proved with; others are refused."""
+"""The versions of other packages with which these kernels were tested. Other versions are refused."""
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-PROVED = {  # the lowest, and the first that is not
+PROVED = {  # the lowest tested version, and the first that is refused
     "torch": ("2.11", "3"),
     "quack-kernels": ("0.6.5", "0.7"),
     "nvidia-cutlass-dsl": ("4.8.1", "5"),
@@ -14,11 +14,11 @@ PROVED = {  # the lowest, and the first that is not
 
 
 class UnprovedVersion(ImportError):
-    """A package is missing, or its version is not one that this was proved with."""
+    """A package is missing, or its version is not one with which this was tested."""
 
 
 def expect(*packages: str) -> None:
-    """Raise UnprovedVersion for packages that are not there in a proved version."""
+    """Raise UnprovedVersion for packages that are missing or have an untested version."""
     for name in packages:
         lowest, first = PROVED[name]
         remedy = f"pip install '{name}>={lowest},<{first}'"
@@ -33,6 +33,6 @@ def expect(*packages: str) -> None:
 
 
 def _parts(text: str) -> list[int]:
-    """The release's numbers: 2, 13, 0 of 2.13.0+cpu."""
+    """The numbers of a release, such as 2, 13, 0 for 2.13.0+cpu."""
     release = re.match(r"\d+(\.\d+)*", text)
     return [int(part) for part in release[0].split(".")] if release else []

@@ -1,5 +1,4 @@
-"""The comparison's table: each cell shows its column's fastest arm (implementation), or why there is no
-figure."""
+"""The comparison's table: a cell shows its column's fastest arm (implementation), or why it has no figure."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ class Cell:
 
     ``against``: the arm's time divided by the time of the LLM's kernel, so above 1 if the LLM's kernel is
     faster. It is None in a row without such a kernel, and in that kernel's own cell. ``indirect``: the two
-    were never in one session, so the ratio goes through the reference arm. ``processes``: how many processes
-    measured the ratio, or the time if there is no ratio. An indirect ratio has two steps, and the step with
-    fewer processes counts.
+    arms were never in one session, so the ratio goes through the reference arm. ``processes``: how many
+    processes measured the ratio, or the time if there is no ratio. An indirect ratio has two steps, and the
+    step with fewer processes counts.
     """
 
     arm: str
@@ -114,7 +113,7 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 class _Ratio(NamedTuple):
     """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
-    steps; its ``processes`` are those of the step with fewer."""
+    steps, and its ``processes`` are from the step with fewer processes."""
 
     interval: Interval
     processes: frozenset[int]

@@ -101,7 +101,7 @@ def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], 
 
 
 def _column(line: TableRow, name: str) -> tuple[str, ...]:
-    """A column's entries. The number of processes is the ratio's, or the time's if there is no ratio."""
+    """A column's entries. The number of processes is for the ratio, or for the time if there is no ratio."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)

@@ -38,7 +38,8 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """Operators of a column that are summed together. ``name``: in a table; ``told``: in a sentence."""
+    """Operators of a column that are summed together, with a ``name`` for tables and ``told`` for
+    sentences."""
 
     name: str
     told: str

@@ -20,8 +20,8 @@ _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
 
 
 class CompileError(Refused):
-    """The compiler refuses a lowered module: a short message, a reason code and, if known, the line of an
-    edited text or the node of a program."""
+    """The compiler refuses a lowered module. The error has a short message, a reason code and, if known, the
+    line of a text edited by an author or the node of a program."""
 
     def __init__(
         self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
@@ -31,7 +31,7 @@ class CompileError(Refused):
 
 
 def refusal(words: str) -> str:
-    """Shorten a compiler's message, or the reason why it ended."""
+    """Shorten a compiler's message. If the compiler ran out of memory, the result says so."""
     if not _NO_MEMORY.search(words):
         return shortened(words)
     limit = f"{subprocesses.MEMORY_BYTES / 2**30:g} GB"
@@ -39,14 +39,14 @@ def refusal(words: str) -> str:
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """The reason after a traceback's last frame, preceded by the traceback's last line of the lowered text
-    unless the reason quotes it. At most ``limit`` characters, from the end."""
+    """The reason after a traceback's last frame. The traceback's last line of lowered text precedes it,
+    unless the reason quotes that line. Only the last ``limit`` characters are kept."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]
     quoted = lines[own[-1]].strip() if own and own[-1] < len(lines) else ""
     after = frames[-1] + 1 if frames else 0
-    # the frame's source line and carets
+    # skip the frame's source line and carets
     while frames and after < len(lines) and lines[after].startswith("    "):
         after += 1
     said = lines[after:] or lines[-1:]

@@ -11,14 +11,14 @@ from typing import Any
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.target import TARGET
 
-BULK = "bulk_copy"  # the code of a copy that a GPU would refuse
+BULK = "bulk_copy"  # the error code for a bulk copy that a GPU would refuse
 
 
 @dataclass(frozen=True)
 class Resources:
-    """A compiled kernel's use of an SM: registers, stack bytes, spill loads and spill stores per thread; for
-    a GEMM the stages of operands, stores and loads, which share the SM's memory; and counts of
-    Hopper-specific instructions. ``own_launch``: as in ``primitives.raw.Built``."""
+    """A compiled kernel's use of an SM: registers, stack bytes, spill loads and spill stores per thread, and
+    counts of Hopper-specific instructions. ``stages``: a GEMM's stages of operands, stores and loads, which
+    share the SM's memory. ``own_launch``: as in ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -41,7 +41,7 @@ def inspect_cubin(
     stages: tuple[int, int, int] | None,
     seconds: float,
 ) -> Resources:
-    """Read registers and memory with cuobjdump and count instructions in the SASS. Raises CompileError with
+    """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
     the code BULK for bulk copies that a GPU would refuse at run time."""
     found = usage(cubin)
     sass = tool("nvdisasm", "-c", str(cubin))
@@ -66,14 +66,15 @@ def inspect_cubin(
 
 
 def check_bulk(sass: str) -> None:
-    """CompileError unless each bulk copy moves a tile of a matrix. QuACK describes a tensor without a batch
-    as rows of many problems, with a third axis and an address far from its own: an illegal instruction."""
+    """Raise CompileError unless each bulk copy moves a tile of a matrix. QuACK describes a tensor without a
+    batch as rows of many problems, with a third axis and an address far from the tensor's own, which is an
+    illegal instruction."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.(?!2D)[1-5]D", sass))):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here move tiles of two axes", BULK)
 
 
 def usage(cubin: Path) -> dict[str, int]:
-    """REG and STACK (bytes) per thread."""
+    """The registers (REG) and the bytes of stack (STACK) per thread."""
     words = tool("cuobjdump", "-res-usage", str(cubin))
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
 
@@ -88,7 +89,8 @@ def deepest_stack(folder: Path) -> int:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """The path of a CUDA binary tool. The triton package includes them for machines without a toolkit."""
+    """Run a CUDA binary tool, and return its output. The triton package includes the tools, so no toolkit is
+    needed."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -1,4 +1,4 @@
-"""Generate a step: a class on QuACK's Hopper mainloop, with its resources and the code for an epilogue
+"""Generate a step: a class on top of QuACK's Hopper mainloop, with its resources and the code for an epilogue
 subtile.
 
 The code works on pairs of accumulator lanes, so half, single and double widths mix without special cases.
@@ -15,7 +15,7 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
-Values = dict[int, list[str]]  # texts of a node's values in one pair of lanes: one, two or four
+Values = dict[int, list[str]]  # the code of a node's one, two or four values in one pair of lanes
 
 
 class StepWriter(Writer):
@@ -23,14 +23,15 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        # Reductions over a subtile's whole fragment; those that write to it come last.
+        # Reductions over a subtile's whole fragment. Reductions that overwrite the fragment come last.
         blocked = [i for i in step.reductions if not self.reduction(i).fold]
         self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
     def exact_nodes(self) -> set[int]:
-        """Nodes that an fp32 or fp16 output depends on; these avoid approximate instructions."""
+        """The nodes that a reduction, a statistic, or an fp32 or fp16 output depends on. They avoid
+        approximate instructions."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
         pending += [i for i in self.step.stores if self.dtype(i) not in ("bf16", *EIGHTS)]
         found: set[int] = set()
@@ -60,8 +61,8 @@ class StepWriter(Writer):
 
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
-        """Evaluate an operation on numbers. None for a spread vector, which may hold anything past the
-        edge."""
+        """Evaluate an operation on numbers. The result is None if an argument is unknown, or for a spread
+        vector, which may hold anything past the edge."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -166,7 +167,7 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The fragment that a blocked reduction reads. Each reduced tile has one."""
+        """The name of the fragment that a blocked reduction reads. Each reduced tile has one fragment."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
@@ -227,7 +228,7 @@ class StepWriter(Writer):
         for index in self.step.body:
             if not sums or index != sums[0]:
                 yield from self.compute(index, values)
-        apart = {s.node for s in self.resources.stores if s.role == "range"}  # their first one is kept
+        apart = {s.node for s in self.resources.stores if s.role == "range"}  # the tile's first range is kept
         for index in (i for i in self.step.stores if i not in apart):
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
         for index in self.step.reductions:
@@ -240,7 +241,7 @@ class StepWriter(Writer):
                 yield f"f{tile}_{part}[2 * i], f{tile}_{part}[2 * i + 1] = {first}, {second}"
 
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
-        """Values that each thread reads from memory itself, at its columns."""
+        """The code with which each thread reads values from memory itself, at its columns."""
         count = int(2 * width)
         heads = f", {self.resources.heads(index)}" if how in ("tabled", "wrapped") else ""
         heads += ", self.cta_tile_shape_mnk[1]" if how == "wrapped" else ""
@@ -254,12 +255,12 @@ class StepWriter(Writer):
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """That lane, and the map from the GEMM's column there to a tile's column: half, twice, plus an
-        offset."""
+        """The lane as in ``lane``, and how its column in the GEMM maps to a tile's column: half, twice, plus
+        an offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:
-        """Write values to a store's fragment, or directly to memory."""
+        """The code that writes values to a store's fragment, or directly to memory."""
         store = next(s for s in self.resources.stores if s.node == index)
         if self.steps.types[index].kind == "head":
             yield f"put_head(place, {store.name}, 2 * i, {self.resources.heads(index)}, {got[0]})"
@@ -298,7 +299,7 @@ class StepWriter(Writer):
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
     def number(self, index: int, template: str, values: Values) -> Iterator[str]:
-        """Values computed from a lane's position."""
+        """The code for values that are computed from a lane's position."""
         order = [node for node, *_ in self.resources.bounds()]
         bounds = f"self.column_bounds[{order.index(index)}]" if index in order else ""
         count = int(2 * self.resources.width(index))
@@ -322,7 +323,7 @@ class StepWriter(Writer):
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
-        """Fold into the running value directly, without a fragment."""
+        """The code that folds values into the running value directly, without a fragment."""
         how, count = self.reduction(index), len(values)
         assert how.fold is not None  # only blocked reductions lack a fold
         if self.masked(index):

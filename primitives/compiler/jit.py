@@ -21,12 +21,12 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 from coda_agent.primitives.target import TARGET
 
-REFUSED = ".refused"  # suffix of a note beside an object
+REFUSED = ".refused"  # suffix of a note next to an object
 
 
 def import_quack() -> None:
-    """Import QuACK's GEMM without its own operators, whose tuner would import TorchDynamo: that is a third of
-    the start of a process that only compiles. For such processes alone."""
+    """Import QuACK's GEMM without QuACK's own operators, whose tuner would import TorchDynamo. That import is
+    a third of the start of a process that only compiles. Only such processes may call this."""
     if "quack" not in sys.modules:
         for name in ("rmsnorm", "softmax", "cross_entropy"):
             operator = sys.modules[f"quack.{name}"] = ModuleType(f"quack.{name}")
@@ -36,8 +36,8 @@ def import_quack() -> None:
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. An edited text is never imported here; a
-    confined child has imported it already."""
+    """Import a lowered text from its content-addressed file. A text edited by an author is never imported
+    here, because a confined child process has imported it already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.edited:
@@ -103,7 +103,7 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
 def cached_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """A step's kernel, from QuACK's cache or compiled into it. Operands as in
+    """A step's kernel, loaded from QuACK's cache or compiled into it. Its operands are as in
     ``primitives.runtime.compile``."""
     from quack.gemm_runtime.host import _compile_gemm_epi
 
@@ -171,7 +171,7 @@ def _attributes(
 
 
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """The vector kernel between steps, from QuACK's cache or compiled into it."""
+    """The vector kernel between steps, loaded from QuACK's cache or compiled into it."""
     load_module(lowered)
     return _cached_vector()(*_vector_key(lowered, kernel))
 
@@ -186,11 +186,11 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compile_object(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """Whether a step at one schedule, with all vector kernels, compiles: True, False for a refused schedule,
-    None if no process of this cache has tried.
+    """Whether a step at one schedule, with all vector kernels, compiles. It is False for a refused schedule,
+    and None if no process with this cache has tried.
 
-    Saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
-    worker inspects its object's stack every time.
+    This saves starting a worker, which takes longer than loading an object. It is always None for a text
+    edited by an author, because a worker inspects the stack of such an object every time.
     """
     if lowered.edited:
         return None
@@ -205,7 +205,7 @@ def compile_object(
 
 
 def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
-    """Note beside its object that a step must not be timed at this schedule."""
+    """Write a note next to a step's object that the step must not be timed at this schedule."""
     write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
 
 
@@ -279,8 +279,8 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """Record how mainloops that compile in the block divide an SM's shared memory. No tool reads that from a
-    cubin."""
+    """Record how mainloops that are compiled in the with block divide an SM's shared memory. No tool can read
+    that from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 
