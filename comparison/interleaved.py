@@ -259,8 +259,8 @@ def gpu(_: object) -> dict[str, Any]:
 
 def machine(_: object) -> dict[str, Any]:
     """The GPU's name, and the ``ceilings`` that it reaches when warm. These are the speeds of the fastest of
-    several cuBLAS products (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of several copies
-    (B/s, bytes read plus bytes written)."""
+    several cuBLAS products (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of several copies.
+    A copy's speed (B/s) counts bytes read and bytes written."""
     import torch
 
     n, size = 8192, 1 << 30

@@ -73,8 +73,8 @@ class ProcessRow(NamedTuple):
 def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """Measure every missing session; ``keep`` receives the results after each.
 
-    ``progress`` receives rows and arms. Raises InvalidInput if the results come from another GPU, OutOfTime,
-    Failed if no worker has a GPU and, at the end, WorkerError if a session met a bug of this program.
+    ``progress`` receives rows and arms. Raises OutOfTime, InvalidInput if the results come from another GPU,
+    and Failed if no worker has a GPU. At the end, raises WorkerError if a session met a bug of this program.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -324,7 +324,7 @@ class _Measuring:
     def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
         """The worker's answer. If an arm loses the worker, ask again without that arm while others are left.
         Raises OutOfTime if more time might help, WorkerError if the worker could not begin, and Failed if the
-        GPU is lost, since none of these says anything about an arm."""
+        GPU is lost. None of these errors says anything about an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.reference_arm]

@@ -101,13 +101,13 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient dz * rstd [tokens, (H + 2 G) W] of q, k and v side by side before the rotation, and the
-    row sums of dz * z [tokens] in fp32, where z is q, k and v as the projection gave them.
+    """The gradient of q, k and v side by side before the rotation, and the row sums of dz * z.
 
-    ``gradients``: attention's gradients of q [sequences, H, length, W], k and v [sequences, G, length, W].
-    ``values``: the rotated q and k, and v, [tokens, heads * W] with rows of any stride. ``cos_sin``: [tokens,
-    W], cosines and sines interleaved. ``rstd``: [tokens]. A Triton kernel computes this on a GPU, and PyTorch
-    elsewhere.
+    The gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v as the
+    projection gave them. ``gradients``: attention's gradients of q [sequences, H, length, W], k and v
+    [sequences, G, length, W]. ``values``: the rotated q and k, and v, [tokens, heads * W] with rows of any
+    stride. ``cos_sin``: [tokens, W], cosines and sines interleaved. ``rstd``: [tokens]. A Triton kernel
+    computes this on a GPU, and PyTorch elsewhere.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
 

@@ -222,8 +222,8 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _time(line: TableRow, cell: Cell) -> float:
-    """The cell's time in milliseconds. If the cell never shared a session with the LLM's kernel, this is the
-    time of the LLM's kernel multiplied by their ratio, since the GPU's clock may differ between sessions."""
+    """The cell's time in milliseconds. If the cell's ratio is indirect, this is the LLM's time multiplied by
+    that ratio, since the GPU's clock may differ between sessions."""
     own, ratio = line.cell(LLM), _indirect(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 

@@ -67,8 +67,8 @@ def inspect_cubin(
 
 def check_bulk(sass: str) -> None:
     """Raise CompileError unless each bulk copy moves a tile of a matrix. QuACK describes a tensor without a
-    batch as rows of many problems, with a third axis and an address far from the tensor's own, which is an
-    illegal instruction."""
+    batch as rows of many problems, with a third axis and an address far from the tensor's own. A GPU refuses
+    such a copy as an illegal instruction."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.(?!2D)[1-5]D", sass))):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here move tiles of two axes", BULK)
 
