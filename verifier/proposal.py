@@ -197,7 +197,7 @@ class Proposal(Model):
 
     @contextmanager
     def _operation(self, fast: bool) -> Iterator[None]:
-        """Add the primitive to the vocabulary within the block, only to lower the frame."""
+        """Add the primitive to the vocabulary inside the with block, only to lower the frame."""
         exact, coarse = self.templates(fast)
         there = OPERATIONS.pop(self.name, None)
         infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
@@ -241,7 +241,7 @@ def imports(source: str) -> str:
 
 
 def parse(text: str) -> Proposal:
-    """Parse a proposal that was checked before, from a run's journal. Raises SpecError."""
+    """Parse a proposal from a run's journal, which was checked before. Raises SpecError."""
     return of_text(Path("the run's proposal"), text, Proposal, lambda made: None)
 
 
@@ -252,7 +252,7 @@ def _check_name(name: str, place: str) -> None:
 
 
 def _check(proposal: Proposal) -> None:
-    """Check that the reference is elementwise, finite somewhere, and new to the vocabulary."""
+    """Check that the reference is elementwise, finite at usual arguments, and new to the vocabulary."""
     import torch
 
     from coda_agent.verifier.numerics.reference import MISTAKES

@@ -32,7 +32,7 @@ TYPICAL_ALONE = 4  # the last protocol without stretched inputs; its reports are
 
 CANDIDATE = "candidate"  # the arm that every timing has
 
-# Reports also come from files: computing with their numbers must not overflow.
+# Reports also come from files, so the numbers are bounded: computing with them must not overflow.
 Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, and ratios of them
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
@@ -152,7 +152,7 @@ class Rejected(_ReportModel):
 
 
 class Checked(_ReportModel):
-    """A kernel that passed every gate that this machine can run; nothing was measured."""
+    """A kernel that passed every gate that needs no GPU; nothing was measured."""
 
     status: Literal["checked"] = "checked"
     identity: Identity

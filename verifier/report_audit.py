@@ -96,7 +96,7 @@ def of_samples(timing: Timing, arm: str) -> Ratio | None:
     """The arm's ratio to the candidate, computed again from the samples; None if there are too few."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError, InvalidMeasurement):  # missing, too few, or no durations
+    except (KeyError, ValueError, InvalidMeasurement):  # samples are missing, too few, or no durations
         return None
 
 
@@ -212,7 +212,7 @@ def _median(rows: Rows) -> float:
     """The median as a report computes it; NaN, which equals nothing, if there are no samples."""
     try:
         return round(central(rows), 5)
-    except (ValueError, ZeroDivisionError, InvalidMeasurement):  # empty, or no durations
+    except (ValueError, ZeroDivisionError, InvalidMeasurement):  # samples are missing, or no durations
         return math.nan
 
 
@@ -285,7 +285,7 @@ def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[st
         named = [p for p in pieces if (p.startswith(controlled) if case == control else p == score)]
         if not named:
             found.append(f"nothing says how the GPU fared during {score}")
-        elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # the last attempt
+        elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # max: the last attempt
             found.append(f"clocks and power are not known during {max(named)}: {why}")
     return found
 
@@ -330,7 +330,7 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
 
 def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """Check that numerics and stability cover every case and the hidden sizes, with the families, schedules
-    and repeats of the gates."""
+    and repeats that the gates use."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]

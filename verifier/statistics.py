@@ -103,7 +103,7 @@ def through(first: Interval, second: Interval) -> Interval:
 
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
-    """The smallest relative difference that such a measurement detects with a power of 80 %."""
+    """The smallest relative difference that a measurement like ``pairs`` detects with a power of 80 %."""
     logs = [median(_logs(a, b, confidence)) for a, b in pairs]
     freedom = len(logs) - 1
     quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)
@@ -145,8 +145,8 @@ def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
 
 
 def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """The same numbers as ``_draws``, to the last bit, for rows of equal length and several times as fast.
-    NumPy's Mersenne Twister, in the state of Python's, draws the same random numbers."""
+    """Compute the same numbers as ``_draws``, to the last bit, several times as fast, for rows of equal
+    length. NumPy's Mersenne Twister, set to the state of Python's, draws the same random numbers."""
     import numpy as np  # imported here, since half of this module's users need no bootstrap
 
     _, (*state, position), _ = random.Random(seed).getstate()
@@ -175,7 +175,7 @@ def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
 @lru_cache(256)
 def student_quantile(confidence: float, freedom: int) -> float:
     """t with P(|T| <= t) = confidence for ``freedom`` degrees of freedom (0.95, 29 -> 2.0452)."""
-    low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(freedom)) is bounded, t is not
+    low, high = 0.0, math.pi / 2  # search for the angle atan(t / sqrt(freedom)), which is bounded, unlike t
     while high - low > 1e-13:
         middle = (low + high) / 2
         low, high = (middle, high) if _student_mass(middle, freedom) < confidence else (low, middle)

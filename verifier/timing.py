@@ -83,10 +83,10 @@ def measure(
 
     ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order of the
     arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
-    first one round, whose first calls compile, then ``warmup_seconds`` of rounds. A GPU slows down over
-    seconds as it reaches its power limit, and not equally for every kernel. After ``longest`` seconds no
-    further round begins, once there are FEWEST rounds. Raises ValueError without arms or rounds, and for
-    repeated names.
+    first one round, whose first calls compile, then ``warmup_seconds`` of rounds. It is long because a GPU
+    slows down over seconds as it reaches its power limit, and not equally for every kernel. After ``longest``
+    seconds no further round begins, unless there are fewer than FEWEST. Raises ValueError without arms or
+    rounds, and for repeated names.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
@@ -148,13 +148,13 @@ class CudaClock:
     measured by ``host_time``. The host is a round ahead. Unless a round takes the device more than twice as
     long as the host, a spin on the device precedes each region. Only regions count as the device's time, but
     everything that a round enqueues counts as the host's, so flushes and ``before`` calls lengthen the host's
-    lead. Longer kernels run back to back, because an H100 that idles between them saves power for clocks that
-    no training step reaches.
+    lead. Longer kernels run back to back, without a spin, because an H100 that idles between them saves power
+    for clocks that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6
     MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for this long
-    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; at least twice the L2
+    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; or twice the L2, if that is more
     CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that a spin is never too short
 
     def __init__(self) -> None:
@@ -215,7 +215,8 @@ def host_time(
     """Seconds that the host spends in ``call``: the median of ``n`` calls, with the device drained between
     them.
 
-    With small inputs this is the cost of a launch; a full launch queue would measure the device.
+    With small inputs this is the cost of a launch. Without draining, the host would wait for a full launch
+    queue, and the time would be the device's.
     """
     if n < 1:
         raise ValueError(f"{n} calls give no median; use at least 1")

@@ -108,8 +108,9 @@ def check_edited(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """Run ``check``'s gates on a program's lowered text that an author edited, without the trace. The text
-    compiles in confinement, also on the ``tuned`` schedules. Only a GPU can show its results."""
+    """Run the gates on a program's lowered text that an author edited: edit instead of trace, then the others
+    of ``check``. The text compiles in confinement, also on the ``tuned`` schedules. Only a GPU can show its
+    results."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", text
     )  # tells an audit hook about code that must not run anywhere else
@@ -196,7 +197,7 @@ def check_program(spec: Spec, program: Program) -> Rejected | None:
 
 
 def _schedules_to_compile(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
-    """The schedules for the compile gate, including the author's."""
+    """The schedules for the compile gate, including the author's schedules."""
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
 
 

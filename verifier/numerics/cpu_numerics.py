@@ -56,11 +56,11 @@ class InputSettings(NamedTuple):
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
-    Each family runs at hidden sizes of its own, and each stretched family at several such sizes. Dims in the
-    ratios of a case run on the first family, and on every family if the program computes with sizes or column
-    numbers. The first family also runs at the fixed small sizes, at each extent that a dim has in a case,
-    with all dims longer at once, and between the cases' extents. Runs with one row or few rows use integers,
-    where most results are exact, because a few values make poor statistics.
+    Each family runs at hidden sizes of its own, and each stretched family at several such sizes. Small sizes
+    in a case's ratios are tried with the first family, and with every family if the program computes with
+    sizes or column numbers. The first family also runs at the fixed small sizes, at each extent that a dim
+    has in a case, with all dims longer at once, and between the cases' extents. Runs with one row or few rows
+    use integers, where most results are exact, because a few values make poor statistics.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):

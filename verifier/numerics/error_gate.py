@@ -138,7 +138,7 @@ class _Stats:
 
     @property
     def coarse(self) -> bool:
-        """Whether the yardstick loses as much as 16-bit operands lose."""
+        """Whether the yardstick's error is as large as 16-bit operands cause."""
         return self.r2 > COARSE**2 * self.t2
 
     @property
@@ -147,8 +147,8 @@ class _Stats:
 
     @property
     def slope_off(self) -> float:
-        """The slope's distance from 1, or from the yardstick's slope if that is nearer. Values that repeat
-        along an axis have repeating roundings, so even the yardstick's slope is not 1."""
+        """The slope's distance from 1, or from the yardstick's slope if that is nearer. Even the yardstick's
+        slope is not 1 if values repeat along an axis, because their roundings repeat too."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
     @property

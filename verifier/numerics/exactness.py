@@ -44,7 +44,7 @@ def rows_at_once(values: Tensor) -> int:
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """View a tensor as rows by everything else, for counting tiles and positions."""
+    """View a tensor as a matrix, of rows by everything else, for counting tiles and positions."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
 
 

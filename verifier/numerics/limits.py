@@ -24,13 +24,13 @@ class ErrorLimits:
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
     deviations: float = 4.0  # slack for a statistic over few elements, in standard deviations
-    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit errors
+    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit roundings
     values: float | None = None  # limits one value's error over the yardstick's worst at values no larger
     loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
     effective: bool = False  # whether to count only elements that make up the yardstick's error
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
-        """(RMS, worst tile, worst element) for an output of this dtype."""
+        """The limits (RMS, worst tile, worst element) for an output of this dtype."""
         if dtype == "fp32":
             return self.fp32_rms, self.fp32_tile, self.fp32_element
         return self.rms, self.tile, self.element
@@ -72,8 +72,8 @@ VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.in
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
 # In sums of few products, some rows and columns are larger than usual by chance, and so are the errors of
-# values that cancel there. In families with large rows by design, the usual size is already that of the large
-# rows.
+# values that cancel there, which ``loud`` allows. Rows that a family makes large by design gain little from
+# it, because they determine the usual size.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
 # If one value of a row outweighs the rest, the worst element is one of a few, so its limit is wide. A clamp
 # is found anyway, because it is wrong by thousands of roundings.

@@ -266,7 +266,7 @@ def _saturated(spec: Spec, name: str, value: Tensor) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast floats; indices stay integers."""
+    """Cast a tensor of floats; indices stay integers."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -315,8 +315,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Round matmul operands to the 16-bit dtype of the inputs, or to bf16, the coarser one, if both occur.
-    fp8 values fit either dtype."""
+    """Round matmul operands to the 16-bit dtype of the inputs: to bf16, the coarser one, if both occur. fp8
+    fits either; if the inputs have no 16-bit dtype, it becomes bf16."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -362,7 +362,7 @@ class _RoundedOperands(_Mode):
             eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
             if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
                 # With fp8 operands, tensor cores keep fewer bits of a sum, whether or not partial sums are
-                # added in fp32.
+                # added in fp32, so the yardstick uses them too.
                 one = torch.ones((), device=a.device)
                 columns = b.shape[1]  # must be a multiple of 16
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)

@@ -234,7 +234,8 @@ def _name(call: ast.Call) -> str:
 
 
 def _nodes(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
-    """Nodes of a kind, by their position in a walk of the tree. Nodes inside an index do not count."""
+    """The nodes of a kind, each with its position in a walk of the tree. Nodes inside an index do not
+    count."""
     tree = ast.parse(text)
     inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
     return [(i, n) for i, n in enumerate(ast.walk(tree)) if isinstance(n, kind) and id(n) not in inside]

@@ -57,7 +57,7 @@ def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dic
 
 
 def _numbers(program: Program) -> list[float]:
-    """The numbers that a program names, and 1."""
+    """The numbers that a program names, without their signs, and 1."""
     named = {
         float(n.attribute) for n in program.nodes if n.op == "constant" and isinstance(n.attribute, float)
     }

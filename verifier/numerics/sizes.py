@@ -22,8 +22,8 @@ HALF_TILE = TILE // 2
 LARGEST = 1500  # extents on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run with all dims long, which takes 0.3 s
-SHORT = 24  # short extents, used with a long one; larger if the rows' alignment needs it
-MEDIUM = 120  # used with a short extent instead, because a few values make poor statistics
+SHORT = 24  # extents of the other dims if one is long; larger if the rows' alignment needs it
+MEDIUM = 120  # the same if that one is short, because a few values make poor statistics
 ELEMENTS = 1 << 21  # most elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
 HEAD = 16  # columns of the narrowest head
@@ -56,7 +56,7 @@ def hidden(
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # each dim's largest extent, by the static dims
+    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # by static dims: the largest extent of each dim
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
             known = random.choice(spec.cases).sizes if spec.static else {}
@@ -190,7 +190,7 @@ def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
-    """The largest extent that has a dim as a factor; dims without a size count as 1."""
+    """The largest extent of which a dim is a factor, where dims without a size count as 1."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
@@ -278,8 +278,8 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
 
 
 def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether rows are multiples of 16 bytes. Rows that a case leaves unaligned (a head's statistics) may be
-    unaligned."""
+    """Whether rows are multiples of 16 bytes. Rows that are unaligned in some case (a head's statistics) may
+    be unaligned here too."""
     rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
     every = [case.sizes for case in spec.cases]
     demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
@@ -287,7 +287,7 @@ def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
 
 
 def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether the ranges of integers are not empty at these sizes."""
+    """Whether the inputs' ranges of integers contain any integers at these sizes."""
     try:
         for tensor in spec.drawn.values():
             if tensor.init.integers or tensor.init.count is not None:

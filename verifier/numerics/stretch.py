@@ -19,7 +19,7 @@ USUAL_REACH = 16.0
 # makes small again.
 FAR = 60.0
 ZEROS = 1 / 16  # share of the values in "ends" that become zero, or one end of the domain, if that is legal
-NEAR = 2.0**24  # an end of a domain up to this size is drawn itself
+NEAR = 2.0**24  # an end of a domain that is at most this large is also drawn itself
 
 
 class Typical(NamedTuple):
@@ -63,8 +63,8 @@ def _mixed(of: Typical) -> Tensor:
 
 
 def _ends(of: Typical) -> Tensor:
-    """Scale each value of a vector, and each row of a matrix, by its own factor; mix in ends of the domain
-    and zeros."""
+    """Scale each value of a vector, and each row of a matrix, by a factor of its own; replace some values by
+    an end of the domain, or by zero."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1

@@ -101,7 +101,7 @@ class _Ending:
 
 def _converse(request: bytes, wall_seconds: float) -> _Ending:
     deadline = time.monotonic() + wall_seconds
-    with tempfile.TemporaryFile() as letter:  # a file, not a pipe: a child that stalls cannot block us
+    with tempfile.TemporaryFile() as letter:  # not a pipe, so that a child that stalls cannot block us
         letter.write(request)
         letter.seek(0)
         with _child(letter) as (process, descriptor):

@@ -76,4 +76,4 @@ def _write(descriptor: int, record: dict[str, Any]) -> None:
 
 def _finish(descriptor: int, record: dict[str, Any]) -> NoReturn:
     _write(descriptor, record)
-    os._exit(0)  # no exit handlers, no destructors: no code of the kernel runs after its result
+    os._exit(0)  # without exit handlers and destructors, so that no code of the kernel runs after its result

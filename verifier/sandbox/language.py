@@ -94,7 +94,7 @@ def _parse(source: str) -> ast.Module:
         return ast.parse(source)
     except SyntaxError as error:
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
-    except ValueError as error:  # NUL bytes, lone surrogates
+    except ValueError as error:  # as for NUL bytes and lone surrogates
         raise ProgramError("syntax", f"the file is not text that Python reads: {error}") from None
     except (RecursionError, MemoryError):
         raise _too_deep() from None
@@ -227,7 +227,7 @@ class _KernelChecker:
                         "move this into the @kernel function"
                     )
                 case _:
-                    self._visit(statement)  # refused with its remedy
+                    self._visit(statement)  # which refuses it with a remedy
         self._count_kernels(node)
 
     def _count_kernels(self, node: ast.Module) -> None:
@@ -301,7 +301,7 @@ class _KernelChecker:
             case ast.Subscript(value=ast.Name()):
                 self._visit(node)
             case ast.Starred():
-                self._visit(node)  # refused with its remedy
+                self._visit(node)  # which refuses it with a remedy
             case _:
                 self._refuse("assign to names, or to a dict's entry")
 
@@ -432,7 +432,7 @@ class _KernelChecker:
 
     def _subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
-            self._visit(ast.copy_location(ast.Slice(), node))  # refused with its remedy
+            self._visit(ast.copy_location(ast.Slice(), node))  # which refuses it with a remedy
         self._children(node)
 
 

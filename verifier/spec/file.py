@@ -41,8 +41,8 @@ class SpecError(InvalidInput):
 
 
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """Read a model from a YAML file, and run ``check`` on it, which may raise BadReference. Raises
-    SpecError."""
+    """Read a model from a YAML file, and run ``check`` on it. Raises SpecError, also if ``check`` raises
+    BadReference."""
     path = Path(path)
     return of_text(path, _text(path), kind, check)
 
@@ -104,7 +104,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
     return tree
 
 
-@lru_cache(32)  # a command loads its spec from several places; parsing takes most of the time
+@lru_cache(32)  # because a command loads its spec from several places, and parsing takes most of the time
 def _parsed(text: str) -> Any:
     yaml = YAML()
     yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST

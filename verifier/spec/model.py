@@ -78,7 +78,8 @@ class Spec(Declared):
 
     @cached_property
     def before(self) -> Spec | None:
-        """The forward of a backward, as a spec whose outputs are its stored tensors."""
+        """The forward of a backward, as a spec whose outputs are the tensors that it stores; None for other
+        specs."""
         if not self.forward:
             return None
         made = assigned(self.forward.reference) | assigned(self.forward.head)

@@ -68,7 +68,7 @@ class Case(Model):
 
     @property
     def decides(self) -> bool:
-        """Whether its speedup decides acceptance."""
+        """Whether the case's speedup decides acceptance."""
         return self.bench is True
 
     @model_validator(mode="before")
