@@ -1,5 +1,5 @@
-"""Check the functions in an edited module: the names in expressions and statements are known, and no
-attribute escapes from the kernel's values."""
+"""Check the functions in a module whose text an author has edited. Every name in an expression or statement
+must be known, and no attribute may lead out of the kernel's values."""
 
 from __future__ import annotations
 
@@ -52,18 +52,19 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Reader:
-    """Walk over a module's functions. ``line`` is the line of the last node that has one."""
+    """Walk over a module's functions. ``line`` is the line number of the last visited node that has a line
+    number."""
 
     def __init__(self, tree: ast.Module):
         self._tree = tree
         self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the module's own alias
+        self._modules: dict[str, ModuleType] = {}  # by the alias that the edited module imports them under
         self._imported: dict[str, Any] = {}
         self._constants: set[str] = set()
-        self._classes: dict[str, type | None] = {}  # its nearest imported base
+        self._classes: dict[str, type | None] = {}  # a class's nearest imported base class
         self._bound = set(_bindings(tree))
         self._given: set[str] = set()  # parameters of the method that runs on the host
-        self._method = False  # whether the node is inside a method, where super() is defined
+        self._method = False  # whether the visited node is inside a method, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
             ast.arguments: self._parameters,
@@ -96,8 +97,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """Check a value that is evaluated when the module is read. It refers to no function, so that none
-        gets a second name."""
+        """Check a value that is evaluated when the module is read. The value may not refer to a function, so
+        that no function gets a second name."""
         self._at(node)
         match node:
             case ast.Constant():
@@ -154,7 +155,8 @@ class Reader:
                 self._visit(statement)
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """Check a function's decorator: cute's ``jit`` or ``kernel``."""
+        """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return its name, or None
+        if there is no decorator."""
         match node.decorator_list:
             case []:
                 return None
@@ -236,8 +238,8 @@ class Reader:
             self._refuse(f".{name} is private: use public names, also for your own methods")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object of a dotted name that begins with a module; None once the name passes through a
-        value."""
+        """The object that a dotted name beginning with a module refers to; None if the name reads an
+        attribute of a value."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)

@@ -1,8 +1,9 @@
-"""Compile lowered modules: kernels to call, and cubins with a resource report.
+"""Compile lowered modules into kernels to call, and into cubins for a resource report.
 
-A program's own text compiles here (``jit``), an edited one in confinement (``primitives.raw``). The resource
-report needs no GPU: a child process compiles for sm_90a and reads the cubin. ``python -m
-coda_agent.primitives.runtime.compile`` is that child.
+The text that a program is lowered to compiles in the calling process (``jit``). A text edited by an author
+compiles in a confined child process (``primitives.raw``). The resource report needs no GPU, because a child
+process only compiles for sm_90a and reads the cubin. ``python -m coda_agent.primitives.runtime.compile`` is
+that child.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir, cached_json
 from coda_agent.primitives.target import TARGET
 
-CROWDED = "shared_memory"  # the code of a step that fits no tile
+CROWDED = "shared_memory"  # the error code for a step that fits no tile
 FORMAT = 6  # version of cached reports
 
 
@@ -53,8 +54,9 @@ def compile_gemm(
 ) -> Callable[..., Any]:
     """Compile a step for one schedule; only the static dims of ``sizes`` matter.
 
-    A is passed as [M, K] with any strides; B as stored: [K, N], or [N, K] if ``b_transposed``. An edited text
-    compiles in a confined child, or has its object cached; CompileError if the child refuses it.
+    A is passed as [M, K] with any strides. B is passed as it is stored: as [K, N], or as [N, K] if
+    ``b_transposed``. A text edited by an author compiles in a confined child process, unless its object is
+    cached. Raises CompileError if the child refuses the text.
     """
     if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
@@ -62,7 +64,7 @@ def compile_gemm(
 
 
 def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """Compile the kernel for vectors between steps."""
+    """Compile a kernel that processes vectors after a step's GEMM."""
     if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, None, {}))
     return cached_vector(lowered, kernel)
@@ -71,12 +73,14 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]
 def report(
     kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES
 ) -> tuple[Resources, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; an edited text
-    compiles in a confined child of the child.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's resources from its
+    cubin.
 
-    ``sizes`` holds the static dims. Schedules that do not fit a step are left out; if none fits, a probe
-    schedule replaces them (``probe_schedules``). Runs in a child process, since a compiler can crash, and is
-    cached by content. Raises CompileError, with the code CROWDED if a step fits no tile, and CacheError.
+    ``sizes`` holds the static dims. Schedules that do not fit a step are left out. If none fits, the first of
+    tuning's schedules that fits replaces them (``probe_schedules``). Compilation runs in a child process,
+    since a compiler can crash; a text edited by an author compiles in a confined child of that process.
+    Results are cached by content. Raises CompileError, with the code CROWDED if a step fits no tile, and
+    CacheError.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -92,7 +96,7 @@ def report(
 def _compile_all(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """The schedules to compile each step on; none if no tile holds its heads."""
+    """For each step, the schedules to compile it on; an empty list for a step whose heads no tile holds."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -107,8 +111,8 @@ COMPILE_SECONDS = 300
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. CompileError with its message, or with the limit that it exceeded: time or
-    memory."""
+    """The child's answer. Raises CompileError with the compiler's message, or if the child takes too long or
+    dies."""
     with _turn:
         child = _child()
         try:
@@ -119,7 +123,7 @@ def _run_child(request: str) -> str:
 
 
 def _child() -> _Child:
-    """The running child, or a new one."""
+    """The running child, or a new child if that one is not usable."""
     global _kept
     if _kept is None or not _kept.usable():
         if _kept is not None:
@@ -129,7 +133,8 @@ def _child() -> _Child:
 
 
 class _Child:
-    """A process that compiles one request after another: its imports take longer than most compiles."""
+    """A process that compiles one request after another. It is reused because its imports take longer than
+    most compiles."""
 
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
@@ -168,7 +173,7 @@ class _Child:
         )
 
     def end(self) -> None:
-        if self.made[0] != os.getpid():  # after a fork it is the parent's
+        if self.made[0] != os.getpid():  # after a fork the child process belongs to the parent
             return
         subprocesses.hang_up(self.process)
         self.errors.close()
@@ -180,14 +185,14 @@ _kept: _Child | None = None
 
 
 def _environment() -> dict[str, str]:
-    """The compiler's environment, without a user's settings of compilers, which must not change the
-    report."""
+    """The environment for the compiler. It leaves out the user's own compiler settings, which must not change
+    the report."""
     given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
     return given | TARGET.environment
 
 
 def _serve(scratch: Path) -> None:
-    """Read a request per line and write an answer per line: resources, or the compiler's message."""
+    """Read one request per line and write one answer per line: the resources, or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's prints must not mix with the answers
     import_quack()
@@ -240,7 +245,7 @@ def _resources_of(
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
     found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds)
-    cubin.unlink()  # the next configuration's has the same name
+    cubin.unlink()  # the next configuration's cubin has the same name
     return found
 
 

@@ -1,5 +1,5 @@
-"""Plans: a program bound to sizes and schedules, with compiled kernels, one workspace and all host decisions
-made. Calling a plan only launches."""
+"""A plan: a program bound to sizes and schedules, with compiled kernels and one workspace. The host makes all
+decisions when it builds the plan, so calling the plan only launches kernels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from coda_agent.primitives.runtime.turns import CudaStreams, Turns
 if TYPE_CHECKING:
     import torch
 
-GAP = 4096  # bytes around each tensor of a workspace, where a check finds stray writes
+GAP = 4096  # unused bytes before and after each tensor of a workspace, where a check finds stray writes
 
 
 class _Slots:
-    """The tensors and numbers of launches by position: a call's inputs and outputs, then fixed values, then
-    views of both."""
+    """The tensors and numbers that launches use, by position. A call's inputs and outputs come first, then
+    fixed values, then views of the inputs, outputs and fixed values."""
 
     def __init__(self, names: Sequence[str]):
         self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
@@ -39,7 +39,8 @@ class _Slots:
         self.nothing = self.fix(None, None)
 
     def fix(self, key: Hashable, value: Any) -> int:
-        """The slot of a value that no call changes. Fixed slots precede derived ones."""
+        """Add a value that no call changes; return its slot. All fixed values must be added before the first
+        derived one."""
         self._index[key] = self._given + len(self.fixed)
         self.fixed.append(value)
         return self._index[key]
@@ -49,8 +50,8 @@ class _Slots:
         return self._index[key]
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
-        """The slot of a view of another slot, taken by each call; a view of a fixed slot is taken here,
-        once."""
+        """The slot of a view of another slot. Each call takes the view again, but a view of a fixed slot is
+        taken only once, here."""
         if (source, change) not in self._index:
             self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
             once = 0 <= source - self._given < len(self.fixed)
@@ -104,27 +105,28 @@ def _picker(keys: Sequence[int | str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Makes an uninitialised tensor of a size, strides and dtype, on the current device of this type: what
-    Inductor's code calls, at half the host time of ``torch.empty``."""
+    """A function that makes an uninitialised tensor of a size, strides and dtype on the current device of
+    this type. The code that Inductor generates calls the same function, which takes half the host time of
+    ``torch.empty``."""
     from torch._C._dynamo import guards
 
-    return getattr(guards, f"_empty_strided_{device.type}")  # which its type stubs lack
+    return getattr(guards, f"_empty_strided_{device.type}")  # a function that the type stubs lack
 
 
 Launch = Callable[[Sequence[Any]], None]
-# a part of a program: a step's GEMM, or the vectors after it
+# a part of a program: a step's GEMM, or the vector kernels that run after the GEMM
 Part = tuple[Literal["gemm", "vector"], int]
 
 
 class Plan:
-    """A kernel on schedules of all its steps, bound to sizes and a device.
+    """A kernel with a schedule for each of its steps, bound to sizes and a device.
 
-    ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
-    no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
-    The workspace (bytes; made where none, or too small a one, is given) is shared between calls. Any threads
-    and streams may call: the calls run one after the other on the GPU (``turns``). Plans that are given one
-    workspace do not wait for each other.
-    ``parts``: the launches, in order; ``gaps``: unused bytes of the workspace.
+    ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into the given outputs, and
+    neither allocates nor decides anything. Tensors must have the shapes, dtypes and device of the plan. All
+    calls share the workspace, a tensor of bytes. The plan allocates it if the caller gives no workspace or
+    one that is too small. Any threads and streams may call a plan, since its calls run one after another on
+    the GPU (``turns``). Different plans that share a workspace do not wait for each other. ``parts``: the
+    parts of the program, in launch order. ``gaps``: the unused bytes of the workspace.
     """
 
     def __init__(
@@ -176,7 +178,8 @@ class Plan:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
-        """[1, M, tiles along N] for a reduction along rows, [1, tiles along M, N] for one along columns."""
+        """The shape of a reduction's partial results: [1, M, tiles along N] along rows, [1, tiles along M, N]
+        along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
         schedule = self.schedules[gemm.step]
         if self._along_columns(reduced):
@@ -188,8 +191,9 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """Allocate the tensors between kernels in one buffer: tiles and vectors that are not outputs, then
-        partials, whose number depends on the chosen tiles."""
+        """Allocate the tensors that one kernel leaves for another in one buffer. Tiles and vectors that are
+        not outputs come first. Partial results of reductions follow, since their number depends on the chosen
+        tiles."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}
@@ -204,8 +208,8 @@ class Plan:
             for a in vector.arguments:
                 if a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # Offsets do not depend on the tiles: plans in one tuning share a buffer, and run a step on the
-        # results of earlier steps.
+        # The offsets of ``values`` do not depend on the tiles, because the plans of one tuning share a
+        # buffer: a plan may run a step on results that another plan left there.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -215,8 +219,8 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # Selections start and end at -inf (the finishing kernel resets them), so another plan's bytes must
-        # not remain.
+        # Partial results of a selection must hold -inf before each call (the finishing kernel resets them),
+        # so they are not in the shared buffer, where another plan's bytes could remain.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -232,7 +236,8 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The size that a node names; for an ``extent``, its number of columns."""
+        """The value of a scalar argument: the size that the node names or, for the role ``extent``, the
+        node's number of columns."""
         from cutlass import Float32
 
         named = role == "scalar"
@@ -245,7 +250,8 @@ class Plan:
         return self._slots.at(self._names.get(node) or ("value", node))
 
     def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
-        """The slot of an argument. ``pointer``: pass a number in memory."""
+        """The slot of an argument. ``pointer`` turns a tensor that holds one number into the argument that
+        the kernel takes."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return self._slots.nothing
         if argument.role in ("scalar", "extent"):
@@ -282,7 +288,8 @@ class Plan:
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> Launch:
-        """Launch a step, or some of its ``rows``, on this many clusters at a time."""
+        """A function that launches a step, or only some of its ``rows``, with at most this many clusters at a
+        time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
@@ -304,7 +311,7 @@ class Plan:
         return launch
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
-        """The slot of the part of an argument that a launch of some rows uses."""
+        """The slot of an argument, or of the part of it that a launch of only some rows uses."""
         slot = self._slot(argument)
         if argument is None or rows is None:
             return slot
@@ -321,7 +328,8 @@ class Plan:
         return slot
 
     def _epilogue_arguments(self, step: int) -> Any:
-        """The class of a step's epilogue arguments; an edited text uses the program's own."""
+        """The class of a step's epilogue arguments. A text edited by an author uses the class of the
+        program's unedited text."""
         lowered = lower(self.program) if self.lowered.edited else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
@@ -332,7 +340,7 @@ class Plan:
         return lambda slots: compiled(*arguments(slots))
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Fresh, uninitialised outputs; those that update an input among them, too."""
+        """Fresh, uninitialised tensors for all outputs, including the outputs that update an input."""
         return {name: self._empty(*like) for name, like in self._like.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -347,7 +355,7 @@ class Plan:
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Launch one GEMM and the vectors after it, on the results of an earlier ``run``."""
+        """Launch one step's GEMM and the vector kernels after it, on the results of an earlier ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -366,7 +374,7 @@ class Plan:
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
         for output, name in self._added:
-            if outputs[output] is not inputs[name]:  # the kernel adds to its contents
+            if outputs[output] is not inputs[name]:  # the kernel adds to the output's contents
                 outputs[output].copy_(inputs[name])
         slots = [*self._in_order(inputs), *self._out_order(outputs), *self._slots.fixed]
         for source, change in self._slots.derived:
@@ -374,7 +382,8 @@ class Plan:
         return slots
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A caller's outputs: fresh ones, except those that overwrite an input."""
+        """The outputs for a call: fresh tensors, except that an output which updates an input is that input's
+        tensor."""
         outputs = {name: self._empty(*like) for name, like in self._fresh}
         for output, name in self._updates:
             outputs[output] = inputs[name]

@@ -36,25 +36,26 @@ from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedul
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
-FAMILIAR = 8  # kinds of tensors that a kernel recognizes without checking them
+FAMILIAR = 8  # how many recent calls' kinds of tensors a kernel recognizes without checking them
 NONE: Mapping[str, int] = MappingProxyType({})
-HERE = nullcontext()  # PyTorch's current device is the right one
+HERE = nullcontext()  # for the case that PyTorch's current device is already the right one
 
 
 class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
-    It launches on the tensors' device, on that one's current stream. The first call with new shapes plans
-    and tunes (seconds to minutes, kept on disk); later ones launch.
-    The source's schedules replace tuning; with ``known`` ones, by step, tuning only races those. An edited
-    text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
+    It launches on the tensors' device, on the current stream of that device. The first call with new shapes
+    plans and tunes, which takes seconds to minutes and is kept on disk; later calls only launch. Schedules in
+    the source replace tuning. If ``known`` has good schedules by step, tuning times others only if those have
+    too few tiles. A text edited by an author is timed only on ``known`` schedules, since nobody has checked
+    its results on others.
 
-    Any threads and CUDA streams may call it at once. Calls of the same shapes share a workspace, so they run
-    one after another on the GPU: a stream waits for the stream of the previous call. For calls that overlap,
-    make a Kernel for each stream. A call that is captured into a CUDA graph does not wait, and neither do the
-    graph's replays: never let them overlap each other or other calls, and call from no other thread during a
-    capture. An external stream must live until another stream's next call. A copied or unpickled Kernel plans
-    again.
+    Any threads and CUDA streams may call it at once. Calls with the same shapes share a workspace, so they
+    run one after another on the GPU, and a stream waits for the stream of the previous call. For calls that
+    overlap, make one Kernel per stream. A call that is captured into a CUDA graph does not wait, and neither
+    do the graph's replays. So never let replays overlap each other or other calls, and do not call from
+    another thread during a capture. An external stream must stay alive until the next call from another
+    stream. A copied or unpickled Kernel plans again.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Kernel:
         signature = self.program.signature
         self._named = signature.named
         self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        self._in_order = itemgetter(*signature.inputs)  # a product has two inputs at least
-        # The last calls' tensors and dims, newest first.
+        self._in_order = itemgetter(*signature.inputs)  # a tuple, since a product has at least two inputs
+        # The kinds of tensors, the given dims and the plans of the last calls, newest first.
         self._familiar: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,17 +82,18 @@ class Kernel:
         schedules: Mapping[int, Schedule] | None = None,
         edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json and, with ``edited``, a NAME.raw.py, which is compiled in confinement and
-        replaces the program's own text, on the schedules that the report beside it was measured on. Raises
-        OSError, or ProgramError for an invalid program."""
+        """Read a NAME.program.json and, with ``edited``, also a NAME.raw.py, whose text replaces the
+        program's own text and compiles in a confined child process. Without ``schedules``, an edited text
+        runs only on the schedules of the report in the same folder. Raises OSError, or ProgramError for an
+        invalid program."""
         program = Program.from_json(Path(path).read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)
         return cls(source, known=_proved(source, Path(edited)) if edited else None)
 
     def plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE) -> Plan:
-        """The plan for tensors like these, and for dims ``given`` by name. LaunchError for inputs that cannot
-        be launched on."""
+        """The plan for tensors of these shapes and for dims ``given`` by name. Raises LaunchError if the
+        kernel cannot run on the inputs."""
         sizes = check_tensors(self.program.signature, inputs, given)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
@@ -104,7 +106,8 @@ class Kernel:
         return found
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Compile jobs for the schedules that it runs on at these sizes, or that tuning tries first."""
+        """Jobs that compile the schedules which the kernel runs on at these sizes, or which tuning tries
+        first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
             step = gemm.step
@@ -113,7 +116,8 @@ class Kernel:
         return to_compile(self.source, sizes, wanted)
 
     def is_tuned(self, sizes: Mapping[str, int]) -> bool:
-        """Whether its schedules at these sizes are known. Asks for the GPU's name."""
+        """Whether the kernel's schedules at these sizes are already chosen. Reads the GPU's name, by which
+        choices are stored."""
         steps = {step.index for step in cut(self.program).gemms}
         return steps <= self.source.fixed.keys() or bool(cached(self.source, sizes, self.known))
 
@@ -137,9 +141,9 @@ class Kernel:
                 )
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Outputs by name; one that updates an input is that input's tensor, overwritten. Beside tensors it
-        takes, as integers, the static dims that follow from no input's shape. LaunchError for inputs that
-        cannot be launched on."""
+        """Run the kernel; return its outputs by name. An output that updates an input is that input's tensor,
+        overwritten. Pass static dims that do not follow from any input's shape as integers. Raises
+        LaunchError if the kernel cannot run on the inputs."""
         given = {dim: inputs.pop(dim) for dim in self._named if dim in inputs} if self._named else NONE
         plan, taken = self._known_plan(inputs, given), inputs
         if plan is None:
@@ -169,7 +173,8 @@ class Kernel:
     def _checked_plan(
         self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]
     ) -> tuple[Plan, dict[str, torch.Tensor]]:
-        """The plan for tensors that no call had yet, and the tensors as the plan takes them."""
+        """The plan for tensors of a kind that no recent call had, and the tensors with the strides that the
+        plan needs."""
         taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
         plan = self.plan(taken, given)
         if (familiar := Familiar(self._in_order(taken)))(self._in_order(inputs)):
@@ -178,8 +183,8 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """By step, the schedules that an edited text was measured on by the report beside it; none without a
-    report of this text."""
+    """The schedules by step on which the report in the same folder measured an edited text; empty if no
+    report is about this text."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}
@@ -187,8 +192,8 @@ def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, ``device`` is PyTorch's current one, so that a kernel goes to its stream, wherever its tensors
-    are."""
+    """A context in which ``device`` is PyTorch's current device, so that a kernel is launched on that
+    device's current stream."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device)

@@ -51,9 +51,10 @@ def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
 def check_tensors(
     signature: Signature, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """The sizes of tensors that match the signature, some of them ``given``; LaunchError where they do not.
+    """The sizes that follow from the tensors and the ``given`` dims. Raises LaunchError if the tensors do not
+    match the signature.
 
-    A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
+    A tensor that requires grad is refused while PyTorch records gradients. A kernel has no autograd, so a
     loss on its outputs would silently train nothing.
     """
     import torch
@@ -95,10 +96,12 @@ def check_tensors(
 
 
 class Familiar:
-    """Recognizes tensors like ``passed`` ones, which ``check_tensors`` let through, in about a microsecond.
+    """Recognizes, in about a microsecond, tensors of the same kind as the ``passed`` ones, which
+    ``check_tensors`` has accepted.
 
-    Types, dtypes, devices, sizes and strides are compared by the guards of ``torch.compile``, in C++. False
-    means only that the tensors must be checked: one passed twice is never familiar.
+    Types, dtypes, devices, sizes and strides are compared by the guards of ``torch.compile``, in C++. A
+    result of False means only that the tensors must be checked. For example, a call that passes one tensor
+    twice is never recognized.
     """
 
     def __init__(self, passed: Collection[torch.Tensor]):
@@ -117,8 +120,8 @@ class Familiar:
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """LaunchError where an input that is overwritten shares memory with another. The program's own
-    element-wise reads of it were checked when it was traced."""
+    """Raise LaunchError if an input that is overwritten shares memory with another input. The program may
+    read the overwritten input only element by element, which was checked when the program was traced."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]
@@ -131,7 +134,7 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with a fresh tensor's strides, without a copy; most tensors are returned unchanged.
+    """A view of the same elements with the strides of a fresh tensor; most tensors are returned unchanged.
     PyTorch calls a single row contiguous whatever its stride, but bulk copies need a stride that is a
     multiple of 16 bytes."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
@@ -141,7 +144,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """One message per input or output without elements at these sizes, since a shape may subtract."""
+    """One message per input or output that would have no elements at these sizes, which can happen since a
+    dim may be a difference of sizes."""
     found = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]

@@ -1,9 +1,10 @@
-"""Count the machine instructions of each line of a lowered text.
+"""Count the machine instructions that each line of a lowered text compiles to.
 
 CuTeDSL's line info, which changes no instruction, holds the file and line where an operation was traced. An
-operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the helper. Instructions
-count once each, not per execution. An epilogue is fully unrolled, so its counts are those of one thread and
-tile. Compiles without a GPU in a child process, which runs this module by ``python -m``.
+operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the helper. Each
+instruction counts once, however often it is executed. An epilogue is fully unrolled, so its counts are for
+one thread and one tile. Compilation needs no GPU, and happens in a child process that runs this module with
+``python -m``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
 from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import cached_json
 
-FORMAT = 3  # version of the kept listings
+FORMAT = 3  # version of the cached listings
 LOWERED = ""  # the file name of the lowered text itself
 
 _KINDS = {
@@ -77,9 +78,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Listing:
-    """A kernel's instructions by address, and its configuration: a GEMM's ``schedule``, else None. ``source``
-    holds the class's lines in the lowered text by number. ``part``: the number of this launch, from 1, and
-    the number of launches; a ``split`` step has two, from one class."""
+    """A kernel's instructions, in order of address. ``schedule`` is the schedule of a GEMM, or None for a
+    vector kernel. ``source`` holds the lines of the kernel's class in the lowered text, by line number.
+    ``part`` is the number of this launch, from 1, and the number of launches: a ``split`` step launches one
+    class twice."""
 
     kernel: str
     schedule: Schedule | None
@@ -92,12 +94,13 @@ class Listing:
         return Counter(i.kind for i in self.instructions)
 
     def lines(self) -> dict[int, Counter[str]]:
-        """The instructions of each kind by line number of the lowered text; lines without instructions are
-        left out."""
+        """The number of instructions of each kind, by line number of the lowered text; lines without
+        instructions are left out."""
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The other instructions by file, most first: the mainloop, the scheduler, TMA stores."""
+        """The number of instructions of each kind from other files, by file, largest total first: the
+        mainloop, the scheduler, TMA stores."""
         found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
@@ -110,17 +113,17 @@ def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
 
 
 def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions; a step in two
-    launches has both, in order.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions. A step with two
+    launches has two listings, in order.
 
-    ``sizes`` holds the static dims; a step without a schedule takes the first of its probes. Runs in a child
-    process, for an edited text in a confined child of that, and is cached by content. Raises CompileError,
-    and CacheError.
+    ``sizes`` holds the static dims. A step without a schedule uses the first of its probe schedules.
+    Compilation runs in a child process, or in a confined child of that process for a text edited by an
+    author. Results are cached by content. Raises CompileError and CacheError.
     """
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    own = kernel.program._replace(schedule={}).hash  # a text does not state its tiles' dtypes
+    own = kernel.program._replace(schedule={}).hash  # the text does not state the tiles' dtypes
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
     rows = cached_json("sass", key, lambda: _run_child(json.dumps(asked)))
@@ -146,7 +149,8 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. CompileError with its message, or with the limit that it exceeded."""
+    """The child's answer. Raises CompileError with the compiler's message, or if the child takes too long or
+    dies."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
@@ -178,7 +182,7 @@ def _cubin(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> tuple[bytes, str]:
-    """A kernel's machine code, and the path that its line info has for the lowered text."""
+    """A kernel's machine code, and the path by which its line info names the lowered text."""
     if lowered.edited:
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
@@ -191,7 +195,7 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Attribute operations that are traced in the block to the innermost line of the lowered text in their
+    """Inside the with block, attribute each traced operation to the innermost line of the lowered text in its
     call stack."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
@@ -213,7 +217,7 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """The fields of a Listing: the kernel of a ``step``'s ``launch``, from 0."""
+    """The fields of a Listing. ``launch`` is the number of a launch of ``step``, from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -234,7 +238,7 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
     """The instructions in the output of ``nvdisasm -c -g``. ``lowered`` is the path of the lowered text.
-    Labels become addresses."""
+    Labels in an instruction's text are replaced by addresses."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
     found: list[Instruction] = []
@@ -255,7 +259,7 @@ def parse(sass: str, lowered: str) -> Iterator[Instruction]:
 
 
 def _short(path: str) -> str:
-    """A file's path from its package on."""
+    """A file's path, beginning with its package."""
     root = f"{Path(__file__).parents[2]}{os.sep}"
     return re.sub(r"^.*?/(?:site|dist)-packages/", "", path.removeprefix(root))
 

@@ -1,11 +1,11 @@
 """Tune: find the fastest schedule of each step at given sizes, on this GPU.
 
-The first round times every tile in clusters of two at the default rasterisation, pingpong tiles also with a
-deep mainloop, and small tiles if the output is small. The second takes the best three tiles over
-rasterisation group sizes and L2 eviction hints, and the best of these also in clusters of four. The last
-round repeats the best of both, including the best five tiles, with more repetitions, because the first two
-rounds are noisy. Candidates compile in parallel processes. Timing is interleaved in random order with a cold
-L2. The choice is cached by text, sizes and GPU.
+The first round times every tile in clusters of two at the default rasterisation. It also times pingpong tiles
+with a deep mainloop, and small tiles if the output is small. The second round times the best three tiles with
+several rasterisation group sizes and L2 eviction hints, and the best tile also in clusters of four. The last
+round repeats the second round's best schedules and the first round's best five tiles more often, because the
+first two rounds are noisy. Candidates compile in parallel processes. Timing is interleaved in random order
+with a cold L2. The choice is cached by text, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ FORMAT = 6  # version of stored tunings
 ROUNDS = 9
 FINALISTS = 3  # tiles to refine
 LAST_TILES = 5  # tiles in the last round, whose conditions are closest to the benchmark's
-SPLIT = 2  # tiles to time in two launches as well
-SPLIT_GROUPS = (4, 8, 16)  # their rasterisation when the last round's schedules are known
+SPLIT = 2  # tiles that are also timed in two launches
+SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups of those tiles when an earlier last round is known
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds for long kernels, which differ more clearly per round; the last round has 13
+FEWEST = 4  # rounds for long kernels, whose differences are clearer in each round; the last race has 13
 PER_ROUND = 3.5  # milliseconds of a kernel above which it gets fewer rounds
 MOST_STACK = 512  # bytes per thread: the largest stack of any winner so far is 192, with 456 spilled loads
 WARM_UP = 0.7  # seconds of load before timing, to settle the clocks
-LAST_WARM_UP = 2.0  # before the last round, as before a benchmark: near the power limit that applies there
+LAST_WARM_UP = 2.0  # the same before the last round, as before a benchmark: the GPU is then near its power limit
 COOLING = 2.0  # seconds of load that one second of rest undoes
 
 HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch is not timed
@@ -69,7 +69,7 @@ class NoSchedule(Exception):
 
 
 class Tiled(Protocol):
-    """A schedule with a tile, ours or QuACK's."""
+    """A schedule with a tile: one of this project's schedules, or one of QuACK's."""
 
     @property
     def tile_m(self) -> int: ...
@@ -85,7 +85,7 @@ Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
 
 
 def _fitting(gemm: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """The candidates, at least one."""
+    """The schedules that a search for a step starts from. Raises LaunchError if there are none."""
     found = candidates(gemm, sizes)
     if not found:
         raise LaunchError(f"step {gemm.step}: no tile holds {gemm.wants(sizes)}")
@@ -93,7 +93,8 @@ def _fitting(gemm: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def refinements(ranked: Sequence[Schedule], gemm: GemmKernel) -> list[Schedule]:
-    """The second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
+    """The second round's schedules: the leaders with several rasterisation groups and L2 eviction hints.
+    Hints for loads are tried only if the epilogue loads a tile."""
     hints = [(False, False), (True, False), (False, True), (True, True)]
     if gemm.c is None:
         hints = [(False, False), (False, True)]
@@ -111,8 +112,8 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches. None if tuning also starts from small tiles: such an output is less
-    than a wave."""
+    """The best tiles in two launches. There are none if tuning also starts from small tiles, since such an
+    output is less than one wave of tiles."""
     best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -136,17 +137,18 @@ def ranking(
     *,
     edited: bool,
 ) -> list[tuple[Tile, float]]:
-    """The last round of a search, or of the ``known`` schedules alone. An ``edited`` text is timed only on
-    the schedules that its author saw."""
+    """The result of ``search``, or of ``search_again`` if there are ``known`` schedules. A text ``edited`` by
+    an author is timed only on the known schedules, which are those that its author saw."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
 
 
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
-    """``search`` with known good schedules: time only these if they include enough tiles. The best tile
-    depends on the GPU. A GPU that reaches its power limit sooner prefers wider tiles (by 10 % over a 128x128
-    pingpong at 7B width). If tuning starts from small tiles, these must include small tiles."""
+    """Time known good schedules. If they have too few tiles, also time the leaders of a first round, because
+    the best tile depends on the GPU. A GPU that reaches its power limit sooner prefers wider tiles (by 10 %
+    over a 128x128 pingpong tile at 7B width). If tuning starts from small tiles, the known schedules must
+    include small tiles."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
@@ -156,8 +158,8 @@ def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest schedule of each of the best few tiles. A wide tile profits from its smaller traffic only
-    at its own group size."""
+    """The fastest schedule of each of the best few tiles. A tile counts with its best schedule, since a wide
+    tile profits from its lower memory traffic only at the right rasterisation group size."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -177,16 +179,17 @@ def revisited(
     *,
     edited: bool = False,
 ) -> list[Schedule]:
-    """Schedules to time again when good ones are known: those that the sizes admit and, for a lowering's own
-    text, the best ones in two launches, since older tunings lack those. ``start``: the schedules that a
-    search begins with."""
+    """The schedules to time when good ones are known: the known schedules that the sizes admit. Unless the
+    text was edited, the best tiles in two launches are added, since older tunings lack them. ``start``: the
+    schedules that a search begins with."""
     fit = [s for s in known if gemm.admits(s, sizes)]
     split = [] if edited else _split(fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 
 def within_reach(gemm: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
-    """All schedules that ``tuned_schedules`` may choose when these are known, for compiling ahead of it."""
+    """All schedules that ``tuned_schedules`` may choose from when these are known, so that they can be
+    compiled in advance."""
     start = _fitting(gemm, sizes)
     again = revisited(gemm, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
@@ -203,15 +206,15 @@ def tuned_schedules(
     """The fastest schedule for each step: from the cache (unless ``afresh``), or measured now in seconds to
     minutes. If several processes want the same tuning, one measures and the others wait for its result.
 
-    ``known``: by step, schedules that were good before, for ``search_again``. A step's schedule in the
-    program is not searched for; the kernel's own schedules play no part. LaunchError where no tile holds a
-    whole head, NoSchedule if none runs.
+    ``known``: schedules by step that were good before, for ``search_again``. A step whose schedule the
+    program fixes is not tuned; the schedules of ``kernel`` are ignored. Raises LaunchError if no tile holds a
+    whole head, and NoSchedule if no schedule runs.
     """
     if not afresh and (earlier := cached(kernel, sizes, known)):
         return earlier
     first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms}
     with _alone(cache_path(kernel, sizes)):
-        # another process's, while this one waited
+        # another process may have stored its choice while this one waited
         if not afresh and (earlier := cached(kernel, sizes, known)):
             return earlier
         return _searched(kernel, inputs, sizes, known, first)
@@ -219,8 +222,8 @@ def tuned_schedules(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the tuning at ``path``, so that no other thread or process tunes it. The lock ends
-    with its process. Raises OSError, and Late at the deadline."""
+    """Hold the lock of the tuning stored at ``path``, so that no other thread or process does the same
+    tuning. The lock ends with its process. Raises OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
     lock = FileLock(path.with_name(f"{path.stem}.lock"))
@@ -270,8 +273,8 @@ def _searched(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The earlier choice of ``tuned_schedules``; for an edited text only among its ``known`` schedules, if
-    any: it may have been tuned over more."""
+    """The earlier choice of ``tuned_schedules``, or None. If an edited text has ``known`` schedules, its
+    choice must be among them, since it may have been tuned over others too."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -281,14 +284,15 @@ def cached(
 
 
 def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
-    """The schedules in the last race of a cached tuning, fastest first; empty if there is none."""
+    """The schedules in the last race of a cached tuning, fastest first; empty if no tuning is cached."""
     record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
     raced = record["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
-    """The file of a tuning, by program, text (which covers the compilers' versions), sizes and GPU."""
+    """The file of a tuning. Its name depends on the program, the text (which covers the compilers' versions),
+    the sizes and the GPU."""
     import torch
 
     made = [FORMAT, kernel.program.hash, kernel.lowered.hash]
@@ -299,15 +303,16 @@ def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
 
 _Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited text
 
-# This process's compile results by program. Sizes are symbolic, so one object serves all cases.
+# This process's compile results by task. Sizes that are not static are symbolic, so one object serves all
+# cases.
 _compiled: dict[_Task, bool] = {}
 
 
 def compile_all(
     kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
 ) -> list[bool]:
-    """Fill the object cache with these (step, schedule) in parallel; return whether each compiled. Worker
-    processes compile only what is missing."""
+    """Compile these (step, schedule) pairs into the object cache, in parallel; return whether each compiled.
+    Worker processes compile only what is missing."""
     wanted = _tasks(kernel, sizes, schedules)
     new = _uncompiled(kernel, sizes, wanted)
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
@@ -326,12 +331,12 @@ def _tasks(
 ) -> list[_Task]:
     text = kernel.program._replace(schedule={}).to_json()
     static = json.dumps({dim: sizes[dim] for dim in kernel.program.signature.static})
-    # Rasterisation is a launch argument: one object serves every group size.
+    # Rasterisation is a launch argument, so one object serves every group size.
     return [(text, static, step, s._replace(swizzle=8), kernel.edited) for step, s in schedules]
 
 
 def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
-    """The ones that neither this process nor the cache knows."""
+    """The tasks whose result neither this process nor the cache knows."""
     lowered = kernel.lowered
     gemms = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
@@ -342,15 +347,15 @@ def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Ta
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """The errors by which QuACK, the compiler or a confined child refuses a schedule."""
+    """The exceptions with which QuACK, the compiler or a confined child refuses a schedule."""
     from cutlass.base_dsl.common import DSLBaseError
 
     return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
 
 
 def _compile_one(task: _Task) -> bool:
-    """In a worker process: a configuration that the compiler refuses, or spills too much, is not to be timed.
-    """
+    """Compile a configuration in a worker process; return False if the compiler refuses it or spills too
+    much."""
     import_quack()
     text, static, step, schedule, edited = task
     lowered = KernelSource(Program.from_json(text), edited=edited).lowered
@@ -367,7 +372,7 @@ def _compile_one(task: _Task) -> bool:
         return False
     if deepest_stack(cubins) <= MOST_STACK:
         return True
-    if not lowered.edited:  # those objects are inspected each time
+    if not lowered.edited:  # an edited text's objects are inspected each time
         refuse(lowered, gemm, schedule, json.loads(static))
     return False
 
@@ -375,7 +380,7 @@ def _compile_one(task: _Task) -> bool:
 def _build_edited(
     lowered: Lowered, gemm: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
-    """Build the objects of an edited text, with the step's cubins into ``cubins``."""
+    """Build the objects of an edited text, and write the step's cubins into the folder ``cubins``."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
     built = [raw.build(raw.Wanted(lowered, gemm, each, sizes), cubins) for each in schedule.launches]
@@ -391,7 +396,8 @@ def _race(
     schedules: list[Schedule],
     rounds: int,
 ) -> list[tuple[Schedule, float]]:
-    """Milliseconds of a step on each schedule that runs, fastest first; other steps run on the kernel's."""
+    """The milliseconds of a step on each schedule that runs, fastest first. Other steps run on the kernel's
+    schedules."""
     fine = compile_all(kernel, sizes, [(gemm.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
@@ -402,8 +408,8 @@ def _race(
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:
-        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than there is
-            plan.run(inputs, outputs)  # the earlier steps' results, as its input
+        with contextlib.suppress(RuntimeError, ValueError):  # the schedule may need more than an SM has
+            plan.run(inputs, outputs)  # compute the earlier steps' results, which the step reads
             running.append((schedule, partial(plan.run_step, gemm.step, inputs, outputs)))
     return race_calls(running, rounds)
 
@@ -411,13 +417,13 @@ def _race(
 def race_calls(
     calls: Sequence[tuple[Choice, Callable[[], object]]], rounds: int
 ) -> list[tuple[Choice, float]]:
-    """Median milliseconds of each call that runs, fastest first: warmed up, then interleaved in random order,
-    each from a cold L2."""
+    """The median milliseconds of each call that runs, fastest first. After a warm-up, the calls are
+    interleaved in random order, each with a cold L2."""
     import torch
 
     running = []
     for choice, call in calls:
-        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than exists
+        with contextlib.suppress(RuntimeError, ValueError):  # the call may need more than an SM has
             call()
             running.append((choice, call))
     if not running:
@@ -435,7 +441,8 @@ def race_calls(
 
 
 class Load:
-    """Recent load of this process's GPU: timing right after other timing needs no warm-up."""
+    """The recent load of this process's GPU, since timing that directly follows other timing needs less
+    warm-up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -443,7 +450,7 @@ class Load:
 
     @contextlib.contextmanager
     def more(self) -> Iterator[float]:
-        """Iterate until enough seconds of load have passed; the loop's body is the load."""
+        """Count the with block as load. Yields the seconds of earlier load whose effect still lasts."""
         begun = self._clock()
         before = max(0.0, self._seconds - COOLING * (begun - self._ended))
         yield before
@@ -455,11 +462,11 @@ _load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
-    """Median milliseconds of each call. ``before``: earlier times. By these, short calls wait for their
-    launch.
+    """The median milliseconds of each call. ``before`` holds earlier times of the calls. If one is short, the
+    GPU idles before each call, so that its launch is not timed.
 
-    Long calls must not wait: a GPU that idles between them saves power for clocks that no benchmark reaches,
-    and the best tile depends on the clocks.
+    The GPU must not idle between long calls. It would save power and then reach clocks that no benchmark
+    reaches, and the best tile depends on the clocks.
     """
     import torch
 

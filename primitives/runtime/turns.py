@@ -45,12 +45,12 @@ class CudaStreams:
 
 
 class Turns:
-    """Order the users of shared tensors: a launch takes its turn by ``take()``, and is enqueued while
-    ``lock`` is held.
+    """Order the calls that share tensors. A call holds ``lock`` while it takes its turn with ``take()`` and
+    enqueues its launches.
 
-    Threads enqueue one after another. A stream first waits for the stream of the previous turn; if that was
-    itself, it only compares. A stream that is being captured into a CUDA graph may not wait, so the graph's
-    user orders its replays.
+    So threads enqueue one after another. A stream first waits for the stream of the previous turn, unless
+    that was the same stream. A stream that is being captured into a CUDA graph may not wait, so the graph's
+    user must order its replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
