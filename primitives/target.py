@@ -1,4 +1,4 @@
-"""The target: all facts about the GPU architecture that schedules, compilers and gates use."""
+"""The target architecture: all facts about the GPU that schedules, compilers and gates use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Ceiling(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same with
-    fp8 operands; ``cache``: the L2."""
+    """A GPU's limits. ``tensor``: the peak rate of dense 16-bit matmul with fp32 accumulation;
+    ``tensor_fp8``: the same rate with fp8 operands; ``cache``: the size of the L2."""
 
     name: str
     tensor: Ceiling
@@ -29,12 +29,14 @@ class Machine(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An architecture. ``machine``: the GPU of the roofline; ``gpu``: a part of its device name.
+    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses; ``gpu``: a part of its device
+    name.
 
-    ``architecture``: the compilers' name; ``environment``: makes them compile for it on any machine; ``elf``:
-    its number in a cubin's header; ``block_bytes``: shared memory of a block; ``matrix``: a pattern of its
-    matrix instructions in SASS. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong), clusters are CTAs
-    along M and N, swizzles are sizes of a rasterisation group.
+    ``architecture``: the name that compilers use; ``environment``: variables that make compilers compile for
+    this architecture on any machine; ``elf``: its number in a cubin's header; ``block_bytes``: the shared
+    memory of a block; ``matrix``: a pattern that matches its matrix instructions in SASS. Tiles of QuACK's
+    mainloop are (tile_m, tile_n, pingpong), clusters are CTAs along M and N, swizzles are sizes of a
+    rasterisation group.
     """
 
     machine: Machine
@@ -51,7 +53,7 @@ class Target(NamedTuple):
     swizzles: tuple[int, ...]
 
 
-# Datasheet peaks instead of sustained rates, which a cool chip could exceed.
+# These are the datasheet's peaks, because a cool chip could exceed sustained rates.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
@@ -69,7 +71,7 @@ HOPPER = Target(
     environment={"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"},
     elf=90,
     block_bytes=227 << 10,
-    matrix="[HQ]GMMA",  # with 16-bit operands, and with fp8
+    matrix="[HQ]GMMA",  # HGMMA takes 16-bit operands, QGMMA takes fp8
     # Pairs of lanes need tile_n % 32 == 0.
     large_tiles=frozenset(
         [(256, n, False) for n in (128, 160, 192, 208)]
@@ -77,7 +79,7 @@ HOPPER = Target(
         + [(128, n, True) for n in (128, 160, 192, 208)]
         + [(192, 128, True)]
     ),
-    # for outputs with too few of the tiles above to give every SM one
+    # for outputs that have too few large tiles to give every SM one
     small_tiles=frozenset(
         [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
     ),

@@ -1,4 +1,5 @@
-"""Decide on a measurement: ratios with intervals, then accepted, rejected or invalid."""
+"""Decide on a measurement: compute ratios with confidence intervals, then accept or reject the kernel, or
+find the measurement invalid."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from coda_agent.verifier.timing import FEWEST
 
 BASELINE = "torch.compile"
 KEPT = "the kernel before"  # the arm that a change has to beat
-NO_FASTER = "no_faster"  # code of a rejected change
-MAY_LOSE = 0.01  # the share of the incumbent's speed that the interval's lower end may lose in any case
-PROCESSES = 3  # processes of an acceptance; fewer do not show the variation between processes
+NO_FASTER = "no_faster"  # the error code of a rejected change
+MAY_LOSE = 0.01  # how far below the incumbent's speed a change's interval may reach, in every case
+PROCESSES = 3  # processes that an acceptance needs; fewer do not show the variation between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
-Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # of two arms, by process
+Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # samples of two arms, by process
 
 
 class InvalidMeasurement(Exception):
@@ -34,9 +35,9 @@ class InvalidMeasurement(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """The ratio of an arm to the candidate over processes. Over the rounds of one process it is no ground for
-    acceptance. InvalidMeasurement for a sample that is not a duration; ValueError for too few or unpaired
-    samples."""
+    """The ratio of an arm's time to the candidate's, with its interval over processes. With only one process
+    the interval is over rounds, which does not suffice for an acceptance. Raises InvalidMeasurement for a
+    sample that is not a duration, and ValueError for too few or unpaired samples."""
     pairs = _paired(arm, candidate)
     found = _interval(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -46,9 +47,9 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change is as fast as the incumbent: Student's interval is not below 1 (the bootstrap's is too
-    narrow over three processes), and both intervals lie above the allowed loss. Without the second condition
-    a slower kernel could pass as noise."""
+    """Whether a change is as fast as the incumbent. Student's interval must reach 1 (the bootstrap's interval
+    is too narrow for this with three processes). Both intervals must also stay within the allowed loss, since
+    otherwise a slower kernel could pass as noise."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -78,9 +79,9 @@ def _durations(rows: Rows) -> None:
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
-    """Raise Failed if a deciding case's lower bound does not exceed the threshold. Raise InvalidMeasurement
-    if a time beats the hardware, or if the measurement is too small for an acceptance: too few processes or
-    rounds, or a warm L2."""
+    """Raise Failed if the lower bound of the speedup on a deciding case does not exceed the threshold. Raise
+    InvalidMeasurement if a time is shorter than the hardware allows, or if the measurement is too small for
+    an acceptance: too few processes or rounds, or a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:
@@ -109,8 +110,8 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
 
 
 def _improvement(rows: Sequence[Timing]) -> None:
-    """Raise Failed for a change that is, or may be, slower than the incumbent in some case, or is faster in
-    none."""
+    """Raise Failed for a change that is, or may be, slower than the incumbent in some case, or that is faster
+    in no case."""
     ratios = {t.case: t.ratios[KEPT] for t in rows if KEPT in t.ratios}
     samples = {t.case: (t.samples[KEPT], t.samples[CANDIDATE]) for t in rows if KEPT in t.ratios}
     slower = [case for case, both in samples.items() if not no_slower(*both)]
@@ -123,8 +124,8 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Raise InvalidMeasurement if a process's median, or the graph's, beats the hardware's limit; a mean over
-    processes could hide that."""
+    """Raise InvalidMeasurement if the median of any process, or of the CUDA graph, is shorter than the
+    hardware allows. A mean over processes could hide such a median."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:

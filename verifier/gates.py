@@ -1,4 +1,4 @@
-"""Shared code of all gates: run and leave a gate, identify evidence, explain wrong numbers."""
+"""Code that all gates share: run a gate, leave it early, identify evidence, and explain wrong numbers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Gates:
 
     @contextmanager
     def gate(self, name: str) -> Iterator[dict[str, Any]]:
-        """Run a gate in the block, which fills the dict of figures (``findings`` separately) or raises
-        Failed."""
+        """Run a gate in the with block, which fills the yielded dict of figures or raises Failed.
+        ``findings`` in the dict are recorded separately."""
         self.progress(name, f"case {self.case}" if self.case else "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Gates:
 
 
 class Stop(Exception):
-    """A gate has failed; holds its report."""
+    """Raised when a gate has failed; holds the report on the failure."""
 
     def __init__(self, rejected: Rejected):
         self.rejected = rejected

@@ -18,8 +18,8 @@ Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth timing
 
 @dataclass(frozen=True)
 class Incumbent:
-    """An accepted kernel that a change has to beat: tuned schedules by case and step, and the last candidates
-    of its tuning."""
+    """An accepted kernel that a change has to beat, with its tuned schedules by case and step, and its
+    finalists: the schedules of the last tuning round."""
 
     kernel: KernelSource
     schedules: Mapping[str, Mapping[int, Schedule]]
@@ -27,7 +27,7 @@ class Incumbent:
 
     @classmethod
     def of(cls, kernel: KernelSource, timings: Iterable[Timing]) -> Incumbent:
-        """The incumbent of a report. Raises ProgramError."""
+        """The incumbent with the schedules of a report's timings. Raises ProgramError."""
         timed = list(timings)
         tuned = {t.case: t.schedules for t in timed}
         return cls.parsed(kernel, tuned, {t.case: t.finalists for t in timed})
@@ -45,17 +45,19 @@ class Incumbent:
 
     @property
     def proved(self) -> Known:
-        """Its tuned schedules of all cases, on which its results were checked."""
+        """The incumbent's tuned schedules of all cases, on which its results were checked."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:
-        """A task that tunes it again over its known schedules, which may come from another GPU."""
+        """A job that tunes the incumbent again over its known schedules, since these may come from another
+        GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """For each step the ``last`` candidates of tuning; without any, the ``chosen`` schedule."""
+    """For each step the schedules of the ``last`` tuning round or, if there are none, the ``chosen``
+    schedule."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 

@@ -1,4 +1,4 @@
-"""Load a spec, with or without a trial of its reference."""
+"""Load a spec, with or without a trial run of its reference."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The gates that need a GPU: numerics, stability, benchmark, decision. They run on a program that was checked
-before.
+"""The gates that need a GPU: numerics, stability, benchmark, decision. They run on a program that has passed
+the gates before them.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
-(``verifier.gpu.worker``), in stages that are stored, so that an interrupted measurement continues. One
-process tunes and checks; several fresh ones time, each on its own inputs.
+(``verifier.gpu.worker``), in stages that are stored, so that an interrupted measurement can continue. One
+worker tunes and checks; several fresh workers time, each on its own inputs.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ FEW_FLOPS = 5e10  # up to here the oracle is fast, and every family of inputs is
 ROUTINE = ("normal", "positive")  # families of larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
 SINGLE_ROW = ("integers",)  # the family for a single row: exact bits say more than statistics do
-# The case nearest to this time has the controls: a launch is a small part of it, and many rounds fit.
+# The case whose time is nearest to this has the controls, since a launch is a small part of it and many
+# rounds fit.
 CONTROL_SECONDS = 1e-3
 RETRIES = 2  # processes with failed controls before the measurement is invalid
-# Seconds of silence after which a worker counts as hung: tuning compiles, and max-autotune searches.
+# Seconds of silence after which a worker counts as hung; many, because tuning compiles and max-autotune
+# searches.
 PATIENCE = 300.0
 # Modules that workers import early; the worker that checks needs no torch.compile.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
@@ -75,9 +77,9 @@ SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "qu
 @dataclass(frozen=True)
 class MeasureOptions:
     """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
-    ``verifier.baselines.quack.ARMS``. QuACK's are left out if it cannot compute the spec; the decision needs
-    torch.compile. ``rounds``: per process, fewer for long kernels. ``sanitize``: run small sizes again under
-    compute-sanitizer."""
+    ``verifier.baselines.quack.ARMS``. QuACK's arms are left out if QuACK cannot compute the spec; the
+    decision needs torch.compile. ``rounds``: rounds per process, which are fewer for long kernels.
+    ``sanitize``: run small sizes again under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -107,10 +109,10 @@ def measure(
 ) -> Measurement:
     """Run the GPU gates on every case of the spec.
 
-    ``known``: by case and step, schedules worth timing. ``kept``: the incumbent that the decision compares
-    with, besides the baseline; without known schedules an edited text is tuned over those that ``kept`` was
-    just tuned to. ``quack``: by case, known schedules of QuACK's arms. ``ahead``: workers from
-    ``start_workers``, which this function closes.
+    ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel), which
+    the decision compares with in addition to the baseline. An edited text without known schedules is tuned
+    over the finalists of ``kept``'s tuning. ``quack``: known schedules of QuACK's arms, by case. ``ahead``:
+    workers from ``start_workers``, which this function closes.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -128,8 +130,8 @@ def measure(
 def proved(
     spec: Spec, kernel: KernelSource, timings: Sequence[Timing], *, progress: Progress = silent
 ) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
-    """Numerics and stability by the current protocol, for a kernel that an earlier protocol tuned and timed:
-    the gates, and the seeds of their inputs."""
+    """Run numerics and stability by the current protocol on a kernel that an earlier protocol tuned and
+    timed. Returns the passed gates and the seeds of their inputs, or the rejection."""
     gates = Gates(progress)
     session = _Session(spec, kernel, MeasureOptions(), gates, _Tuned(timings), {}, None)
     try:
@@ -142,7 +144,7 @@ def proved(
 
 
 class _Tuned:
-    """A store without stages: schedules come from the timings."""
+    """A store that holds only tuned schedules, which come from timings."""
 
     def __init__(self, timings: Sequence[Timing]):
         self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
@@ -155,8 +157,8 @@ class _Tuned:
 
 
 def start_workers() -> list[Worker]:
-    """Start workers for a later measurement, which import meanwhile: the one that checks, and the first one
-    that times."""
+    """Start two workers, which import modules while a later measurement is prepared: the worker that checks,
+    and the first worker that times."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
@@ -173,7 +175,7 @@ class _Session:
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
-    workers: dict[int | None, Worker] = field(default_factory=dict)  # by timing process; None checks
+    workers: dict[int | None, Worker] = field(default_factory=dict)  # by timing process; None: for checks
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # stages by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one stage per process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
@@ -228,7 +230,7 @@ class _Session:
     def _piece(
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
     ) -> dict[str, Any]:
-        """One stage of the measurement: stored earlier, or a worker's answer now."""
+        """The result of one stage of the measurement, either stored earlier or from a worker now."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -250,8 +252,8 @@ class _Session:
         return found
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise Void if another arm than the candidate lost the worker: while that arm was prepared, or by
-        lack of memory during timing, when the candidate's calls allocate none."""
+        """Raise InvalidMeasurement if an arm other than the candidate lost the worker. This was so if the arm
+        was being prepared, or if memory ran out during timing, when the candidate's calls allocate none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(
@@ -265,7 +267,8 @@ class _Session:
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
     ) -> dict[str, Any]:
-        """A stage of this measurement, or of an interrupted one (under ``place``), or computed now."""
+        """The result of a stage: from this measurement, from an interrupted one (stored under ``place``), or
+        computed now."""
         if name not in self.found:
             place = f"{place or name} by protocol {PROTOCOL}"  # stages of another protocol do not count
             kept = self.keep.load(place) if self.keep else None
@@ -280,12 +283,13 @@ class _Session:
         return identity(self.spec, self.kept.kernel).lowered_hash if self.kept else ""
 
     def _asked(self) -> str:
-        """The key of a score: it changes with the arms or the rounds."""
+        """A hash of the settings that a score depends on, such as the arms and the rounds."""
         what = json.dumps([self._arms(), self.options.rounds, self.options.cold, self._beaten()])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker for the checks, or for one timing process; the next one imports meanwhile."""
+        """The worker for the checks, or for one timing process. The worker that follows is started too, so
+        that it imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -297,7 +301,7 @@ class _Session:
             self.workers.pop(process).close()
 
     def _expect_clean_gpu(self) -> None:
-        """Check that a fresh worker finds a working GPU after a loss."""
+        """Check after the loss of a worker that a fresh worker finds a working GPU."""
         with Worker() as fresh:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
@@ -316,8 +320,8 @@ class _Session:
     # Gates
 
     def _numerics(self) -> dict[str, Any]:
-        """Numerics: small sizes on the compile gate's schedules, then every measured case as tuned, then the
-        small sizes on the tuned schedules."""
+        """Check small sizes on the compile gate's schedules, then every measured case on its tuned schedules,
+        then the small sizes on the tuned schedules."""
         figures = {}
         for job in self._small():
             figures[job.case] = self._proved("numerics", job)
@@ -347,7 +351,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self._retire(None)  # the timing processes need its memory
+        self._retire(None)  # the timing processes need that worker's memory
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -361,8 +365,8 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """The score of a process whose controls are valid: it finds the planted delay, and no difference
-        between equal arms. Earlier tries are reported but do not count."""
+        """Score a case in one process, again if its controls fail: it must find the planted delay, and no
+        difference between equal arms. Failed tries are reported but do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -373,8 +377,8 @@ class _Session:
         raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The kernel's ratio to itself over the valid processes, for information: each process was judged
-        alone."""
+        """The kernel's ratio to itself over the valid processes, for information only, since each process was
+        judged alone."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
@@ -391,8 +395,8 @@ class _Session:
         return found
 
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
-        """Raise Void if an interrupted measurement continues on another machine: a report covers one
-        machine."""
+        """Raise InvalidMeasurement if an interrupted measurement continues on another machine, since a report
+        covers one machine."""
         first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
@@ -454,7 +458,8 @@ class _Session:
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
     def _job(self, case: Case) -> KernelCase:
-        """A measured case as tuned; with every family of inputs if the oracle is fast."""
+        """The job of a measured case on its tuned schedules, with every family of inputs if the fp64 oracle
+        is fast."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.kernel.program, case.sizes).flops
@@ -463,14 +468,14 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        # With an incumbent, neither kernel uses schedules found on another day, at other clocks or on another
-        # card.
+        # With an incumbent, both kernels are tuned now, so that neither uses schedules found on another day,
+        # at other clocks or on another card.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
     def _to_race(self, case: Case) -> Known | None:
-        """Schedules to time: known good ones or, for an edited text, those that the incumbent was just tuned
-        over. On others the schedules would be compared, not the texts."""
+        """The schedules to time: known good ones or, for an edited text, the incumbent's finalists. With
+        other schedules, the measurement would compare schedules and not texts."""
         if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
@@ -479,14 +484,16 @@ class _Session:
         )
 
     def _rival(self, case: Case) -> KernelCase | None:
-        """The incumbent, tuned in the same measurement."""
+        """The incumbent's job, on schedules that were tuned in this measurement; None without an
+        incumbent."""
         if self.kept is None:
             return None
         tuned = by_step(self._rival_tuned(case)["schedules"])
         return replace(self.kept.job(self.spec, case), schedules=(tuned,))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
-        """Raise Void if the incumbent does not run here, which says nothing about the candidate."""
+        """The result of tuning the incumbent. Raises InvalidMeasurement if it does not run here, which says
+        nothing about the candidate."""
         assert self.kept is not None
         try:
             return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
@@ -494,12 +501,12 @@ class _Session:
             raise InvalidMeasurement(f"{KEPT} could not be tuned: {failed.message}") from None
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> KernelCase:
-        """A job of this kernel, with ``more`` of its fields."""
+        """A job for this kernel; ``more`` are further fields of the job."""
         return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
-        """The unmeasured cases and new hidden sizes, each on the ``tuned`` schedules that fit it, or on one
-        that does; without any, on the compile gate's."""
+        """Jobs for the unmeasured cases and the hidden sizes. Each runs on the ``tuned`` schedules that fit
+        it, or on one of the compile gate's if none fits; without ``tuned``, on all of the compile gate's."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -524,7 +531,7 @@ class _Session:
 
 
 def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
-    """New hidden sizes, one set with a single row, and their seeds."""
+    """Two new sets of hidden sizes, one of them with a single row, and their seeds."""
     from coda_agent.verifier.numerics.sizes import hidden
 
     seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
@@ -533,8 +540,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of each QuACK arm with the same schedules in every process; the cache may have been
-    emptied between two."""
+    """The finalists of each QuACK arm that has the same ones in every process. They can differ if the cache
+    was emptied between processes."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

@@ -55,7 +55,7 @@ FEWEST = 4  # rounds for long kernels, whose differences are clearer in each rou
 PER_ROUND = 3.5  # milliseconds of a kernel above which it gets fewer rounds
 MOST_STACK = 512  # bytes per thread: the largest stack of any winner so far is 192, with 456 spilled loads
 WARM_UP = 0.7  # seconds of load before timing, to settle the clocks
-LAST_WARM_UP = 2.0  # the same before the last round, as before a benchmark: the GPU is then near its power limit
+LAST_WARM_UP = 2.0  # the same before the last round, to be near the power limit, as in a benchmark
 COOLING = 2.0  # seconds of load that one second of rest undoes
 
 HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch is not timed

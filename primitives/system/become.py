@@ -15,11 +15,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Run the command, which dies when the parent's thread that started this process ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # survives exec
+    """Replace this process with the command. The command is killed when the thread of the parent that started
+    it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # this setting survives exec
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, which the program would inherit
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -1,6 +1,7 @@
-"""A deadline for nested waits. A wait that it ends must also end its child process.
+"""A deadline for nested waits. A wait that the deadline cuts short must also end the child process it waited
+for.
 
-Standard library only.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ _until = ContextVar("deadline", default=math.inf)
 
 
 class Late(Exception):
-    """The deadline has passed: no result, and no verdict."""
+    """The deadline has passed, so there is no result and no verdict."""
 
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Make waits and loops in the block raise Late at this moment of ``time.monotonic``; None: never."""
+    """Make waits and loops in the with block raise Late at this ``moment`` of ``time.monotonic``; with None
+    they never do."""
     token = _until.set(math.inf if moment is None else moment)
     try:
         check()
@@ -30,11 +32,12 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def within(seconds: float) -> float:
-    """The end of a wait of this many seconds: the deadline, if that is earlier."""
+    """The moment when a wait of this many seconds ends, or the deadline if that is earlier."""
     return min(time.monotonic() + seconds, _until.get())
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late past the deadline, or if the deadline cut short a wait until ``moment``."""
+    """Raise Late if the deadline has passed or, given the ``moment`` when a wait ended, if the deadline ended
+    that wait."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

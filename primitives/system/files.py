@@ -1,4 +1,4 @@
-"""The cache folder, and atomic file writes. Standard library only."""
+"""The cache folder, and atomic file writes. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_json(path: Path) -> Any:
 
 
 def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """The cached JSON value of a kind under a key; computed by ``make`` if missing or damaged. Raises
+    """The cached JSON value of this kind and key, which ``make`` computes if it is missing or damaged. Raises
     CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = read_json(path)
@@ -66,8 +66,8 @@ def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) atomically and durably.
 
-    Creates the directory if missing. Raises OSError and leaves the old contents; also if a device or a pipe
-    has this path.
+    Creates the directory if it is missing. If writing fails, or if the path is a device or a pipe, raises
+    OSError and leaves the old contents.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
@@ -75,7 +75,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        # O_EXCL: if others may write to the directory, a link of that name would be followed.
+        # Without O_EXCL, a link with the draft's name would be followed, if others may write to the
+        # directory.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

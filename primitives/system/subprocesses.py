@@ -1,7 +1,8 @@
 """Start child processes that cannot outlive their parent, with limits on time and memory.
 
 A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
-with it. It asks to die with its parent before its own program begins. Standard library only.
+with it. Before its program begins, each child asks to be killed when its parent ends. This module needs no
+package beyond the standard library.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from typing import IO, Any
 from coda_agent.primitives.system import become
 from coda_agent.primitives.target import TARGET
 
-# Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old.
-# A limit on addresses would count memory that CUDA and the compiler only reserve (1.3 GB without a GPU).
+# The private writable memory that a process may use. A normal compile takes 0.4 GB, even in a worker that has
+# run for an hour. A limit on address space would also count memory that CUDA and the compiler only reserve
+# (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
-PATIENCE = 200  # milliseconds between checks of a silent child
+PATIENCE = 200  # milliseconds between checks whether a silent child has ended
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command that leads a process group and dies with this process. ``options`` are Popen's.
+    """Start a command that leads a process group and dies with this process. ``options`` are arguments of
+    Popen.
 
     A command that cannot start ends with the status ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell;
     its standard error says why.
@@ -40,7 +43,8 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """``start`` ``python -m module *arguments``, with at most MEMORY_BYTES of memory per process."""
+    """Start ``python -m module *arguments`` as ``start`` does, with at most MEMORY_BYTES of memory per
+    process."""
     process = start([sys.executable, "-m", module, *arguments], **options)
     with suppress(ProcessLookupError):  # it has ended already
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
@@ -50,10 +54,10 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Like ``start_module``, for ``ask``; call ``hang_up`` when done."""
+    """Like ``start_module``, but with the pipes that ``ask`` uses; call ``hang_up`` when done."""
     pipe = subprocess.PIPE
     process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
-    os.set_blocking(_pipes(process)[0].fileno(), False)  # a hung child reads nothing
+    os.set_blocking(_pipes(process)[0].fileno(), False)  # a write must not wait for a child that hangs
     return process
 
 
@@ -76,13 +80,14 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a process that leads its group, made by ``begin`` from Popen's files: send it ``text`` and wait.
+    """Run a process: send it ``text`` and wait until it ends. ``begin`` starts it with the files that it is
+    given as Popen's arguments; the process must lead its process group.
 
-    Returns its status (None if it took over ``seconds``), its output, and the end of its errors. No process
-    of its group survives.
+    Returns its status (None if it took over ``seconds``), its output, and the end of its standard error. No
+    process of its group survives.
     """
-    # Files, not pipes: a grandchild could hold a dead child's pipes open. In memory, since a disk may be
-    # full.
+    # Files are used instead of pipes, because a grandchild could hold a dead child's pipes open. They are in
+    # memory, since a disk may be full.
     with _memory() as given, _memory() as output, _memory() as errors:
         given.write(text.encode())
         given.seek(0)
@@ -107,8 +112,9 @@ def tail(file: IO[bytes]) -> str:
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Send a line to the child; return the line that it answers. Empty if the child dies first or the
-    ``deadline`` of ``time.monotonic()`` passes, even if another process holds its pipes."""
+    """Send a line to the child; return the line that it answers. The line is empty if the child dies first or
+    the ``deadline`` (of ``time.monotonic()``) passes, even if another process still holds the child's
+    pipes."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
@@ -133,7 +139,7 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
 
 
 def hang_up(process: subprocess.Popen[bytes]) -> int:
-    """``end`` a child that was started by ``converse``."""
+    """End a child that ``converse`` started, and close its pipes; return its status."""
     status = end(process)
     for pipe in _pipes(process):
         pipe.close()
@@ -146,8 +152,8 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether the child has ended. It is not reaped, so that its process id, which names its group, stays
-    reserved."""
+    """Whether the child has ended. This function does not reap the child, so its process id, which is also
+    its group's id, stays reserved."""
     if process.returncode is not None:
         return True
     try:
@@ -157,7 +163,7 @@ def ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Whether the child ends in time."""
+    """Wait for the child; return whether it ends within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ended(process):
         if time.monotonic() > deadline:

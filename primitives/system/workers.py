@@ -1,8 +1,8 @@
-"""Compile in parallel worker processes: started on demand, reused, replaced when one dies.
+"""Compile in parallel worker processes, which are started on demand, reused, and replaced when they die.
 
-Not multiprocessing: its spawn would import the user's script again, and a crashed compiler would break the
-whole pool. A worker is ``python -m`` of this module. It reads a task per line and writes an answer per line,
-within the time and memory limits of ``primitives.system.subprocesses``.
+Python's multiprocessing is not used: its spawn would import the user's script again, and a crashed compiler
+would break the whole pool. A worker runs this module with ``python -m``. It reads one task per line and
+writes one answer per line, within the time and memory limits of ``primitives.system.subprocesses``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from coda_agent.primitives.system import subprocesses
 
 Task = Callable[[Any], bool]
-Job = tuple[Task, Any]  # with its argument
+Job = tuple[Task, Any]  # a task with its argument
 SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6 s
 
 
@@ -33,15 +33,16 @@ def count() -> int:
 
 
 def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) -> list[bool]:
-    """``run_jobs`` of one task on several arguments."""
+    """Run one task on several arguments, as ``run_jobs`` does."""
     return run_jobs(((task, argument) for argument in arguments), seconds)
 
 
 def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
-    """Run each task on its argument in a worker process; return results in order. False if the worker died,
-    or was killed after ``seconds`` (default SECONDS).
+    """Run each task on its argument in a worker process; return results in order. A result is False if the
+    task returned False, or if its worker died or was killed after ``seconds`` (default SECONDS).
 
-    A task is a module's function. An exception in it ends its worker, and counts as a death.
+    A task must be a top-level function of a module. An exception in a task ends its worker, which counts as a
+    death.
     """
     limit = SECONDS if seconds is None else seconds
     try:
@@ -72,7 +73,7 @@ def _own() -> _Worker:
 
 
 class _Worker:
-    """A process that waits for tasks. It ends with its input, or when this process dies."""
+    """A process that waits for tasks. It ends when its input is closed, or when this process dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -89,7 +90,7 @@ class _Worker:
         return answer == b"True\n"
 
     def interrupt(self) -> None:
-        """Make its current task fail, from another thread."""
+        """Make the worker's current task fail; another thread calls this."""
         process = self.process
         if process is not None:
             subprocesses.end(process)

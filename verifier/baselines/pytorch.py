@@ -1,8 +1,8 @@
 """PyTorch baselines: the plain formulation of a spec, compiled and eager, and cuBLAS's bare matmuls.
 
-A builder takes (spec, sets of inputs, sizes) and returns for each set a call without arguments that launches
-the work on the current stream; ``BASELINES`` names them. QuACK's own kernels need a search over schedules,
-and are in ``verifier.baselines.quack``.
+``BASELINES`` has the builders by name. A builder takes (spec, sets of inputs, sizes) and returns one call per
+set. The call takes no arguments and launches the work on the current stream. QuACK's own kernels need a
+search over schedules, and are in ``verifier.baselines.quack``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torch.compile's "max-autotune" replays CUDA graphs, which first copy every input into the graph's own
-# memory. Users who keep inputs in place do not pay that. Host launch time is not part of the timing anyway.
+# memory. Users who keep inputs in place do not pay for that copy. The host launch time that graphs save is
+# not part of the timing anyway.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
@@ -36,7 +37,8 @@ def compiled_call(
     *,
     backend: str = "inductor",
 ) -> Callable[[], dict[str, Tensor]]:
-    """``torch.compile`` of ``formulation``, fullgraph and static shapes; compiles on the first call.
+    """The ``formulation`` under ``torch.compile``, with fullgraph and static shapes; it compiles on the first
+    call.
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs).
     """
@@ -47,7 +49,8 @@ _steps: dict[tuple[Any, ...], Step] = {}
 
 
 def _compiled_step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
-    """The compiled function of a case, compiled once per process for all its bindings."""
+    """The compiled function for a spec at these sizes, compiled once per process and shared by all sets of
+    inputs."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
         _steps[key] = _step(spec, sizes, mode, backend)
@@ -60,13 +63,14 @@ def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step
 
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
-    """``torch.compile`` of a function, fullgraph and static shapes, with its own code object. Dynamo caches
-    at most eight results per code object, and all specs and sizes of a formulation would share one. Raises
-    ValueError for a mode outside ``MODES``."""
+    """A function under ``torch.compile``, with fullgraph and static shapes. It gets its own code object,
+    because Dynamo caches at most eight results per code object, and all specs and sizes would otherwise share
+    one. Raises ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
-    # Its report on every choice would flood ours; refused configurations are part of its search.
+    # The compiler's report on every choice would flood our output, and refused configurations are a normal
+    # part of its search.
     torch._inductor.config.autotune_num_choices_displayed = 0
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
@@ -79,23 +83,24 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
 def eager(
     spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> Callable[[], dict[str, Tensor]]:
-    """``formulation`` in PyTorch without a compiler."""
+    """The ``formulation``, run by PyTorch without a compiler."""
     return _bind(formulation(spec, sizes), spec, inputs)
 
 
 def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the same operands (values, layouts) with the
-    same output dtypes, into outputs allocated beforehand. Runs the formulation once to collect them.
+    """A call that runs only the formulation's matmuls, in cuBLAS: ``torch.mm`` on operands with the same
+    values and layouts, with the same output dtypes, into outputs allocated beforehand. The formulation runs
+    once, to collect the matmuls.
 
-    fp8 operands have no ``torch.mm``. They use ``torch._scaled_mm`` with the formulation's scales, output
-    dtype and accumulation, which cuBLAS applies within the product (a bias is left out). Raises ValueError
-    for a formulation without a matmul.
+    ``torch.mm`` takes no fp8 operands, so for these ``torch._scaled_mm`` is called with the formulation's
+    scales, output dtype and accumulation. cuBLAS applies the scales within the product; a bias is left out.
+    Raises ValueError for a formulation without a matmul.
     """
     return matmuls(spec, [inputs], sizes)[0]
 
 
 def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
-    """``matmul`` for each of several sets of inputs, all into the same outputs."""
+    """One call of ``matmul`` per set of inputs, all into the same outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
     return [partial(_multiplied, found, outs) for found in every]
@@ -104,7 +109,7 @@ def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[
 class Product(NamedTuple):
     """A matmul of a formulation: a [M, K] and b [K, N] with any strides, and its output's dtype.
 
-    ``scales`` of a and b, for fp8 operands, with the requested ``fast_accum``.
+    For fp8 operands, ``scales`` are those of a and b, and ``fast_accum`` is as the formulation requests.
     """
 
     a: Tensor
@@ -118,7 +123,7 @@ class Product(NamedTuple):
         return self.a.new_empty(self.a.shape[0], self.b.shape[1], dtype=self.dtype)
 
     def into(self, out: Tensor) -> None:
-        """Compute it again, bare."""
+        """Compute only this product again, into ``out``."""
         import torch
 
         if self.scales is not None:
@@ -157,18 +162,20 @@ BASELINES: dict[str, Builder] = {
 
 
 def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequence[Callable[[], object]]:
-    """The named baseline on each of several sets of inputs. Raises ValueError for an unknown name."""
+    """The calls of the named baseline, one per set of inputs. Raises ValueError for an unknown name."""
     if name not in BASELINES:
         raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
     return BASELINES[name](spec, sets, sizes)
 
 
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
-    """The spec's ``baseline``, else its ``reference``, as a function of the input tensors in order.
+    """The spec's ``baseline`` (or its ``reference`` without one), as a function of the input tensors in
+    order.
 
-    Only outputs are cast, to their declared dtypes, to fp8 with saturation: inputs (scalars, integers and fp8
-    too) keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
-    input's tensor, which is returned for it: every call changes its inputs.
+    Only outputs are cast to their declared dtypes, with saturation for fp8. Inputs (including scalars,
+    integers and fp8 tensors) keep their dtypes and follow PyTorch's promotion rules. An output that
+    ``updates`` an input is written into that input's tensor, which is then returned as the output, so every
+    call changes that input.
     """
     from coda_agent.primitives.lang.interpret import rounded
     from coda_agent.verifier.numerics.reference import function
@@ -200,8 +207,8 @@ def _bind(
 
 
 def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
-    """The matmuls of the formulation, in order; runs it once. ValueError for a formulation without
-    matmuls."""
+    """The matmuls of the formulation in order, found by running it once. Raises ValueError if it has no
+    matmul."""
     found = _recorded(eager(spec, inputs, sizes))
     if not found:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
@@ -233,7 +240,8 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # As in numerics.reference: in inference mode linear would arrive here before it is decomposed.
+    # Inference mode is off, as in numerics.reference, because ``linear`` would arrive here before it is
+    # decomposed.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

@@ -1,11 +1,12 @@
-"""QuACK as arms: a spec's outputs by QuACK's epilogues, on schedules found in one of two ways; and its bare
-matmuls.
+"""QuACK's kernels as arms (competitors in a benchmark). Two arms compute a spec's outputs with QuACK's
+epilogues and differ in how they find schedules; a third arm computes only the spec's matmuls.
 
-``QuACK (its own tuner)`` times the schedules of QuACK's autotuner. ``QuACK (our search)`` times the larger
-set that our own kernels choose from: every cluster and rasterisation. ``QuACK matmul`` is the first without
-an epilogue: its mainloop, which is also ours, on the products alone. All are timed by our clock, from a cold
-L2. If the last tuning round of an earlier measurement is known, only its schedules are timed. Importing this
-module imports nothing heavy; ``tuned_calls`` does.
+``QuACK (its own tuner)`` times the schedules of QuACK's autotuner. ``QuACK (our search)`` searches in the
+rounds that tune our own kernels, with more rasterisations. ``QuACK matmul`` is the first arm without an
+epilogue: it computes only the products, with QuACK's mainloop, which our kernels use too. All schedules are
+timed by our own tuner, with a cold L2. If the last tuning round of an earlier measurement is known, its
+schedules are timed, and others only if those have too few tiles. Importing this module imports nothing heavy,
+but ``tuned_calls`` does.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
 PAIR_GRAIN = 32  # SM90: an epilogue over pairs of columns needs tile_n to be a multiple of this
-SWIZZLE = 8  # QuACK's own tuner fixes it
-SMALL = 256  # a size to compile at; sizes are symbolic
+SWIZZLE = 8  # the only rasterisation group size that QuACK's own tuner uses
+SMALL = 256  # the size to compile at for symbolic dims
 
 Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
-    """The arms, without QuACK's arms if it has no epilogue for the spec or cannot take its operands.
+    """The arms that apply to a spec. QuACK's arms are left out if QuACK has no epilogue for the spec or
+    cannot take its operands.
 
-    ``beside_kept``: also without QuACK's bare matmul, for an edited text. The incumbent says more, and tuning
-    the matmul would take longer than tuning the edit.
+    ``beside_kept``: also leave out QuACK's bare matmul, because an edited text is compared with an accepted
+    kernel. That comparison says more, and tuning the matmul would take longer than tuning the edited text.
     """
     fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
@@ -63,7 +65,7 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
 def config(
     tile_m: int, tile_n: int, pingpong: bool, *, cluster: tuple[int, int] = (2, 1), swizzle: int = SWIZZLE
 ) -> GemmConfig:
-    """A Hopper schedule with the static persistent scheduler, which QuACK also tunes with there."""
+    """A Hopper schedule with the static persistent scheduler, which QuACK's own tuner also uses on Hopper."""
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
@@ -79,8 +81,9 @@ def config(
 
 
 def own_space(stage: QuackEpilogue) -> Configs:
-    """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``): its
-    tiles and clusters at one rasterisation, also with swapped operands if nothing is paired or reduced."""
+    """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``).
+    They are QuACK's tiles and clusters at one rasterisation, also with swapped operands if the epilogue pairs
+    and reduces nothing."""
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -89,8 +92,8 @@ def own_space(stage: QuackEpilogue) -> Configs:
 
 
 def our_space(stage: QuackEpilogue) -> Configs:
-    """The first stage of our own search: tiles that this epilogue admits, in clusters of two, and small tiles
-    for a small output."""
+    """The schedules of our own search's first round: tiles that this epilogue admits, in clusters of two, and
+    small tiles for a small output."""
     return [
         config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
         for s in starting((stage.a.shape[0], stage.b.shape[1]))
@@ -99,12 +102,13 @@ def our_space(stage: QuackEpilogue) -> Configs:
 
 
 def _as_they_are(ranked: Configs) -> Configs:
-    """The second stage of its own tuner: no refinement."""
+    """The second round of QuACK's own tuner, which refines nothing."""
     return []
 
 
 def _rasterised(ranked: Configs) -> Configs:
-    """The second stage of our own search: group sizes, the best also on a cluster of four."""
+    """The schedules of our own search's second round: the leaders with several rasterisation groups, and the
+    best one also in clusters of four."""
     every = [*leaders(ranked), *(replace(best, cluster_m=2, cluster_n=2) for best in ranked[:1])]
     return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
 
@@ -118,8 +122,8 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """An arm: a call for each set of inputs, and the ``finalists`` of its tuning as JSON data. The calls run
-    on the first of each stage."""
+    """A tuned arm: one call per set of inputs, and the ``finalists`` of the tuning (its last round's
+    schedules) as JSON data. Each stage, which is one GEMM of QuACK's, runs on the first of its finalists."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -132,12 +136,12 @@ def tuned_calls(
     sizes: Mapping[str, int],
     known: QuackTuned | None = None,
 ) -> Tuned:
-    """For each set of inputs, one call that runs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
-    schedule, and returns the spec's outputs, or the bare products by number.
+    """For each set of inputs, one call that runs QuACK's GEMMs for ``arm`` (one of ``ARMS``), each on its
+    fastest schedule. The call returns the spec's outputs or, for ``MATMUL``, the numbered products.
 
-    Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, timed again
-    if QuACK's version and the GPU are the same. ValueError if QuACK has no epilogue for the spec,
-    RuntimeError if no schedule runs.
+    Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, which are
+    timed again if QuACK's version and the GPU are the same. Raises ValueError if QuACK has no epilogue for
+    the spec, and RuntimeError if no schedule runs.
     """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
@@ -147,15 +151,15 @@ def tuned_calls(
     else:
         ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
         write_atomic(path, json.dumps(_to_json(ranked)))
-    if arm == MATMUL:  # nobody reads its outputs, so all sets share them
+    if arm == MATMUL:  # nobody reads the products, so all sets of inputs share the outputs
         every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
     calls = [chained([s.prepare(c) for s, (c, *_) in zip(own, ranked, strict=True)]) for own in every]
     return Tuned(calls, _to_json(ranked))
 
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
-    """Whether ``tuned_calls`` can skip the search: its choice is on disk or in ``known``. Needs small inputs
-    on the GPU. ValueError if QuACK has no epilogue for the spec."""
+    """Whether ``tuned_calls`` can skip the search because its choice is on disk or in ``known``. Draws small
+    inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
@@ -166,7 +170,8 @@ def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned |
 
 
 def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
-    """By arm and stage. ValueError for an arm that is not QuACK's, or an unknown field of a schedule."""
+    """Parse the schedules of each arm and stage. Raises ValueError for an arm that is not QuACK's, or an
+    unknown field of a schedule."""
     if unknown := sorted(arms.keys() - {*ARMS}):
         raise ValueError(f"{unknown[0]!r} is no arm of QuACK's; known: {', '.join(ARMS)}")
     return {arm: _from_json(stages) for arm, stages in arms.items()}
@@ -197,7 +202,7 @@ def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], di
 
 
 def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
-    """The known schedules by stage, unless they come from another GPU or another QuACK."""
+    """The known schedules by stage; empty if they come from another GPU or another version of QuACK."""
     if known is None or [known.gpu, known.version] != _here():
         return []
     return parsed(known.arms).get(arm, [])
@@ -206,7 +211,8 @@ def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
 def _ranked(
     spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
 ) -> list[Configs]:
-    """The last tuning round of each stage, fastest first: among the ``known`` schedules, or of a search."""
+    """The schedules of each stage's last tuning round, fastest first, from a search or from timing the
+    ``known`` schedules."""
     space, refine = SPACES[arm]
     ranked: list[Configs] = []
     for index, stage in enumerate(stages):
@@ -230,7 +236,7 @@ def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
 def _cache_path(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
     epilogues = [stage.mod.semantic_digest for stage in stages]
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
-    if arm == MATMUL:  # specs with the same products share it
+    if arm == MATMUL:  # specs with the same products share the tuning
         what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
     key = json.dumps([SEARCHED, FORMAT, *what, arm, epilogues, *_here()])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -241,7 +247,7 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _here() -> list[str]:
-    """The key of a tuning's validity: the GPU's name, and QuACK's version."""
+    """The GPU's name and QuACK's version, for which a tuning is valid."""
     import torch
 
     return [torch.cuda.get_device_name(), version("quack-kernels")]
@@ -252,7 +258,7 @@ def _to_json(ranked: Sequence[Configs]) -> list[list[Config]]:
 
 
 def _from_json(ranked: Sequence[Sequence[Config]]) -> list[Configs]:
-    """ValueError for an unknown field of a schedule."""
+    """The schedules of each stage from JSON data. Raises ValueError for an unknown field of a schedule."""
     from quack.gemm_config import GemmConfig
 
     names = [field.name for field in fields(GemmConfig)]
@@ -272,7 +278,8 @@ def _race(
     configs: Configs,
     rounds: int,
 ) -> list[tuple[GemmConfig, float]]:
-    """Schedules by time, fastest first; those that the library or the compiler refuses are left out."""
+    """The schedules with their milliseconds, fastest first. Schedules that the library or the compiler
+    refuses are left out."""
     prepared = []
     for each in _compilable(spec, sizes, arm, index, stage, configs):
         with contextlib.suppress(*refusals()):
@@ -287,9 +294,9 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times: its earlier
-    finalists, or its first round. Needs small inputs on the GPU. ValueError if QuACK has no epilogue for the
-    spec."""
+    """Jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times, which are the
+    known ones or those of its first round. Draws small inputs on the GPU. Raises ValueError if QuACK has no
+    epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -306,7 +313,8 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs that no process has tried to compile, and the files that note all results."""
+    """The configs that no process has tried to compile, and for every config the file that notes its
+    result."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes
@@ -317,9 +325,10 @@ def _compilable(
 ) -> Configs:
     """Fill QuACK's object cache; return the configs that compile.
 
-    Non-static sizes are symbolic in it, so small tensors of the same kind suffice. Rasterisation is a launch
-    argument. A note in that cache stores each config's result for all processes. That saves starting a
-    worker, which takes longer than loading an object. A config that killed its worker has no note.
+    Non-static sizes are symbolic in the cached objects, so small tensors of the same kind suffice.
+    Rasterisation is a launch argument, so it needs no object of its own. A note in the cache stores each
+    config's result for all processes. The note saves starting a worker, which takes longer than loading an
+    object. A config that killed its worker has no note.
     """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)
@@ -329,7 +338,7 @@ def _compilable(
 
 
 def _launched_alike(config: GemmConfig) -> GemmConfig:
-    """The config that represents all configs with the same object."""
+    """The config that represents all configs with the same compiled object."""
     return replace(config, max_swizzle_size=SWIZZLE)
 
 
@@ -344,7 +353,7 @@ def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
 
 
 def _compile_one(task: Task) -> bool:
-    """Whether the compiler accepts a config; in a worker process, on the GPU."""
+    """Compile a config in a worker process on the GPU; return whether the compiler accepts it."""
     from coda_agent.verifier.numerics.inputs import draw
 
     spec, small, arm, index, chosen = task

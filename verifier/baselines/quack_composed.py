@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 # Device code is traced by the DSL, not run: its values have no Python types.
-"""Epilogues composed from QuACK's operators, for specs whose outputs none of its library has.
+"""Epilogues composed from QuACK's operators, for specs whose outputs no epilogue of QuACK's library computes.
 
-Each takes the nearest of ``quack.epilogue.library`` or ``.rotary`` and changes only what its docstring says.
-As there, "col" is a vector of length M, "row" one of length N. Importing this imports QuACK.
+Each takes the most similar epilogue of ``quack.epilogue.library`` or ``.rotary`` and changes only what its
+own docstring says. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this
+module imports QuACK.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ HEAD_EPS = 1e-6  # fixed when QuACK's operator is created
 
 @gemm_epilogue(ops={"rstd": ColVecLoad("rstd")})
 def row_scale(acc, rstd):
-    """norm_act_mod without an activation, which stores its result twice: D = acc * rstd."""
+    """Scale the rows: D = acc * rstd. norm_act_mod without an activation would store this result twice."""
     return {"D": acc * rstd}
 
 
 @gemm_epilogue(ops={"cs": rotary_cos_sin_load("cs"), "rstd": ColVecLoad("rstd")}, mode="acc_pair")
 def rstd_rope_table(acc, cs, rstd):
-    """rope_table_epi with the deferred row scale of rstd_rope_posfreq_epi in place of its bias."""
+    """rope_table_epi with its bias replaced by the deferred row scale of rstd_rope_posfreq_epi."""
     x1, x2 = unpack(acc * rstd)
     c, s = unpack(cs)
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
@@ -54,8 +55,8 @@ _head_rstd = HeadRstd("qk", eps=HEAD_EPS)
     mode="acc_pair",
 )
 def qk_rope_posfreq(acc, pos, freq, qk, w):
-    """qk_rope_epi with the angles of rope_posfreq_epi in place of a table, and its rstd stored as by
-    qknorm_epi."""
+    """qk_rope_epi with its table replaced by the angles of rope_posfreq_epi. It also stores each head's rstd,
+    as qknorm_epi does."""
     x1, x2 = unpack(acc * qk * w)
     s, c = _sincos_turns(*_angle_turns(pos, freq))
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
@@ -70,14 +71,14 @@ _head_sinks = {
 
 @gemm_epilogue(ops={"rstd": ColVecLoad("rstd")}, outs=_head_sinks, extra_ops=(_target,))
 def rstd_lse_target(acc, rstd):
-    """rstd_lse_epi with the target's logit of lse_target_epi."""
+    """rstd_lse_epi that also stores the target's logit, as lse_target_epi does."""
     v = acc * rstd
     return {"D": v, "lse": v, "target_logit": v}
 
 
 @gemm_epilogue(outs=_head_sinks, extra_ops=(_target,))
 def softcap_lse_target(acc, cap, reciprocal):
-    """lse_target_epi of capped logits; the exact tanh, because fp32 outputs come from it."""
+    """lse_target_epi on capped logits. It uses the exact tanh, because fp32 outputs are computed from it."""
     v = cute.math.tanh(acc * reciprocal) * cap
     return {"D": v, "lse": v, "target_logit": v}
 

@@ -1,4 +1,4 @@
-"""One fused GEMM of QuACK on existing tensors, and the building blocks of its library's entries.
+"""One fused GEMM of QuACK on existing tensors, and helpers for the entries of ``quack_library``.
 
 Importing this module imports nothing heavy.
 """
@@ -27,12 +27,13 @@ def _no_more(partials: Tensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class QuackEpilogue:
-    """One of QuACK's epilogues on existing tensors: D = epilogue(a @ b, c, operands), or D += with
-    ``accumulate``.
+    """One of QuACK's epilogues on existing tensors: D = epilogue(a @ b, c, operands), or D += epilogue(...)
+    with ``accumulate``.
 
-    ``outs`` are its buffers under QuACK's names ("D" and the declared ones). ``names`` maps the ones that the
-    spec wants to the spec's names. ``start`` runs before the GEMM, and ``finish`` turns its partial results
-    (by QuACK's names) into the other outputs, both within the call.
+    ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares).
+    ``names`` maps the names of the buffers that the spec wants to the spec's names. Each call runs ``start``
+    before the GEMM, and ``finish`` after it, which turns partial results (by QuACK's names) into the spec's
+    other outputs.
     """
 
     mod: Any
@@ -48,7 +49,7 @@ class QuackEpilogue:
 
     @property
     def paired(self) -> bool:
-        """Whether it works on pairs of adjacent columns."""
+        """Whether the epilogue works on pairs of adjacent columns."""
         return bool(self.mod.mode != "element")
 
     def prepare(self, config: GemmConfig) -> Callable[[], dict[str, Tensor]]:
@@ -76,7 +77,7 @@ class Given(NamedTuple):
     constants: Mapping[str, float]
 
     def number(self, name: str) -> float:
-        """A constant, or a scalar input: QuACK takes both from the host."""
+        """The value of a constant or of a scalar input, since QuACK takes both from the host."""
         return self.constants[name] if name in self.constants else float(self.inputs[name])
 
 
@@ -85,7 +86,8 @@ Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 
 @dataclass(frozen=True)
 class QuackImplementation:
-    """How QuACK computes a spec: the epilogues' owner, and the epilogues in order.
+    """How QuACK computes a spec. ``kind``: whether the epilogues are QuACK's own or composed by us; ``build``
+    makes the epilogues in order.
 
     ``inexact``: fp32 outputs for which the library uses the hardware's approximate tanh, which fails our
     error gate.
@@ -97,8 +99,9 @@ class QuackImplementation:
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under torch.compile: one kernel where PyTorch alone would run several, specialised for
-    each shape of its arguments. By default a second shape would make it dynamic, which is slower."""
+    """``function`` under torch.compile, which runs one kernel instead of several. It is specialised for each
+    combination of argument shapes, since by default a second combination would make the shapes dynamic, which
+    is slower."""
 
     def call(*given: Any) -> Any:
         return _compile(function, tuple(getattr(each, "shape", each) for each in given))(*given)
@@ -108,7 +111,8 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compile(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
-    """``shapes``: of tensors; other arguments unchanged."""
+    """Compile ``function`` once per ``shapes``: the shapes of tensor arguments, and the other arguments
+    themselves."""
     from coda_agent.verifier.baselines.pytorch import under_compile
 
     compiled: Callable[..., Any] = under_compile(function, "default")

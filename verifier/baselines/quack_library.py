@@ -1,13 +1,13 @@
 """QuACK's epilogues for each spec, from its library where possible.
 
 ``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
-(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8 operands (the
-library's epilogues are for 16 bits), for the backward of cross-entropy (no operator gives a column's index),
-for a head norm whose eps is an input (QuACK's eps is fixed), or for packed heads of which some are rotated.
-The call includes finishing the reductions, in the fastest way open to a user: QuACK's second kernel for
-RMSNorm, a torch sum, or a few operations under torch.compile. Values that depend on weights alone (rotary
-frequencies, a head's weight repeated for every head) are prepared outside the call. Importing this module
-imports nothing heavy.
+(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is no epilogue for fp8
+operands (the library's epilogues are for 16 bits), for the backward of cross-entropy (no operator gives a
+column's index), for a head norm whose eps is an input (QuACK's eps is fixed), or for packed heads if only
+some of them are rotated. A call also finishes the reductions, in the fastest way that is open to a user:
+QuACK's second kernel for RMSNorm, a torch sum, or a few operations under torch.compile. Values that depend
+only on weights (rotary frequencies, a head's weight repeated for every head) are prepared outside the call.
+Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def log_sum_exp(partials: Tensor) -> Tensor:
-    """[M, tiles] -> [M]."""
+    """The log-sum-exp of each row, [M], from partial results of shape [M, tiles]."""
     return partials.logsumexp(-1)
 
 
@@ -48,7 +48,7 @@ def _rmsnorm(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library needs rstd * mean as an input: the call computes it."""
+    """The library needs rstd * mean as an input, so the call computes that product first."""
     import torch
     from quack.epilogue.library import ln_affine_epi
 
@@ -83,7 +83,8 @@ def _alpha_residual(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Accumulate into the arm's own copy of dw, made outside the call; each call adds to it again."""
+    """Accumulate into the arm's own copy of dw, which is made outside the call. Each call adds to that copy
+    again."""
     from quack.epilogue.library import identity_epi
 
     dy, x, outs = g.inputs["dy"], g.inputs["x"], {"D": g.inputs["dw"].clone()}
@@ -94,7 +95,8 @@ def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tensor) -> QuackEpilogue:
-    """x @ w.mT stored as preact, and its activation, which QuACK calls ``second``."""
+    """An epilogue that stores x @ w.mT as preact and also stores its activation, for which QuACK's name is
+    ``second``."""
     x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
     assert w is not None  # every activation's spec has one of the two
     m, n = x.shape[0], w.shape[0]
@@ -118,7 +120,8 @@ def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Not rstd_swiglu_preact_epi, which stores the pre-activation without its row scale."""
+    """This does not use rstd_swiglu_preact_epi, because it stores the pre-activation without its row
+    scale."""
     from quack.epilogue.library import norm_act_mod
 
     mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)
@@ -176,7 +179,8 @@ def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
-    """QuACK leaves the target's logit of an ignored row unchanged, so the call starts by zeroing it."""
+    """QuACK leaves the target's logit of an ignored row unchanged, so each call first zeroes all of these
+    logits."""
     x, w = g.inputs["x"], g.inputs["w"]
     picked = fp32(x, x.shape[0])
 
@@ -241,7 +245,7 @@ def quack_library(
     spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
 ) -> tuple[QuackEpilogue, ...]:
     """QuACK's epilogues for one of our specs, in order, on CUDA tensors, with the spec's sizes and constants.
-    Raises ValueError if QuACK has none with these outputs."""
+    Raises ValueError if QuACK has no epilogue with these outputs."""
     if spec_name not in LIBRARY:
         raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
     return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 def mean_rstd(sums: Tensor, squares: Tensor, columns: int, eps: float) -> tuple[Tensor, Tensor]:
-    """LayerNorm's two statistics of rows from partial sums [M, tiles]: (mean, rstd), fp32 [M]."""
+    """LayerNorm's mean and rstd of each row, both fp32 [M], from partial sums of shape [M, tiles]."""
     mean = sums.sum(-1) / columns
     return mean, (squares.sum(-1) / columns - mean * mean + eps).rsqrt()
 
 
 def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) -> dict[str, Tensor]:
-    """QuACK's second kernel, into a given vector, which the next GEMM may load."""
+    """Run QuACK's second kernel, which writes rstd into a given vector. The next GEMM may load that
+    vector."""
     from quack.rms_final_reduce import _rms_final_reduce_out
 
     _rms_final_reduce_out(partials["sqsum"], rstd, 1 / columns, eps)
@@ -112,15 +113,16 @@ def _rotated(g: Given, mod: Any, **operands: Any) -> QuackEpilogue:
 
 
 def _frequencies(g: Given) -> Tensor:
-    """QuACK's table of frequencies for all columns of q, from constants alone."""
+    """QuACK's table of frequencies for all columns of q, which depends only on inv_freq and the width of
+    q."""
     from quack.epilogue.rotary import make_interleaved_inv_freq
 
     return make_interleaved_inv_freq(g.inputs["inv_freq"], g.inputs["w"].shape[0])
 
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The table goes through TMA, which QuACK's own measurements recommend over plain loads. For "no bias" it
-    takes a scalar zero, which costs one addition."""
+    """The table is loaded by TMA, which QuACK's own measurements recommend over plain loads. The epilogue
+    needs a bias, so it gets a scalar zero, which costs one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)
@@ -139,8 +141,8 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library's own epilogue takes a table of [M, head width] that the call would have to fill. QuACK's
-    in-kernel angles avoid it."""
+    """The library's own epilogue takes a table of [M, head width] that the call would have to fill. This
+    epilogue avoids that by computing QuACK's angles in the kernel."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 
     if g.constants["eps"] != HEAD_EPS:

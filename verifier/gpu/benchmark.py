@@ -1,8 +1,10 @@
-"""Time a verified program and other arms on the GPU, in a worker. Tasks of ``worker``.
+"""Time a verified program and its competitors (arms) on the GPU. ``score`` is the task that a ``worker``
+runs.
 
 Each process draws its own inputs, checks the candidate on them, times all arms interleaved, and compares the
-outputs of the timed calls with the checked ones, to the bit. Before each call, outside the clock, its output
-memory is overwritten, so a correct result there was computed within the measured time.
+outputs of the timed calls bit by bit with the checked outputs. Before each call, and outside the measured
+time, the call's output memory is overwritten. So a correct result there was computed within the measured
+time.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ LONGEST = 1.5  # seconds of rounds; at the power limit, clocks swing once in thi
 HOST_CALLS = 21  # each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
-FEWEST_SETS = 2  # sets of inputs in rotation: no call finds its predecessor's inputs in the L2
+FEWEST_SETS = 2  # sets of inputs in rotation, so that no call finds its predecessor's inputs in the L2
 MOST_SETS = 8  # each is checked against the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
 PLANTED = 0.02  # the planted delay, as a share of the candidate's time, that a process must detect
-SAME_WITHIN = 0.005  # largest difference of a kernel from itself
-FOUND_WITHIN = (0.01, 0.04)  # a launch adds one or two microseconds to the delay itself
+SAME_WITHIN = 0.005  # the largest difference that a kernel's time may have from itself
+FOUND_WITHIN = (0.01, 0.04)  # for the planted delay, to which its launch adds one or two microseconds
 
 Tensors = Mapping[str, "torch.Tensor"]
 _Made = TypeVar("_Made")
@@ -47,9 +49,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The arms besides the candidate, and their rounds, which are fewer for long kernels. ``controlled``: add
-    the control arms, which show whether this process measures correctly. ``kept``: the incumbent that a
-    change has to beat. ``quack``: known schedules of QuACK's arms."""
+    """The arms to time in addition to the candidate, and the number of rounds, which is reduced for long
+    kernels. ``controlled``: add the control arms, which show whether this process measures correctly.
+    ``kept``: the incumbent that a change has to beat. ``quack``: known schedules of QuACK's arms."""
 
     arms: tuple[str, ...]
     rounds: int
@@ -60,7 +62,8 @@ class Benchmark:
 
 
 def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
-    """Milliseconds of every arm in every round at one case, with the checks that make them credible."""
+    """The milliseconds of every arm in every round on one case, with the results of the checks that make them
+    credible."""
     job, race = given
     report("benchmark", f"case {job.case}")
     begun = time.monotonic()
@@ -108,7 +111,8 @@ def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
 def timed(
     arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True, longest: float = LONGEST
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Each arm's samples in at most ``longest`` seconds of rounds, and the GPU's telemetry meanwhile."""
+    """Each arm's samples in at most ``longest`` seconds of rounds, and the GPU's telemetry during that
+    time."""
     from coda_agent.verifier.gpu.telemetry import Monitor, device
 
     with Monitor() as monitor:
@@ -124,13 +128,14 @@ def timed(
 
 
 def milliseconds(samples: timing.Samples) -> list[float]:
-    """Milliseconds by round, as reports keep them."""
+    """The milliseconds of each round, as reports store them."""
     return [round(x * 1e3, 6) for x in samples.seconds]
 
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
-    """Milliseconds of each of the candidate's parts alone, for authors who make it faster; empty for a single
-    part. Their sum may exceed the whole, whose launches overlap."""
+    """The milliseconds of each part of the candidate, run alone, for authors who want to make the candidate
+    faster. Empty if it has only one part. The sum may exceed the time of the whole candidate, whose launches
+    overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
         return {}
@@ -144,23 +149,23 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
-    """Time the controls, interleaved with the arms that they vouch for: the candidate again, and the
-    candidate with a planted delay."""
+    """The control arms: the candidate again, and the candidate with a planted delay. They are interleaved
+    with the arms whose times they validate."""
     seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
 
 
 def _controls_verdict(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
-    """The controls' verdict on this process, and ``again``: the candidate against itself, milliseconds by
-    round."""
+    """The controls' verdict on this process and, under ``again``, the milliseconds of the repeated candidate
+    in each round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
     told = {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}
     return {"controls": told, "again": milliseconds(same)}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
-    """Why a process with these controls is invalid; empty if it is valid."""
+    """The reasons why a process with these controls is invalid; empty if it is valid."""
     low, high = FOUND_WITHIN
     found = []
     if abs(same.estimate - 1) > SAME_WITHIN:
@@ -175,7 +180,8 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
 
 @dataclass
 class _Sets:
-    """Sets of inputs in rotation, and the candidate's checked outputs on each."""
+    """The sets of inputs that calls rotate through, and the candidate's outputs on each set, which were
+    checked."""
 
     job: KernelCase
     plan: Plan
@@ -206,7 +212,7 @@ class _Sets:
         self.proved.append(Fingerprints(fresh))
 
     def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
-        """The candidate, on one set after another."""
+        """An arm that runs the candidate on one set of inputs after another."""
         calls = [partial(self.plan.run, i, o) for i, o in zip(self.inputs, self.outputs, strict=True)]
         if after is not None:
             calls = [partial(_both, call, after) for call in calls]
@@ -218,12 +224,13 @@ class _Sets:
         calls: Sequence[Callable[[], object]],
         outputs: Sequence[Tensors] | None = None,
     ) -> timing.Arm:
-        """An arm with a call for each set, in rotation.
+        """An arm with one call per set of inputs, in rotation.
 
         Before each call its ``outputs`` are overwritten, and so is the candidate's workspace, in which a
-        kernel could hide results for the next call. For an arm without outputs of ours the same amount of
-        unused memory is overwritten, so that all arms find the GPU in the same state. Outputs that update an
-        input stay, since their buffer must keep its content; ``compare`` runs such a kernel once more.
+        kernel could hide results for the next call. For an arm that allocates its own outputs, the same
+        amount of unused memory is overwritten, so that all arms find the GPU in the same state. If an output
+        updates an input, no outputs are overwritten, since the input's buffer must keep its content;
+        ``compare`` runs such a kernel once more.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -239,9 +246,9 @@ class _Sets:
         return self.plan.outputs()
 
     def compare(self) -> None:
-        """Raise Failed if the timed calls left other bits than the checked call, or changed an input. An
-        update's buffer then holds the sum of all calls, so one more call runs on the same inputs, drawn
-        again."""
+        """Raise Failed if the timed calls left other bits than the checked call, or changed an input. If an
+        output updates an input, its buffer now holds the updates of all calls, so the kernel runs once more
+        on the same inputs, drawn again."""
         for index, proved in enumerate(self.proved):
             mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
             untouched(self.job, mine, self.given[index])
@@ -267,7 +274,7 @@ def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call that rotates through these."""
+    """A function that makes one of these calls each time, in rotation."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 
@@ -285,7 +292,7 @@ def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
 def _rival(
     name: str, job: KernelCase, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
-    """Another arm and, for QuACK, the finalists of its tuning."""
+    """An arm other than the candidate and, for QuACK's arms, the last schedules of the tuning."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
@@ -303,7 +310,8 @@ def _incumbent_arm(job: KernelCase, sets: _Sets) -> timing.Arm:
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
-    """Time the candidate in a CUDA graph, interleaved: alone it would run at other clocks."""
+    """An arm that runs the candidate in a CUDA graph. It is timed among the other arms, since alone it would
+    run at other clocks."""
     import torch
 
     replays = []
@@ -316,7 +324,8 @@ def _graphed(sets: _Sets) -> timing.Arm:
 
 
 def sets_wanted(inputs: Tensors) -> int:
-    """The number of sets in rotation: at least two, together larger than the L2."""
+    """The number of input sets: at least two, and enough to be larger than the L2 together, but at most
+    MOST_SETS."""
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -330,8 +339,8 @@ def _spin(cycles: int) -> None:
 
 
 def _cycles_per_second() -> float:
-    """Cycles per second of the spin's counter: two spins differ by their cycles alone, not by their
-    launches."""
+    """The cycles per second of the counter by which ``_spin`` waits. It is measured from the difference
+    between two spins, which excludes the time of their launches."""
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -1,4 +1,4 @@
-"""Check on the GPU, in a worker, that a program is right every time. Tasks of ``worker``.
+"""Check on the GPU that a program is right every time, by tasks that run in a ``worker``.
 
 A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
 from fresh seeds, drawn after the program is fixed.
@@ -35,7 +35,8 @@ Schedules = Mapping[int, Schedule]
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel at one case's sizes, on one or more choices of schedules by step."""
+    """A kernel at the sizes of one case, with one or more choices of schedules. A choice has one schedule per
+    step."""
 
     spec: Spec
     kernel: KernelSource
@@ -47,8 +48,8 @@ class KernelCase:
     afresh: bool = False  # for tuning: ignore earlier results
 
     def plans(self) -> list[Plan]:
-        """A plan for each choice of schedules, in one workspace. Failed if a schedule of the program does not
-        fit these sizes."""
+        """One plan per choice of schedules; the plans share a workspace. Raises Failed if a schedule of the
+        program does not fit these sizes."""
         from coda_agent.primitives.runtime.executable import Plan
         from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -62,7 +63,7 @@ class KernelCase:
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
-        """A fresh seed, and its inputs."""
+        """A fresh seed, and the inputs drawn from it."""
         from coda_agent.verifier.numerics.inputs import draw
 
         seed = secrets.randbits(48)
@@ -70,8 +71,8 @@ class KernelCase:
 
 
 class InputDraw:
-    """Fresh inputs of a family. The truth is computed after a kernel has run, so that a kernel which reads
-    out of bounds cannot find it in the GPU's memory."""
+    """Fresh inputs of one family (a way to draw values). The fp64 truth is computed after a kernel has run,
+    so that a kernel which reads out of bounds cannot find it in the GPU's memory."""
 
     def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family
@@ -80,7 +81,7 @@ class InputDraw:
 
     @cached_property
     def truth(self) -> dict[str, torch.Tensor]:
-        """The truth. Raises Failed if the inputs have changed since they were drawn."""
+        """The true outputs, in fp64. Raises Failed if the inputs have changed since they were drawn."""
         from coda_agent.verifier.numerics import reference
 
         untouched(self.job, self.inputs, self.drawn)
@@ -104,13 +105,15 @@ class InputDraw:
 
     @cached_property
     def undefined(self) -> frozenset[str]:
-        """Outputs for which the reference has no meaning on these inputs."""
+        """Outputs that are not judged, because on these inputs the reference itself overflows or loses too
+        much in fp32."""
         from coda_agent.verifier.numerics import error_gate
 
         return error_gate.undefined(self.family, self.truth, self.yardstick)
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
-        """Judge a plan's outputs through the error gate. Raises Failed."""
+        """Judge a plan's outputs by the error gate; return their errors. Raises Failed if an output exceeds
+        the limits."""
         from coda_agent.verifier.numerics import error_gate, limits
 
         allowed = limits.of_stored(self.family)
@@ -123,8 +126,9 @@ class InputDraw:
 
 
 def tune(job: KernelCase) -> dict[str, Any]:
-    """The fastest schedules by step, the finalists, and the seconds of tuning; from the cache, unless
-    ``afresh``. The inputs are discarded: the benchmark draws its own."""
+    """The fastest schedules by step, the finalists, and the seconds of tuning. An earlier choice is taken
+    from the cache, unless the job is ``afresh``. The inputs are discarded, because the benchmark draws its
+    own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
 
@@ -146,10 +150,11 @@ def tune(job: KernelCase) -> dict[str, Any]:
 
 
 def numerics(job: KernelCase) -> dict[str, Any]:
-    """Compare outputs, poisoned beforehand, with the fp64 truth through the error gate: every family of
-    inputs on every plan.
+    """Compare outputs with the fp64 truth by the error gate, for every family of inputs on every plan. The
+    outputs hold NaN before each run.
 
-    Figures of stretched inputs are separate, under ``beyond``, since their limits differ.
+    Figures on stretched inputs, whose values go beyond the typical ones, are separate under ``beyond``, since
+    other limits apply to them.
     """
     from coda_agent.verifier.numerics.stretch import STRETCHED
 
@@ -169,15 +174,17 @@ def numerics(job: KernelCase) -> dict[str, Any]:
 
 
 def _errors_on_draw(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
-    """One trial: its seed and each plan's errors. Its tensors are freed before the next."""
+    """The seed of one draw of inputs, and every plan's errors on it. Its tensors are freed before the next
+    draw."""
     trial = InputDraw(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
 def stability(job: KernelCase) -> dict[str, Any]:
-    """On every plan: repeats are bitwise equal from outputs and workspace poisoned in two ways, inputs are
-    unchanged, and no byte outside a tensor is written, or read and used."""
+    """Check on every plan that repeated runs are bitwise equal, although outputs and workspace are filled
+    with one of two poisons before each run. Inputs must be unchanged, and no byte outside a tensor may be
+    written, or affect a result."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])
@@ -188,8 +195,8 @@ def stability(job: KernelCase) -> dict[str, Any]:
 
 
 def launch(job: KernelCase) -> dict[str, Any]:
-    """Run every plan once with nothing else on the GPU but copies, for a sanitizer: the reference's cuBLAS
-    would add hazards of its own."""
+    """Run every plan once for a sanitizer. Nothing else but copies runs on the GPU, because the reference's
+    cuBLAS calls would add hazards of their own."""
     import torch
 
     seed, drawn = job.draw(device="cpu")
@@ -201,7 +208,8 @@ def launch(job: KernelCase) -> dict[str, Any]:
 
 
 def clean(_: object) -> dict[str, Any]:
-    """Check that the GPU computes after a lost worker: free bytes, and a small correct product."""
+    """Check after the loss of a worker that the GPU computes a small product correctly; return the free
+    bytes."""
     import torch
 
     ones = torch.ones(256, 256, device="cuda")
@@ -220,7 +228,8 @@ def schedules_json(schedules: Schedules) -> dict[str, dict[str, Any]]:
 
 
 def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs of a run that starts with NaN in them and in the workspace between kernels."""
+    """Run a plan and return its outputs. Before the run, the outputs and the workspace between kernels are
+    filled with NaN."""
     import torch
 
     outputs = plan.outputs()

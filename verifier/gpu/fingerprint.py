@@ -1,4 +1,5 @@
-"""Tensors' memory as integers: fingerprints that detect changes, and poison that overwrites it."""
+"""Handle tensors' memory as integers: take fingerprints that detect changes, and overwrite memory with
+poison."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ BLOCK = 1 << 24  # words hashed at a time, whose weights take 128 MiB
 
 
 class Fingerprints:
-    """Fingerprints of tensors by name, under a common secret.
+    """Fingerprints of tensors by name, computed with a common secret.
 
-    Two tensors that differ in any bit agree with probability below 2**-32, if whoever changed them did not
-    know the secret. Every word of at most 32 bits is multiplied by a random 63-bit weight and summed modulo
-    2**64 (a multilinear hash: a word's difference is below 2**32, so at most 2**-33 of all weights cancel
-    it). Shape, dtype and strides must agree too. The weights come from a generator whose seed stays on the
-    host, and are wiped: a kernel that reads out of bounds finds none of them.
+    Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, if whoever
+    changed the bits did not know the secret. Every word of at most 32 bits is multiplied by a random 63-bit
+    weight and summed modulo 2**64 (a multilinear hash: a word's difference is below 2**32, so at most 2**-33
+    of all weights cancel it). Shape, dtype and strides must agree too. The weights come from a generator
+    whose seed stays on the host, and are wiped after use, so a kernel that reads out of bounds finds none of
+    them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -27,7 +29,7 @@ class Fingerprints:
         self._found = {name: self._of(t) for name, t in tensors.items()}
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of tensors that differ from the fingerprint of their name."""
+        """The names of the tensors that do not match the fingerprint of the same name."""
         return [name for name, t in tensors.items() if self._of(t) != self._found[name]]
 
     def _of(self, tensor: torch.Tensor) -> tuple[object, ...]:
@@ -47,7 +49,8 @@ class Fingerprints:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a row of integers, 32-bit ones where the size allows."""
+    """A contiguous tensor's memory as a vector of integers, of 32 bits if its offset and size allow, else of
+    16 or 8."""
     import torch
 
     flat = tensor.view(-1)
@@ -57,10 +60,11 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
-    """Overwrite each row of ``words`` with poison.
+    """Overwrite each of these results of ``words`` with poison.
 
-    The poison is drawn anew each time, and looks like an answer: as a number of 16 or 32 bits it is finite
-    and between 0 and 2. So a kernel that keeps plausible old values keeps poison.
+    The poison is drawn anew each time, and looks like a result: read as a number of 16 or 32 bits, it is
+    finite and between 0 and 2. So a kernel that leaves plausible old values in its output leaves poison
+    there.
     """
     half, other = (0x3C00 | secrets.randbits(10) for _ in range(2))
     for row in rows:

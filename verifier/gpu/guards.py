@@ -1,4 +1,4 @@
-"""Guard bands: put tensors between poisoned bytes that no kernel may write, or read and use."""
+"""Put tensors between poisoned bytes (guard bands), which no kernel may write, or let affect its results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     import torch
 
 GUARD = 4096  # bytes before and after a tensor, which keep its address as aligned as an allocation's
-# Byte values. With the first every float is NaN, with the second another number, so that using them changes
-# results.
+# The two poisons, as byte values. Every float that is filled with the first is NaN; with the second it is
+# some other number. So a result that depends on poison differs between the two.
 POISONS = (0xFF, 0x7B)
 
 
 class Guarded:
-    """Tensors by name, each in the middle of a poisoned buffer and poisoned itself, with the shapes, dtypes
-    and fresh strides of ``like``."""
+    """Tensors by name, each in the middle of a poisoned buffer and itself poisoned. They have the shapes and
+    dtypes of ``like``, and the strides of fresh tensors."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -26,7 +26,7 @@ class Guarded:
 
     @classmethod
     def holding(cls, tensors: Mapping[str, torch.Tensor], poison: int) -> Guarded:
-        """Copies of the tensors."""
+        """Copies of the tensors, each in the middle of a poisoned buffer."""
         made = cls(tensors, poison)
         for name, tensor in tensors.items():
             made.tensors[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""Run compute-sanitizer on a kernel at small sizes, for stray accesses and races on shared memory."""
+"""Run compute-sanitizer on a kernel at small sizes, to find stray accesses and races on shared memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
-# Probing the driver for optional functions counts as dozens of API errors.
+# API errors are not reported, since probing the driver for optional functions counts as dozens of them.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
-# PyTorch's cache shares an allocation between tensors, which makes a store from one into the next legal.
+# PyTorch's cache is off, since it puts several tensors into one allocation, so that a store from one tensor
+# into the next would look legal.
 EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def sanitized(job: KernelCase) -> dict[str, Any]:
-    """The number of errors by tool, all zero; Failed with the tool's message if one found an error.
+    """The number of errors by tool, which are all zero. Raises Failed with the tool's message if a tool found
+    an error.
 
-    Raises Absent without compute-sanitizer.
+    Raises Absent if compute-sanitizer is not installed.
     """
     return {tool: errors(tool, launch, job) for tool in TOOLS}
 
@@ -53,8 +55,9 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 
 
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
-    """Return a task's CUDA error as its answer. The tool ends a kernel that accesses stray memory, and
-    reports only when the process ends by itself, which a lost worker does not."""
+    """Run a task, and return its CUDA error as the answer instead of raising it. The tool ends a kernel that
+    accesses stray memory, but reports only when the process ends by itself. A worker whose task raised a CUDA
+    error would be killed."""
     task, argument = asked
     try:
         task(argument)

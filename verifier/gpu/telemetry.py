@@ -1,6 +1,6 @@
 """The device of a measurement, with its clocks, power, temperature and throttling.
 
-They are read, never set: a verdict applies to the machine as its users have it.
+These values are read and never set, because a verdict applies to the machine as its users have it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, Self
 
 # The sensors sampled while arms run, by their names in reports.
 SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
-NEEDED = SENSORS[:3]  # clocks and power: without them the GPU's state during a time is unknown
+NEEDED = SENSORS[:3]  # clocks and power: without them the GPU's state while arms run is unknown
 
 
 class Monitor:
     """NVML's view of the current device. ``sample`` takes one reading; ``summary`` covers all of them.
 
-    A missing reading has a reason: a container may withhold NVML, a virtual GPU single sensors.
+    The summary gives the reason for a missing reading. For example, a container may withhold NVML, and a
+    virtual GPU may lack single sensors.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Monitor:
             return self
         try:
             pynvml.nvmlInit()
-            # By UUID: NVML's own numbering ignores CUDA_VISIBLE_DEVICES.
+            # The device is found by its UUID, because NVML's own numbering ignores CUDA_VISIBLE_DEVICES.
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{card()}")
             self._nvml = pynvml
         except pynvml.NVMLError as error:
@@ -51,13 +52,13 @@ class Monitor:
             self._nvml = None
 
     def sample(self) -> None:
-        """Read every sensor once; a few tenths of a millisecond."""
+        """Read every sensor once, which takes a few tenths of a millisecond."""
         if self._nvml is not None:
             self._readings.append(_read(self._nvml, _sensors(self._nvml, self._handle)))
 
     def summary(self) -> dict[str, Any]:
-        """The device and driver; each sensor's minimum, median and maximum (MHz, W, degrees C); all reasons
-        for throttling."""
+        """The driver, the limits on clock and power, each sensor's minimum, median and maximum (MHz, W,
+        degrees C), and all reasons for throttling."""
         if self._nvml is None:
             return {"nvml": self._unavailable}
         found = _read(self._nvml, _facts(self._nvml, self._handle))
@@ -74,7 +75,7 @@ class Monitor:
 
 
 def unread(seen: object) -> str:
-    """The clocks or power that a ``summary`` lacks, and why; empty if it has all."""
+    """A message on the clocks or power that a ``summary`` lacks, and why; empty if it lacks none."""
     if not isinstance(seen, Mapping) or not seen:
         return "nothing was read"
     if "nvml" in seen:
@@ -83,7 +84,8 @@ def unread(seen: object) -> str:
 
 
 def findings(during: Mapping[str, object]) -> list[str]:
-    """Messages on stages of a measurement without clocks or power, by name: one per reason."""
+    """One message per reason why clocks or power were not read, with the names of the measurement's stages
+    that lack them."""
     reasons: dict[str, list[str]] = {}
     for piece, seen in during.items():
         if why := unread(seen):

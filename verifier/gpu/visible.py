@@ -1,4 +1,5 @@
-"""The GPUs that this process may use, by NVML: asking CUDA would keep a context in this process."""
+"""The GPUs that this process may use. NVML lists them, because asking CUDA would leave a CUDA context in this
+process."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; none without NVML.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in the variable's order; empty without NVML.
 
-    Numbers are NVML's, which are CUDA's unless a host mixes kinds of GPUs.
+    Numbers in the variable are taken as NVML's numbers, which equal CUDA's unless the host has several kinds
+    of GPUs.
     """
     found, visible = _all(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,8 +1,10 @@
-"""Run GPU work in an expendable process: a kernel that hangs or writes out of bounds kills only a worker.
+"""Run GPU work in an expendable process, so that a kernel that hangs or writes out of bounds kills only a
+worker.
 
-The command itself holds no CUDA context. It asks a ``Worker``; if that is lost, the candidate is rejected
-with the reason, and a fresh worker finds a clean GPU. A worker is ``python -m`` of this module: it reads one
-task per line, and writes lines of progress and one answer.
+The process of the user's command holds no CUDA context. It gives tasks to a ``Worker``. If the worker is
+lost, the candidate is rejected with the reason, and a fresh worker finds a clean GPU. A worker runs this
+module with ``python -m``. It reads one task per line, and writes lines of progress and one line with the
+answer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.sandbox import die_with
 from coda_agent.verifier.gates import Failed, Progress, silent
 
-Task = Callable[[Any], dict[str, Any]]  # a module's function, which returns JSON
+Task = Callable[[Any], dict[str, Any]]  # a top-level function of a module, which returns JSON data
 
 ROOT = str(Path(__file__).absolute().parents[3])  # the folder of our own packages
 SAID = 2000  # characters of a lost worker's last output
@@ -40,20 +42,22 @@ _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misalign
 
 class Lost(Failed):
     """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. The candidate caused it, so this rejects the candidate."""
+    ``out_of_memory``. If the candidate was at work, it caused the loss, so it is rejected."""
 
 
 class WorkerError(Exception):
-    """A task raised an exception that no kernel caused: our bug, with the worker's traceback."""
+    """A task raised an exception that no kernel caused, so it is our bug. The message holds the worker's
+    traceback."""
 
 
 class Worker:
-    """A process that owns the GPU while it works on a task. Starting returns at once, since imports take
-    seconds.
+    """A process that owns the GPU while it works on a task. The constructor does not wait for the process's
+    imports, which take seconds.
 
-    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import early.
-    ``python``: the interpreter of an environment with other versions; it does not get this process's
-    PYTHONPATH, which would take precedence there. ``env``: its environment, by default this process's.
+    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import before the
+    first task. ``python``: the interpreter of an environment with other versions of packages; it does not get
+    this process's PYTHONPATH, which would take precedence there. ``env``: the worker's environment variables,
+    by default this process's.
     """
 
     def __init__(
@@ -78,18 +82,18 @@ class Worker:
     def ask(
         self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """The task's answer.
+        """Give the worker a task; return its answer.
 
-        Raises Failed if the task raised it. Raises Lost, and kills the process, if it dies, is silent for
-        ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our bugs, and for a death
-        before the first task, which no kernel caused. Raises Late at the deadline
+        Raises Failed if the task raised it. Raises Lost, and kills the worker, if it dies, is silent for
+        ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our own bugs, and if the
+        worker died before its first task, since no kernel caused that. Raises Late at the deadline
         (``primitives.system.deadline``), and kills the process.
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
             raise self._stillborn()
         self._asked = True
-        with suppress(BrokenPipeError):  # reading finds that it died
+        with suppress(BrokenPipeError):  # reading the answer finds that the worker died
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
         while True:
@@ -123,7 +127,7 @@ class Worker:
                     file.close()
 
     def finish(self, patience: float) -> int:
-        """Let it end by itself, for a wrapper that reports at the end; return its exit status."""
+        """Let the worker end by itself, for a wrapper that reports at the end; return the exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         limit = deadline.within(patience)
@@ -184,7 +188,7 @@ def report(gate: str, words: str) -> None:
         _say({"progress": [gate, words]})
 
 
-_answers: Any = None  # where a worker's lines go; None elsewhere
+_answers: Any = None  # the file that a worker writes its lines to; None in other processes
 
 
 def _say(record: dict[str, Any]) -> None:
@@ -199,7 +203,7 @@ def cuda_error(words: str) -> bool:
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    with suppress(OSError):  # a wrapper dies with its parent, but does not pass that on
+    with suppress(OSError):  # a wrapper dies with its parent, but does not take this process with it
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler's prints must not mix with the answers
@@ -233,7 +237,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from coda_agent.verifier.gpu.worker import (
-        _serve as serve,  # one module, not two, so that Failed is the class that verify raises
+        _serve as serve,  # not this __main__ module: tasks report through the imported one
     )
 
     serve(sys.argv[1:])

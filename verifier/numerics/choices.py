@@ -1,9 +1,9 @@
 """Check that each side of each choice in a program matters on some tried input.
 
-A choice takes one of two values. A choice whose other side no tried input selects is a blind spot: a clamp
-beyond the drawn values looks like no clamp. So each side must be *needed*: with the choice forced to its
-other side, the program must fail the error gate on some inputs on which it passes unchanged. A sigmoid is a
-choice too, since it is constant far from zero: its bend must be needed.
+A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
+a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: on some inputs, the
+program must pass the error gate unchanged and fail it if the choice is forced to the other side. A sigmoid is
+a choice too, since it is constant far from zero: its bend near zero must be needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 
-SHARE = 1 / 256  # share of a choice's elements that the error gate sees
+SHARE = 1 / 256  # the smallest share of a choice's elements that the error gate sees
 SIDES = {
     "where": ("its condition never holds", "its condition always holds"),
     "maximum": ("its first argument is never the larger", "its second argument is never the larger"),
@@ -31,7 +31,7 @@ SIDES = {
     ),
 }
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
-BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of it
+BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
 COMPARED = ("it never holds", "it always holds")
 
 
@@ -50,8 +50,8 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Elements of a run: those that a side decides, those of them whose other side has a different value, and
-    all."""
+    """Numbers of elements in a run. ``decided``: those that a side decides; ``apart``: those decided ones for
+    which the other side has a different value; ``elements``: all."""
 
     decided: int
     apart: int
@@ -60,12 +60,13 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """A side over all runs: the largest share of elements that it decided in a run, and that run's family."""
+    """The evidence on a side from all runs: the largest share of elements that it decided in a run, and the
+    family of inputs of that run."""
 
     share: float = 0.0
     family: str = ""
     needed: str = ""  # the family of a run that failed without this side
-    tries: int = 0  # runs that passed without it
+    tries: int = 0  # runs that passed without this side
     apart: bool = False  # whether the two values ever differed where this side decided
 
 
@@ -107,7 +108,8 @@ class Coverage:
         return [side for side in self.open if not self._alike(side.node)]
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice between values decided enough elements, and always agreed."""
+        """Whether both sides of a choice between values decided enough elements, and always had equal
+        values."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
@@ -132,8 +134,8 @@ class Coverage:
 
 
 def choices(program: Program) -> list[int]:
-    """The nodes that choose. A comparison that is read only as the condition of a ``where`` belongs to
-    that."""
+    """The nodes that are choices. A comparison that is read only as the condition of a ``where`` counts as a
+    part of that ``where``."""
     readers: dict[int, list[bool]] = {}
     for node in program.nodes:
         for place, argument in enumerate(node.args):
@@ -148,7 +150,7 @@ def choices(program: Program) -> list[int]:
 
 
 class Counting:
-    """An interpreter's watch that counts the elements each side decides."""
+    """A callback for the interpreter that counts the elements each side decides."""
 
     def __init__(self, program: Program, sides: Sequence[Side]):
         self.program, self.nodes = program, {side.node for side in sides}
@@ -167,7 +169,8 @@ class Counting:
 
 
 class Forcing:
-    """An interpreter's watch that removes one side: the choice returns the other side's value."""
+    """A callback for the interpreter that removes one side, so that the choice returns the other side's
+    value."""
 
     def __init__(self, program: Program, without: Side):
         self.program, self.without = program, without
