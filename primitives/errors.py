@@ -1,4 +1,4 @@
-"""The errors that end a command, and its exit status by each. Standard library only.
+"""The errors that end a command, and the exit status of each. Standard library only.
 
     CodaError
     |-- Refused           1  the work was done, and the answer is no
@@ -7,18 +7,18 @@
     |-- InvalidInput      2  a file or value from the user cannot be used
     |   |-- SpecError           a spec
     |   |-- KernelError         a file of an accepted kernel
-    |   |-- ScaffoldError       a PyTorch function to make a spec of
+    |   |-- ScaffoldError       a PyTorch function from which to make a spec
     |   `-- TipsError           the tips log
     |-- Absent            3  something required is missing on this machine
-    |   |-- JailUnavailable     a system that can confine a kernel
+    |   |-- JailUnavailable     means to confine a kernel
     |   |-- JournalError        a run's journal
-    |   |   `-- DamagedError    2: it is there and damaged
-    |   `-- ProviderError       an answer
+    |   |   `-- DamagedError    2: the journal exists but is damaged
+    |   `-- ProviderError       an answer from a provider
     `-- OutOfTime         4  a comparison's seconds are used up
 
-Each message names the place, the value and the remedy. Only errors that are caught separately have their own
-class. Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's `Late`)
-are no CodaErrors: they never end a command.
+Each message names the place, the value and the remedy. An error has its own class only if some caller catches
+it separately. Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's
+`Late`) are not CodaErrors, because they never end a command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The module name ``primitives``, from which kernel files and lowered texts import.
 
-Their bytes are evidence, so they keep that name. It refers to this package only while such a file loads, so
-that a user's own ``primitives`` is not affected. Device code is never imported under another name.
+The bytes of these files are hashed as evidence, so the files keep that name. The name refers to this package
+only while such a file loads, so a user's own ``primitives`` module is not affected. Device code is never
+imported under another name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _lock = RLock()
 
 @contextmanager
 def frozen_names() -> Iterator[None]:
-    """Make ``primitives`` mean ``coda_agent.primitives`` in the block."""
+    """Make ``primitives`` mean ``coda_agent.primitives`` inside the with block."""
     with _lock:
         before = sys.modules.get("primitives")
         sys.modules["primitives"] = sys.modules[__package__]
@@ -32,6 +33,6 @@ def frozen_names() -> Iterator[None]:
 
 
 def device(module: str) -> ModuleType:
-    """A device module, such as ``mainloop``."""
+    """Import a device module, such as ``mainloop``."""
     with frozen_names():
         return importlib.import_module(f"primitives.device.{module}")

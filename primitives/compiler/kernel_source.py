@@ -1,4 +1,4 @@
-"""A kernel as it runs: a program, the text that a model edited in place of its lowering, and schedules."""
+"""A kernel as it runs: a program, its schedules, and perhaps an edited text in place of its lowering."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from coda_agent.primitives.lang.schedule import Schedule
 
 @dataclass(frozen=True)
 class KernelSource:
-    """The source of a kernel: its program, or an edited text.
+    """The source of a kernel: its program and, if an author edited the lowered text, that edited text.
 
-    ``schedules``: chosen ones by step; tuning chooses the others. ``edited``: CuTeDSL that runs
-    in place of the program's own lowering, compiled in a confined child; None runs the lowering.
+    ``schedules``: the chosen schedules by step; tuning chooses those of the other steps. ``edited``: CuTeDSL
+    that runs in place of the program's own lowering and is compiled in a confined child process. If it is
+    None, the lowering runs.
     """
 
     program: Program
@@ -25,27 +26,27 @@ class KernelSource:
 
     @property
     def lowered(self) -> Lowered:
-        """Its CuTeDSL and the arguments of its kernels. Raises ProgramError as ``lower`` does."""
+        """The CuTeDSL that runs and its kernels' arguments. Raises ProgramError as ``lower`` does."""
         if self.edited is None:
             return lower(self.program)
         return lower_edited(self.program, self.edited)
 
     @property
     def text(self) -> str:
-        """The CuTeDSL that an author of an edit starts from."""
+        """The CuTeDSL text from which an author starts an edit."""
         return editable(self.program) if self.edited is None else self.edited
 
     @property
     def fixed(self) -> dict[int, Schedule]:
-        """The schedules that are not tuned: the chosen ones, and the program's own, which come first."""
+        """The schedules that are not tuned: the chosen ones, and the program's own, which take precedence."""
         return {**self.schedules, **self.program.schedule}
 
     def on(self, schedules: Mapping[int, Schedule]) -> KernelSource:
-        """The same kernel on these schedules."""
+        """Return the same kernel with these schedules."""
         return replace(self, schedules=schedules)
 
     def to_json(self) -> dict[str, str]:
-        """Program and edited text; schedules are stored separately, by case."""
+        """Return the program and the edited text. Schedules are stored separately, per case."""
         return {"program": self.program.to_json(), "raw": self.edited or ""}
 
     @classmethod

@@ -1,7 +1,7 @@
 """Lower a program to the text of one CuTeDSL module, and name the tensor of each argument.
 
-Each step becomes a class (``gemm_codegen``), and the vector arithmetic after it one small kernel
-(``vector_codegen``). The lowering invents every identifier; constants pass through ``float.hex``.
+Each GEMM step becomes a class (``gemm_codegen``), and the vector arithmetic after a step becomes small
+kernels (``vector_codegen``). The lowering invents every identifier, and ``float.hex`` checks each constant.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
 def lower(program: Program) -> Lowered:
-    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
+    """Lower a checked program. Raises ProgramError if QuACK's resources cannot express it."""
     return _lowered(program)
 
 
 def lower_edited(program: Program, text: str) -> Lowered:
-    """The lowering with ``text``, an author's edit of ``editable``'s, used unchanged."""
+    """Lower a program, then replace its text by ``text``, an author's edit of ``editable(program)``."""
     plain = _lowered(program, hashed=False)
     named = [module for module in exports() if re.search(rf"\b{module}\b", text)]
     digest = _digest([text, plain.hash, *_device_sources(named)])
@@ -38,7 +38,7 @@ def lower_edited(program: Program, text: str) -> Lowered:
 
 
 def editable(program: Program) -> str:
-    """The lowered text to edit. Its names contain no hash."""
+    """Return the lowered text that an author may edit. Its names contain no hash."""
     return _lowered(program, hashed=False).text
 
 
@@ -60,8 +60,8 @@ def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
 def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...]
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
-    """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` key
-    the cache: 0.0 equals -0.0, and a proposed primitive changes the meaning of its name."""
+    """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
+    in the cache's key because 0.0 equals -0.0 and a proposed primitive changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     finishes = finish_writers(program, steps)
@@ -78,14 +78,14 @@ RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that no opera
 
 
 def resources() -> set[str]:
-    """All QuACK resources that texts use: those above, and those that operations name."""
+    """All QuACK resources that lowered texts use: ``RESOURCES``, and the resources that operations name."""
     found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
     named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
     return {*RESOURCES, *named}.difference(*exports().values())
 
 
 def _header(body: str) -> str:
-    """A module's docstring and its imports from QuACK and ``primitives.device``."""
+    """The lowered module's docstring, and its imports from QuACK and ``primitives.device``."""
     used = set(re.findall(r"\w+", body))
     lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
     chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": resources()}
@@ -100,7 +100,7 @@ def _header(body: str) -> str:
 
 @cache
 def exports() -> dict[str, list[str]]:
-    """The names in ``__all__`` of each device module, without importing it."""
+    """Read the names in each device module's ``__all__`` without importing the module."""
     found = {}
     for path in sorted(DEVICE.glob("[a-z]*.py")):
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -111,7 +111,7 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """The source of a device module, which is part of a lowered text's meaning."""
+    """The source of a device module. It is hashed because it is part of a lowered text's meaning."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 
@@ -121,7 +121,7 @@ def _imported(text: str) -> list[str]:
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """The source of device modules and their imports, so that changes elsewhere change no kernel."""
+    """The sources of device modules and of all that they import. Changes in others change no hash."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

@@ -1,4 +1,4 @@
-"""The result of lowering (a text, and its kernels' arguments), and the base class of both code generators."""
+"""The result of lowering (a text and its kernels' arguments), and the base class of both code generators."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CUTE_DTYPES = {
     "int32": "cutlass.Int32",
     "int64": "cutlass.Int64",
 }
-HEAD_GRAIN = 8  # period, in columns, of a thread's accumulator lanes
+HEAD_GRAIN = 8  # the period, in columns, of the accumulator lanes that one thread holds
 SUM_GRAIN = 32  # columns of an epilogue subtile
-PAIR_GRAIN = Dim.parse(32)  # tile_n must be a multiple of this if TMA stores a tile half as wide
+PAIR_GRAIN = Dim.parse(32)  # tile_n must be a multiple of this if TMA stores a tile half as wide as the GEMM
 
 Role = Literal[
     "load",
@@ -47,12 +47,12 @@ Role = Literal[
 class Argument:
     """One tensor or number that a kernel takes: a node of the program under an invented name.
 
-    ``load`` and ``store`` are tiles through TMA, ``range`` is a further range of a store's columns,
-    ``memory`` is a tile that threads address themselves, ``table`` one that each head reads again; ``row``
-    and ``column`` are vectors, ``index`` integers, ``head`` the width of heads, ``scalar`` a number,
-    ``pointer`` a number in memory, ``extent`` a tile's columns. ``packed``: 16-bit values, twice as wide as
-    the GEMM, passed as 32-bit lanes. ``part``: of two partial sums for twice as many columns as the GEMM's.
-    ``period``: the width of heads.
+    ``load`` and ``store`` are tiles that move through TMA, and ``range`` is a further range of a store's
+    columns. ``memory`` is a tile that threads address themselves, and ``table`` a tile that each head reads
+    again. ``row`` and ``column`` are vectors, ``index`` a vector of integers, ``head`` the width of heads,
+    ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile whose number of columns is passed.
+    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: the number of one
+    of the two partials of a tile with twice the GEMM's columns. ``period``: the width of heads.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Argument:
 
     @property
     def picks(self) -> bool:
-        """Whether it holds selected values [M], in one buffer instead of partials per tile."""
+        """Whether the argument holds selected values [M] in one buffer, instead of partials per tile."""
         return self.role == "partial" and self.rank == 1
 
 
 @dataclass(frozen=True)
 class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
-    further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads' widths in the
-    GEMM's columns. ``grains``: divisors of its tiles' columns, some heads' widths among them. ``adds``: the
-    input that D is added to, where D overwrites it. ``starts``: the first columns of ranges, by name.
-    ``bounds``: of choices by columns, the first column and the one past the last."""
+    further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
+    widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's columns, including
+    some heads' widths. ``adds``: the input to which D is added in place. ``starts``: the first columns
+    of ranges, by name. ``bounds``: the first column of each ``in_columns``, and the column past its last."""
 
     step: int
     name: str
@@ -96,21 +96,21 @@ class GemmKernel:
     bounds: tuple[tuple[Dim, Dim], ...] = ()
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-        """Whether a schedule's tile holds whole heads and whole pairs, and its subtiles begin ranges;
-        ``sizes`` has the static dims."""
+        """Whether a schedule's tile holds whole heads and whole pairs, and each range begins with a subtile.
+        ``sizes`` contains the static dims."""
         if self.narrow(sizes) or self.torn(sizes):
             return False
         return not any(schedule.tile_n % grain(sizes) for grain in self.grains)
 
     def torn(self, sizes: Mapping[str, int]) -> dict[int, int]:
-        """The ranges that begin inside an epilogue subtile, with their first columns, by node. A bulk store
-        leaves out what lies past its tensor's end, but must not begin before its first column."""
+        """The nodes of the ranges that begin inside an epilogue subtile, with their first columns. A bulk
+        store skips columns past its tensor's end, but must not begin before the tensor's first column."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
         return {node: first for node, first in firsts.items() if first % SUM_GRAIN}
 
     def narrow(self, sizes: Mapping[str, int]) -> bool:
-        """Whether heads are too narrow, so that a thread's lanes would mix them. A thread has two of every
-        HEAD_GRAIN columns; head sums fold SUM_GRAIN columns at a time."""
+        """Whether a thread's lanes would mix heads of these widths. A thread has two of every HEAD_GRAIN
+        columns, and head sums fold SUM_GRAIN columns at a time, so widths must be multiples of these."""
         sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
@@ -120,7 +120,7 @@ class GemmKernel:
         return tuple(period for period in self.periods if period in self.grains)
 
     def wants(self, sizes: Mapping[str, int]) -> str:
-        """The step's demands on a tile in words, for the person who chose the sizes or the tile."""
+        """Describe the step's demands on a tile to the person who chose the sizes or the tile."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
@@ -132,7 +132,7 @@ class GemmKernel:
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:
-        """The heads' widths that one tile can hold whole, in the GEMM's columns."""
+        """The widths of heads, in the GEMM's columns, that divide the width of some tile."""
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
@@ -140,15 +140,15 @@ class GemmKernel:
         return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
 
     def range_starts(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """``starts`` at these sizes of the static dims."""
+        """Evaluate ``starts`` at these sizes of the static dims."""
         return tuple((name, first(sizes)) for name, first in self.starts)
 
     def column_bounds(self, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-        """``bounds`` at these sizes of the static dims."""
+        """Evaluate ``bounds`` at these sizes of the static dims."""
         return tuple((first(sizes), past(sizes)) for first, past in self.bounds)
 
     def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """``periods`` at these static sizes."""
+        """Evaluate ``periods`` at these sizes of the static dims."""
         return tuple(period(sizes) for period in self.periods)
 
 
@@ -158,14 +158,14 @@ class VectorKernel:
 
     step: int
     name: str
-    length: int  # a node with the vectors' length
+    length: int  # a node that is as long as the vectors
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """``text`` is the product; the rest says how to call it, and also follows from the program. ``unedited``:
-    the text that an edited one was made from; an edited text is untrusted code."""
+    """A lowered program: ``text``, and how to call its kernels, which also follows from the program.
+    ``unedited``: the lowering whose text an author edited into ``text``. An edited text is untrusted code."""
 
     text: str
     hash: str
@@ -179,12 +179,12 @@ class Lowered:
 
     @property
     def module(self) -> str:
-        """The module name to import it by; all edits share the name of the text that they were made from."""
+        """The name under which the text is imported as a module. All edits of one lowering share a name."""
         return f"coda_edited_{self.unedited.hash[:16]}" if self.unedited else f"coda_lowered_{self.hash[:16]}"
 
 
 def literal(value: float) -> str:
-    """A Python number that reads back exactly, with its hexadecimal form as a check."""
+    """Write a number as Python text that reads back exactly, which ``float.hex`` checks."""
     if math.isinf(value):
         return "LOWEST" if value < 0 else "(-LOWEST)"
     if float(repr(value)).hex() != value.hex():
@@ -209,26 +209,26 @@ class Writer:
         return float(str(self.nodes[index].attribute))
 
     def dtype(self, index: int) -> str:
-        """The dtype in memory: that of the input or output, or of a tile between steps; else fp32."""
+        """The dtype of a node in memory: fp32 except for inputs, outputs and tiles between steps."""
         given = self.program.input_tensor(index)
         return given.dtype if given else self.steps.dtypes.get(index, "fp32")
 
     def reduction(self, index: int) -> Reduction:
         """The reduction of a node that must have one."""
         how = reduction(self.nodes[index])
-        assert how is not None  # steps list only reductions there
+        assert how is not None  # callers pass only nodes that the steps list as reductions
         return how
 
     def statistic(self, index: int) -> Statistic:
         """The statistic of a node that must have one."""
         how = OPERATIONS[self.nodes[index].op].statistic
-        assert how is not None  # steps list only statistics there
+        assert how is not None  # callers pass only nodes that the steps list as statistics
         return how
 
     def spread(self, index: int) -> Spread:
         """The spread of a node that must have one."""
         how = OPERATIONS[self.nodes[index].op].spread
-        assert how is not None  # steps list only spread vectors there
+        assert how is not None  # callers pass only nodes that the steps list as spread vectors
         return how
 
     def reduced_width(self, index: int) -> float:
@@ -237,7 +237,7 @@ class Writer:
         return self.steps.width[step, self.nodes[index].args[0]]
 
     def partials(self, index: int) -> list[Argument]:
-        """The names of a reduction's partials. A tile of twice the GEMM's columns has two."""
+        """The arguments of a reduction's partials: two if it reduces the columns of a double-width tile."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
         rank = 1 if how.selects else 3

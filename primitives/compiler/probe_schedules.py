@@ -1,8 +1,8 @@
-"""Choose schedules to try a program on before tuning, which leave its mainloop enough shared memory.
+"""Choose schedules for trying a program before tuning, which leave its mainloop enough shared memory.
 
-Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA take stages from
-the operands. QuACK divides the memory while it compiles; this module predicts that, with the arithmetic of
-QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
+Epilogue and mainloop share an SM's memory, so tiles that a step loads and stores through TMA leave fewer
+pipeline stages for the operands. QuACK divides the memory while it compiles. This module predicts the
+division with the arithmetic of QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from coda_agent.primitives.target import TARGET
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
-MAINLOOP_BYTES = 1024  # for the mainloop's barriers
+MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
 ALIGNMENT = 1024  # bytes that operands may lose to a resource's alignment
-ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
-LOAD_STAGES = (4, 2)  # QuACK's first choice, and its fallback if operands get fewer than three stages
-FEWEST = 2  # stages of operands: with one, the mainloop waits for its own loads
+ROW_BYTES = 128  # bytes per row of an operand in one stage, whatever its dtype
+LOAD_STAGES = (4, 2)  # QuACK's first choice, and its second if operands get fewer than three stages
+FEWEST = 2  # stages of operands: with one stage, the mainloop waits for its own loads
 
 Kind = Literal["once", "load", "store"]  # whether a resource exists once, or in every load or store stage
 
@@ -36,8 +36,8 @@ Kind = Literal["once", "load", "store"]  # whether a resource exists once, or in
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """The ``given`` schedules that fit a step; if none fits, the first of tuning's that does; empty if there
-    is none. ``sizes`` has the static dims."""
+    """The ``given`` schedules that fit a step. If none fits, return the first of ``candidates`` that fits, or
+    an empty list if no candidate fits either. ``sizes`` contains the static dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -47,8 +47,8 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """Tuning's first schedules: tiles that the step admits at these sizes, in clusters of two, pingpong ones
-    also deep. Only large tiles if ``sizes`` has only the static dims."""
+    """The schedules that tuning tries first: the tiles that the step admits at these sizes, in clusters of
+    two. Pingpong schedules also come with ``deep``. Without the output's size, only large tiles are tried."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -56,8 +56,8 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """Tiles in clusters of two at the default rasterisation. Includes small tiles if the output has fewer
-    128x128 tiles than an H100 has SMs."""
+    """The large tiles in clusters of two at the default rasterisation, and also the small tiles if the output
+    has fewer 128x128 tiles than an H100 has SMs."""
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
     return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
@@ -66,26 +66,26 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """``probes`` of all steps together, by step. There are as many as the step with the most has."""
+    """Choices of one probe per step (see ``probes``), as many as the largest number of a step's probes."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
 
 
 def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a tile holds a step's heads and pairs whole, and leaves its mainloop enough memory."""
+    """Whether a schedule's tile holds whole heads and pairs, and leaves the mainloop enough memory."""
     return kernel.admits(schedule, sizes) and operand_stages(program, kernel, schedule, sizes) >= FEWEST
 
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    """The operand stages of a step's mainloop; 0 or less if its epilogue takes all memory. A ``deep``
-    schedule may get one more."""
+    """How many operand stages a step's mainloop gets: 0 or less if the epilogue takes all memory. A ``deep``
+    schedule may get one stage more."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
-    """A message for the author of a step that fits no tile, and the node of its largest tile (the last of
-    equals)."""
+    """A message for the author of a step that fits no tile, and the node of the largest tile that the step
+    loads or stores (of equally large tiles, the last node)."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -124,7 +124,7 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """Resources in shared memory besides the operands, with their bytes: in total, or per stage."""
+    """The epilogue's resources in shared memory, with their bytes: in total if "once", else per stage."""
     rows, columns = _subtile(schedule)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
@@ -134,7 +134,7 @@ def _shares(
         match argument.role:
             case "load":
                 yield argument, "load", rows * columns * each
-            case "table" if period % SUM_GRAIN == 0:  # otherwise threads address it
+            case "table" if period % SUM_GRAIN == 0:  # otherwise threads read the table from memory
                 yield argument, "load", rows * columns * each
             case "store":
                 yield argument, "store", int(rows * columns * min(1, resources.width_of(argument))) * each
@@ -149,5 +149,5 @@ def _shares(
 
 
 def _subtile(schedule: Schedule) -> tuple[int, int]:
-    """Rows and columns of one epilogue subtile: 64 rows for each warpgroup of the tile."""
+    """The rows and columns of one epilogue subtile. It has 64 rows per warpgroup that works on the tile."""
     return 64 if schedule.pingpong else 128, gcd(32, schedule.tile_n)

@@ -1,5 +1,5 @@
-"""Choose a step's epilogue resources besides its accumulator: TMA tiles, vectors, reductions, heads,
-memory."""
+"""Choose the resources that a step's epilogue has in addition to its accumulator: TMA tiles, vectors,
+reductions, heads and memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import EIGHTS, Program, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
-HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile
+HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile, by the tile's relative width
 
 
 class StepResources(Writer):
-    """A step's arguments by use, and the constructors of their resources (QuACK's and ours)."""
+    """A step's arguments, grouped by use, and the constructors of their resources (QuACK's and ours)."""
 
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
@@ -25,7 +25,7 @@ class StepResources(Writer):
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()
         self.stores = [self.store(i) for i in step.stores]
-        # The widest tiles become the mainloop's own C and D, which size its epilogue tile.
+        # The widest load and store become the mainloop's own C and D. They set its epilogue tile's size.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
         wide = [
             s
@@ -44,8 +44,8 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """An fp32 output that overwrites an input and adds to it, with that input and the added value. The
-        store then adds in memory, so the input is not loaded."""
+        """Find an fp32 output that overwrites an input with the input plus a value. Return the three nodes:
+        output, input and value. The store then adds in memory, so the input is not loaded."""
         for output, name in self.program.signature.updates.items():
             index = self.program.outputs[output]
             node = self.nodes[index]
@@ -61,7 +61,7 @@ class StepResources(Writer):
         return None
 
     def shared_ranges(self) -> dict[int, list[int]]:
-        """By the first range of a tile: all that are stored in one dtype, which share a stage."""
+        """Group the ranges of one tile and dtype, which share a stage. Each key is a group's first range."""
         found: dict[tuple[int, str], list[int]] = {}
         for index in self.step.stores:
             if self.steps.types[index].kind == "range":
@@ -69,12 +69,12 @@ class StepResources(Writer):
         return {members[0]: members for members in found.values()}
 
     def starts(self) -> tuple[tuple[str, Dim], ...]:
-        """The first column of each range, by name."""
+        """The name and the first column of each range."""
         members = [i for shared in self.ranges.values() for i in shared]
         return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
 
     def bounds(self) -> tuple[tuple[int, Dim, Dim], ...]:
-        """Of each choice by columns, its node, the first column and the one past the last."""
+        """For each ``in_columns``: its node, its first column, and the column past its last."""
         inside = [i for i in (*self.step.body, *self.step.sweep) if self.nodes[i].op == "in_columns"]
         found = {i: list(map(Dim.parse, sizes_named(self.nodes[i]))) for i in sorted(inside)}
         return tuple((i, first, first + width) for i, (first, width) in found.items())
@@ -96,11 +96,11 @@ class StepResources(Writer):
 
     @staticmethod
     def streams(width: float, dtype: str) -> bool:
-        """Whether TMA moves such a tile. At a width other than the GEMM's, two 16-bit values share a lane."""
+        """Whether TMA moves such a tile. If its width is not the GEMM's, two 16-bit values share a lane."""
         return width == 1 or dtype in ("bf16", "fp16")
 
     def period(self, index: int) -> Dim:
-        """The width of heads in columns of the GEMM."""
+        """The width of a node's heads in columns of the GEMM."""
         kind, _, period = self.steps.types[index]
         assert period is not None  # repeated values and statistics have heads
         if kind == "head":
@@ -108,17 +108,17 @@ class StepResources(Writer):
         return period * Dim.parse(HALF[self.width(index)])
 
     def heads(self, index: int) -> str:
-        """The text of the heads' width, a compile-time number."""
+        """The code that reads the width of a node's heads, which is a compile-time number."""
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Divisors of the tile's columns: heads that are summed or loaded by TMA, and pairs."""
+        """Numbers that must divide a tile's columns: for heads that are summed or TMA loads, and pairs."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
 
     def all(self) -> Iterator[tuple[Argument, str]]:
-        """The arguments and constructors of all resources besides C and D."""
+        """The arguments and constructors of all resources except C and D."""
         for load in self.loads:
             if load is not self.c:
                 kind = "TileLoad" if load.role == "load" else "Memory"
@@ -157,7 +157,7 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether a repeated value is a tile with one column for each of the GEMM's."""
+        """Whether a value repeated for each head is a tile, and as wide as the GEMM once repeated."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:

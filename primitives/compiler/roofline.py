@@ -1,9 +1,9 @@
 """Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic does not count: it runs on other pipes beside the tensor
-cores, so it could only raise the floor above the possible. Bytes are compulsory: each tensor that a step
-reads counts once (also a vector or tile repeated over heads), and each that it writes counts once. A tensor
-between steps counts for the write and for the read, and an updated buffer for both. Standard library only.
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic does not count, because it can overlap with the tensor
+cores: if it counted, the floor could exceed a possible time. Bytes are compulsory: each step counts each
+tensor that it reads once (even a vector or tile repeated over heads), and each tensor that it writes once. A
+tensor between steps, or an updated buffer, therefore counts as written and as read. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from coda_agent.primitives.target import TARGET, Machine
 
 ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32
-# The largest tile in each dimension has the fewest partials per row or column.
+# The largest tile size in each dimension gives the fewest partials.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
-Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a number of values, or of tiles
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a number of values, or of tiles if one is named
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory, each once. An operand that the epilogue also loads counts
-    once."""
+    """The nodes that a GEMM step reads from memory, each once, even if two parts read it."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -47,26 +46,27 @@ def gemm_writes(step: GemmStep) -> list[int]:
 
 
 def vector_reads(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps reads from memory, each once; ``~node`` stands for a reduction's
-    partials."""
+    """The nodes that a kernel between steps reads from memory, without duplicates; ``~node`` stands for a
+    reduction's partials."""
     given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
     return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
 
 def vector_writes(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps writes: its vectors, and selections reset for the next call."""
+    """The nodes that a kernel between steps writes: its vectors, and the selections that it resets."""
     return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction selects one element per row. It needs one buffer instead of partials per tile."""
+    """Whether a reduction selects one element per row. It then needs one buffer, not partials per tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """The extents of a reduction's partials: one per row and tile along N, or one per tile along M and column
-    of the GEMM (two for a tile of twice as many columns). A selection has one value per row."""
+    """The extents of a reduction's partials. A row reduction has one partial per row and tile along N. A
+    column reduction has one per column and tile along M, or two if its tile is twice as wide as the GEMM. A
+    selection has one value per row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
     rows, columns = steps.types[step.gemm].shape
     how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
@@ -77,8 +77,8 @@ def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
 
 
 def value_names(program: Program, steps: Steps) -> dict[int, str]:
-    """Names of all tensors in memory: inputs and outputs have their own; ``t0``, ``v0`` are tiles and vectors
-    between steps; ``partials0`` and ``selected0`` (by ``~node``) belong to reductions."""
+    """Name all tensors in memory. Inputs and outputs keep their names; ``t0`` and ``v0`` are tiles and
+    vectors between steps; ``partials0`` and ``selected0`` (with keys ``~node``) belong to reductions."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
     for name, index in sorted(program.outputs.items()):
         names.setdefault(index, name)
@@ -98,10 +98,10 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """One kernel: GEMM step ``step``, or the vectors after it.
+    """The traffic and least time of one kernel: GEMM step ``step``, or the vector kernel after it.
 
     ``reads`` and ``writes`` are bytes by tensor. ``compute_seconds`` and ``memory_seconds`` are the times at
-    the machine's ceilings.
+    the machine's peak rates.
     """
 
     step: int
@@ -137,9 +137,9 @@ class StepFloor:
 class Roofline:
     """Every kernel of a program at given sizes, in launch order, and the totals.
 
-    ``seconds`` moves every tensor through memory. The L2 can save part of that: a kernel may read its
-    predecessor's results from there, and the last results may still be there when the clock stops. ``limit``
-    allows for both, so a measured time below it, from a cold L2, is wrong.
+    ``seconds`` assumes that every tensor moves through memory. The L2 can save some of this traffic: a kernel
+    may read its predecessor's results from the L2, and the last results may still be in the L2 when the clock
+    stops. ``limit`` allows for both, so a time measured from a cold L2 is wrong if it is below ``limit``.
     """
 
     machine: Machine
@@ -160,7 +160,7 @@ class Roofline:
 
     @property
     def limit(self) -> float:
-        """Seconds for the matmuls alone, or for reading inputs and writing whatever exceeds the L2."""
+        """The longer of two times: for the matmuls, or for reading inputs and writing what exceeds the L2."""
         read = {name: size for s in self.steps for name, size in s.reads.items()}
         written = {name: size for s in self.steps for name, size in s.writes.items()}
         fetched = sum(size for name, size in read.items() if name not in written)
@@ -170,7 +170,7 @@ class Roofline:
 
     @property
     def binds(self) -> Literal["compute", "memory"]:
-        """The larger term of ``seconds``."""
+        """Whether the kernels bound by compute, or those bound by memory, take more of ``seconds``."""
         compute = sum(s.seconds for s in self.steps if s.binds == "compute")
         return "compute" if 2 * compute >= self.seconds else "memory"
 
@@ -183,9 +183,10 @@ class Roofline:
 
 
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
-    """The roofline of a checked program at ``sizes``. ValueError unless every dim has a positive size.
+    """The roofline of a checked program at ``sizes``. Raises ValueError unless every dim has a positive size.
 
-    Partials follow the program's own schedule, else the largest tiles, which write the fewest.
+    Partials are counted for the tiles of the program's own schedule. A step without a schedule counts the
+    partials of the largest tiles, which are the fewest.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
@@ -208,7 +209,7 @@ class _Counter(Writer):
         return [d(self.sizes) for d in self.steps.types[index].shape]
 
     def size(self, index: int) -> int:
-        """Bytes of a tensor in memory; for ``~node``, of a reduction's partials."""
+        """The bytes of a node's tensor in memory or, for ``~node``, the bytes of a reduction's partials."""
         if index < 0:
             return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
         return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))

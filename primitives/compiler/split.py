@@ -1,9 +1,9 @@
 """Run a step as two launches, so that no SM is idle.
 
-Clusters of four read less from the L2, but an H100's GPCs fit them on only 120 of its 132 SMs. The first
-launch uses these SMs for most of the rows, the second the remaining SMs in clusters of two. They overlap by
-programmatic dependent launch: the second may start once all blocks of the first have started. The next kernel
-on the stream waits for the second launch, and the second waits for the first before it ends.
+Clusters of four read less from the L2, but an H100's GPCs fit such clusters on only 120 of its 132 SMs. The
+first launch uses these SMs for most of the rows, and the second launch uses the remaining SMs in clusters of
+two. The launches overlap by programmatic dependent launch: the second may start once all blocks of the first
+have started. The next kernel on the stream waits for the second launch, which ends after the first.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from coda_agent.primitives.lang.schedule import Schedule
 
-ORDER = 1  # version of the launch order in ``ordered``; part of the objects' cache keys
+ORDER = 1  # version of the launch order in ``ordered``; part of the compiled objects' cache keys
 
 _tracing = RLock()  # ``ordered`` patches the whole process
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
     """The rows of an output that the first launch of a ``split`` schedule computes, in whole tiles of whole
-    clusters; all rows if the second launch would have none. ``first`` and ``second`` count each launch's
-    concurrent clusters."""
+    clusters. It computes all rows if the second launch cannot run. ``first`` and ``second``: how many
+    clusters of each launch run concurrently."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
         return shape[0]
@@ -42,10 +42,10 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Trace a kernel of a ``split`` schedule in the block. QuACK's GEMM waits for its predecessor on the
-    stream before its first load, and lets its successor start when a block has no more tiles. With this
-    patch, the first launch lets the second start as soon as its own wait is over, and the second waits when
-    it has no more tiles."""
+    """Inside the with block, trace a kernel of a ``split`` schedule. Unpatched, QuACK's GEMM waits for its
+    predecessor on the stream before its first load, and lets its successor start when a block has no more
+    tiles. With this patch, the first launch lets the second start as soon as the first's own wait is over,
+    and the second waits for the first when a block has no more tiles."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield
 

@@ -1,4 +1,4 @@
-"""Generate vector kernels between steps: reduce partials in a fixed order, then do the arithmetic."""
+"""Generate the vector kernels between steps. They reduce partials in a fixed order, then do arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coda_agent.primitives.lang.partition import Steps
 
 
 def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
-    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all steps."""
+    """The kernels between GEMM steps, ordered by stage and then length. Stage -1 runs before all steps."""
     return [
         FinishWriter(program, steps, stage, roots)
         for stage, members in sorted(steps.finishes.items())
@@ -26,8 +26,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class FinishWriter(Writer):
-    """One kernel for all vectors of one length. A group of threads per value reduces its partials, then
-    computes."""
+    """One kernel for all vectors of one stage and length. For each value, a group of threads reduces the
+    partials and then does the arithmetic."""
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
@@ -50,7 +50,7 @@ class FinishWriter(Writer):
             node.op == "input" or (index in self.stored and index not in self.roots)
         ):
             self.arguments.append(Argument(f"v{index}", "vector", index, self.dtype(index)))
-        elif reduction(node):  # of this step or an earlier one: the workspace holds its partials
+        elif reduction(node):  # its partials are in the workspace
             self.reduce(index)
         elif node.op == "input":
             self.arguments.append(Argument(f"s{index}", "pointer", index, "fp32", rank=0))
@@ -117,7 +117,7 @@ class FinishWriter(Writer):
                 yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
 
     def reduced(self, index: int) -> str:
-        """The text of a finished reduction."""
+        """The code that finishes a reduction."""
         names = [partial.name for partial in self.partials(index)]
         return self.reduction(index).finish.format(
             partial=names[0],

@@ -1,8 +1,9 @@
 """Derive backward programs from forward programs.
 
-``derive`` runs reverse mode over a program with the derivatives of its primitives. The results are ordinary
-programs: ``head``, the pointwise part without a product, for ``torch.compile``; and ``program``, the products
-with their epilogues. Of the possible arrangements ``choose`` takes the cheapest.
+``derive`` runs reverse-mode differentiation over a program with the derivatives of its primitives. A product
+is a matrix product (``gemm``). The results are two ordinary programs: ``head``, the pointwise part that needs
+no product, for ``torch.compile``; and ``program``, the products with their epilogues. ``choose`` takes the
+cheapest way to divide the work between the two.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def derive(
 ) -> Derived:
     """Derive the backward of a checked program.
 
-    ``wrt``: inputs whose gradients are wanted; by default all floating-point ones. ``of``: outputs whose
-    gradients are inputs; by default all. ``behind``: an output whose gradient comes from the next product, of
-    inputs ``d_next`` and ``w_next``. Outputs that are ranges of one tile count as that tile, by their names:
-    ``q_k_v``. ``save_bytes``: the most bytes per row that the forward stores for the
-    backward, besides its inputs. ``sizes``: the sizes at which bytes are compared. ``positive``: inputs that
-    are never zero. ``accumulate``: inputs whose gradients are added in place to an fp32 buffer, ``sum_NAME``.
-    ``save`` and ``recompute``: outputs, or nodes such as ``node 3``, that must be stored, or must not. Raises
-    ProgramError for a program without a derivable backward.
+    ``wrt``: inputs whose gradients are wanted; by default all floating-point inputs. ``of``: outputs whose
+    gradients the backward reads as inputs; by default all outputs. ``behind``: an output whose gradient the
+    backward computes as the product of the inputs ``d_next`` and ``w_next``. Outputs that together are all
+    columns of one tile count as that tile, under their joined names: ``q_k_v``. ``save_bytes``: the most
+    bytes per row that the forward stores for the backward, not counting the forward's inputs. ``sizes``: the
+    sizes at which bytes are compared. ``positive``: inputs that are never zero. ``accumulate``: inputs whose
+    gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save`` and ``recompute``: outputs, or
+    nodes such as ``node 3``, that must be stored, or that must not be stored. Raises ProgramError for a
+    program without a derivable backward.
     """
     wanted, whole = _wanted(program, wrt), joined(program)
     for name in accumulate:

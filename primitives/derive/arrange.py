@@ -1,5 +1,5 @@
-"""One arrangement of a backward: which values are computed in products, and which in the pointwise part
-before them."""
+"""Arrange one backward: decide which values the program of the products computes, and which values the
+pointwise part before it (the head) computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, 
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import tracing
 
-NEXT = "NEXT"  # the dim that the next product adds
+NEXT = "NEXT"  # the name of the dim that the input ``d_next`` adds
 LEAVES = ("tile", "vector")
 UNUSED = "no output uses it"
 
@@ -24,13 +24,14 @@ UNUSED = "no output uses it"
 class Derived(NamedTuple):
     """A backward.
 
-    ``head`` and ``program``: see ``derive``. ``same``: gradients that equal another value. ``folds``:
-    gradients that are sums of an output's elements: of all for a scalar, else over heads. ``stored``: what is
-    read of the forward; of these ``saves`` by node is what the forward does not return yet. ``recomputed``:
-    products, sums and outputs of the forward that are computed again, by node. ``left``: gradients that no
-    program gives, and why. ``notes``: where gradients stop, or are one choice of several. ``widths``: dims of
-    the programs that stand for sizes of the forward, whose own dims follow from no shape there. ``bound``:
-    the fewest bytes and FLOPs of all plans that were compared.
+    ``head`` and ``program``: see ``derive``. ``same``: gradients that equal an input or another gradient.
+    ``folds``: gradients that the caller sums from an output's elements: from all elements for a scalar, and
+    over heads otherwise. ``stored``: the forward's inputs, outputs and saved values that the backward reads.
+    ``saves``: the stored values, with their nodes, that the forward does not return yet. ``recomputed``: the
+    forward's products, sums and outputs that are computed again, with their nodes. ``left``: inputs without a
+    derived gradient, and why. ``notes``: where gradients stop, or are one choice of several. ``widths``: new
+    dims for sizes of the forward whose dims follow from no shape that the backward reads. ``bound``: the
+    fewest bytes and FLOPs of all plans that were compared.
     """
 
     program: Program | None
@@ -47,7 +48,7 @@ class Derived(NamedTuple):
 
 
 class BackwardRequest(NamedTuple):
-    """A request for a backward; the fields are ``derive``'s arguments."""
+    """A request for a backward. The fields are the arguments of ``derive`` with these names."""
 
     program: Program
     wrt: tuple[str, ...]
@@ -58,7 +59,7 @@ class BackwardRequest(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """``stored``: forward nodes that lie in memory; ``moves`` and ``turns``: how products are simplified."""
+    """A choice of ``stored``, the forward nodes in memory, and of ``Simplifier``'s two simplifications."""
 
     stored: frozenset[int]
     moves: bool = False
@@ -83,10 +84,10 @@ class PlannedBackward:
         self.widths: dict[str, Dim] = {}
         self.updates: dict[str, str] = {}
         self.used: set[str] = set()  # see ``Simplifier``
-        self.wanted: set[int] = set()  # forward nodes whose values it asks for
+        self.wanted: set[int] = set()  # forward nodes whose values the backward asks for
 
     def declare(self, name: str, index: int) -> str:
-        """Name an input of the backward that is as large as a forward value."""
+        """Add an input that has the shape of a forward value to the backward, and return its name."""
         kind = self.types[index]
         return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
 
@@ -126,7 +127,7 @@ class PlannedBackward:
         return self.split(trace, outputs, reverse)._replace(folds=folds, recomputed=recomputed)
 
     def signature(self) -> Signature:
-        """All that the backward may read."""
+        """The signature of all inputs that the backward may read."""
         own, dims = self.program.signature, self.program.signature.dims
         if self.asked.behind:
             rows, columns = own.outputs[self.asked.behind].shape
@@ -141,7 +142,7 @@ class PlannedBackward:
     def outputs(
         self, trace: Simplifier, gradients: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, str]]:
-        """The gradients by name, or what is to be summed for them."""
+        """The outputs, and the gradients (``folds``) that the caller sums from an output's elements."""
         outputs: dict[str, int] = {}
         folds: dict[str, str] = {}
         for name, index in gradients.items():
@@ -152,7 +153,7 @@ class PlannedBackward:
         return outputs, folds
 
     def accumulated(self, trace: Simplifier, name: str, index: int) -> int:
-        """A gradient added to its buffer."""
+        """Add a gradient to its buffer, if it has one."""
         if name not in self.updates:
             return index
         if not self.late(trace)[index]:
@@ -162,7 +163,7 @@ class PlannedBackward:
     def again(
         self, trace: Simplifier, outputs: Mapping[str, int], known: Mapping[int, int]
     ) -> dict[str, int]:
-        """Products, sums and outputs of the forward that the backward computes again."""
+        """The forward's products, sums and outputs that the backward computes again, with their nodes."""
         reached = set(self.reached(trace, outputs.values()))
         names = {i: n for n, i in self.program.outputs.items()}
         named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
@@ -218,7 +219,7 @@ class PlannedBackward:
         return [i for i, n in enumerate(self.program.nodes) if n.op == "input" and n.attribute == name]
 
     def aliases(self, trace: Simplifier, outputs: dict[str, int]) -> tuple[dict[str, str], dict[str, int]]:
-        """Gradients that are an input or each other, and the rest."""
+        """The gradients that equal an input or another gradient, and the remaining gradients."""
         same: dict[str, str] = {}
         rest: dict[int, str] = {}
         for name, index in outputs.items():
@@ -232,14 +233,14 @@ class PlannedBackward:
         return same, {n: i for i, n in rest.items()}
 
     def late(self, trace: Simplifier) -> list[bool]:
-        """Whether each value needs a product."""
+        """For each value, whether it needs a product."""
         found: list[bool] = []
         for node in trace.nodes:
             found.append(node.op == "gemm" or any(found[a] for a in node.args))
         return found
 
     def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """Operands of products that need no product themselves, and outputs that need none."""
+        """The operands of products, and the outputs, that need no product themselves."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
@@ -251,8 +252,8 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """Vectors made of sums that need no product, where what needs one reads them, and outputs that need
-        none."""
+        """The vectors made of sums that need no product, if another value reads them; and the outputs that
+        need no product."""
         made: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(made[a] for a in node.args)
@@ -262,7 +263,7 @@ class PlannedBackward:
         return found | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """All that needs no product and is read by what does, and outputs that need none."""
+        """Values that need no product, read by values that need one, and outputs that need no product."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
@@ -301,7 +302,7 @@ class PlannedBackward:
     def part(
         self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
     ) -> Program | None:
-        """The program of these outputs, which reads ``inputs`` instead of computing them."""
+        """The program that computes these outputs and reads ``inputs`` instead of computing them."""
         if not outputs:
             return None
         nodes: list[Node] = []
@@ -347,8 +348,8 @@ class PlannedBackward:
         tensors: dict[str, TensorType],
         inner: set[str],
     ) -> dict[str, TensorType]:
-        """The tensors, with a dim of its own for a size such as 2*H*P where no input has P alone; not if a
-        node names it, as ``inner`` has it."""
+        """The tensors, with a new dim in place of a size such as 2*H*P if the inputs' shapes do not determine
+        H and P. A size stays if it has at most one dim outside ``inner``, the dims that nodes name."""
         shapes = {n: tensors[n].shape for n in read}
         known = {d for s in shapes.values() for dim in s for d in dim.names}
         try:

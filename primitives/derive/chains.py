@@ -1,9 +1,10 @@
 """The Transformer's chains as graphs, to derive backwards from.
 
-A chain begins and ends with a product, so that its gradients have products to ride on. It is no kernel: its
-norm begins inside, and several kernels compute it forward. Weights are as ``torch.nn.Linear`` keeps them,
-rows of gate and up interleaved, and the two rows of each rotation adjacent. Outputs are the results, and
-what the forward stores for the backward. ``eps`` and the like are scalars of the launch.
+A chain begins and ends with a matrix product, so that epilogues of products can compute its gradients. A
+chain is not a single kernel: if it contains a norm, several kernels compute its forward. Weights have the
+layout of ``torch.nn.Linear``, with the rows of gate and up interleaved, and the two rows of each rotation
+adjacent. The outputs are the results, and the values that the forward stores for the backward. Numbers such
+as ``eps`` are scalars that each launch is given.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 
-Shapes = dict[str, str]  # by name: dims, and a dtype where it is not bf16, as "M, 2*F" or "M: fp32"
+Shapes = dict[str, str]  # by name: dims, and a dtype unless it is bf16, as "M, 2*F" or "M: fp32"
 Body = Callable[..., dict[str, Any]]
 SCALAR = ": fp32"
 
 
 class Chain(NamedTuple):
-    """A chain's inputs, and the function from them to its outputs, whose shapes are ``outputs``."""
+    """A chain: the shapes of its inputs and outputs, and the function that computes outputs from inputs."""
 
     inputs: Shapes
     outputs: Shapes
@@ -47,8 +48,8 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """This chain and one that reads its results: ``linked``: its input for each of these outputs.
-        Tensors of one name in both are one tensor."""
+        """Append a chain that reads this chain's results. ``linked``: for each input of the other chain, the
+        output of this chain that it reads. Tensors with the same name in both chains are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})
@@ -60,7 +61,7 @@ class Chain(NamedTuple):
         return Chain(self.inputs | later, self.outputs | other.outputs, body, static)
 
     def program(self, name: str) -> Program:
-        """Its graph."""
+        """Trace the chain to a program."""
         inputs, outputs = ({n: _tensor(s) for n, s in each.items()} for each in (self.inputs, self.outputs))
         shapes = [t.shape for t in (*inputs.values(), *outputs.values())]
         dims = dict.fromkeys(d for shape in shapes for dim in shape for d in sorted(dim.names))
@@ -111,8 +112,8 @@ def _gated(function: Callable[[Any], Any], z: Any) -> Any:
 
 
 def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
-    """Pre-norm MLP of the stream ``h``, with its residual or without. It stores rstd, z with the norm's row
-    scale, and act."""
+    """Pre-norm MLP of the residual stream ``h``, with or without adding ``h`` to the result. Stores rstd,
+    z after the norm's row scale, and act."""
     width, act_of = ACTIVATIONS[activation]
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
 
 
 def attention_out() -> Chain:
-    """Attention's result ``a``, projected and added to the stream ``x``."""
+    """Project attention's result ``a`` and add it to the residual stream ``x``."""
 
     def body(a: Any, w_o: Any, x: Any) -> dict[str, Any]:
         return {"h": _added(a, w_o, x)}
@@ -136,8 +137,8 @@ def attention_out() -> Chain:
 
 
 def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
-    """Pre-norm projection of the stream ``out`` to queries, keys and values, with a bias or without. Of these
-    the first ``turned`` columns are rotated by ``cos_sin``, if any are. It stores rstd_in."""
+    """Pre-norm projection of the residual stream ``out`` to queries, keys and values, with or without a bias.
+    If ``rotates``, ``cos_sin`` rotates the first ``turned`` columns. The chain stores rstd_in."""
 
     def body(
         out: Any,
@@ -166,7 +167,7 @@ def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
 
 
 def loss() -> Chain:
-    """The cross-entropy of the logits of ``h``, which are not stored: their log-sum-exp, and the target's."""
+    """The cross-entropy of ``h``, as its logits' log-sum-exp and the target's logit. No logits are stored."""
 
     def body(h: Any, w: Any, target: Any) -> dict[str, Any]:
         logits = gemm(h, w.mT)
@@ -177,9 +178,9 @@ def loss() -> Chain:
 
 
 def head(cap: bool = False) -> Chain:
-    """The final norm of the stream ``h`` and the cross-entropy of its logits, which are not stored: their
-    log-sum-exp, and the target's logit; soft-capped or not. It stores rstd and hg, h with the norm's weight,
-    from which the backward computes the logits again."""
+    """The final norm of the residual stream ``h``, and the cross-entropy as the logits' log-sum-exp and the
+    target's logit, with soft-capped logits if ``cap``. The logits are not stored: the backward computes them
+    again from rstd and hg, which is h times the norm's weight."""
 
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)
@@ -197,5 +198,5 @@ def head(cap: bool = False) -> Chain:
 
 
 def between_attentions(activation: str = "swiglu") -> Chain:
-    """From one attention's result to the next one's queries, keys and values: a layer of a whole stack."""
+    """A layer without attention: from one attention's result to the next one's queries, keys and values."""
     return attention_out().then(mlp(activation), h="h").then(attention_in(), out="out")

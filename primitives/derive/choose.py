@@ -1,7 +1,8 @@
-"""Choose a backward: which values are stored or recomputed, and which products carry its sums.
+"""Choose a backward: which values are stored or recomputed, and which products compute its sums.
 
-Plans are compared by the ledger at the sizes that are asked for: FLOPs of products first, then sums that are
-done again, then all bytes. The search changes one choice at a time, as long as that helps.
+Plans are compared at the requested sizes, by the costs in ``Search.weighed``: first the bytes stored above
+the limit, then the FLOPs of products, then the sums that are computed again, then all bytes. The search
+changes one choice at a time and stops when no change makes the plan cheaper.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from coda_agent.primitives.lang.ir import Program, TensorType
 
 Cost = tuple[float, ...]
 REFUSED: Cost = (float("inf"),)
-NEXT_SIZE = 2048  # of the next product, where nothing says it
+NEXT_SIZE = 2048  # the size of the dim NEXT, unless ``sizes`` has it
 
 
 def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the forward's dims, and of those that only the backward has."""
+    """The sizes of the forward's dims, and of the dims that only the backward has."""
     return {**sizes, **{name: size(sizes) for name, size in derived.widths.items()}}
 
 
 class Search:
-    """``limit``: bytes a row that may be stored for the backward beside the forward's inputs; without one the
-    forward stores only its results, and more if every backward needs more. ``fixed``: whether forward nodes
-    must be stored, or must not."""
+    """The search for the cheapest plan. ``limit``: how many bytes per row may be stored for the backward, not
+    counting the forward's inputs. Without a limit the forward stores only its results, or more if every
+    backward needs more. ``fixed``: forward nodes that must (True) or must not (False) be stored."""
 
     def __init__(
         self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
@@ -46,11 +47,11 @@ class Search:
         self.rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
         self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
         self.traffic: list[Traffic] = []
-        self.wanted: dict[BackwardPlan, set[int]] = {}  # forward nodes whose values a backward asks for
+        self.wanted: dict[BackwardPlan, set[int]] = {}  # the forward nodes whose values each backward reads
         self.refusals: list[ProgramError] = []
 
     def best(self) -> Derived:
-        """The cheapest plan; ProgramError where there is none."""
+        """The backward of the cheapest plan. Raises ProgramError if there is no plan."""
         returned = {i for i in self.program.outputs.values() if self.types[i].kind in LEAVES}
         more = {*self.candidates()} - returned
         free = returned if self.limit is None else returned | more
@@ -76,7 +77,7 @@ class Search:
         return derived._replace(bound=Traffic(*map(min, zip(*self.traffic, strict=True))))
 
     def candidates(self) -> Iterator[int]:
-        """Values that a backward may want stored: products, operands of products, and finished vectors."""
+        """Values that may be worth storing: products, operands of products, and vectors spread over tiles."""
         for index, node in enumerate(self.program.nodes):
             if node.op == "gemm":
                 yield index
@@ -89,20 +90,20 @@ class Search:
                 yield node.args[0]
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
-        """From a plan that stores these, by changes of one choice: of the arrangement, or of ``free``, the
-        smallest values first, or the largest."""
+        """Improve the plan that stores ``stored`` by changing one choice at a time: a simplification, or
+        whether a value of ``free`` is stored. Small values are tried first, or large ones if ``largest``."""
         kept = {i for i in stored if self.fixed.get(i, True)} | {i for i, keep in self.fixed.items() if keep}
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
         best, plan = BackwardPlan(frozenset(kept)), None
         while best != plan:
             plan = best = min(self.arranged(best), key=self.cost)
             for index in order:
-                if index in self.wanted[best]:  # any other changes nothing
+                if index in self.wanted[best]:  # storing any other value changes nothing
                     best = min(best, best._replace(stored=best.stored ^ {index}), key=self.cost)
         return best
 
     def swaps(self, plan: BackwardPlan, free: set[int]) -> list[BackwardPlan]:
-        """The plans that store one tile in place of another, as far as the limit allows."""
+        """The plans within the limit that store one tile in place of another."""
         able = {i for i in self.wanted[plan] & free - self.fixed.keys() if self.types[i].kind == "tile"}
         derived = self.tried[plan][1]
         room = (self.limit or 0) - self.kept(derived) if derived else 0
@@ -111,7 +112,7 @@ class Search:
         return [plan._replace(stored=plan.stored ^ set(pair)) for pair in fits]
 
     def bytes(self, index: int) -> int:
-        """Of a value in memory."""
+        """The bytes of a value in memory."""
         tensor = TensorType(self.types[index].shape, "fp32" if self.types[index].kind == "vector" else "bf16")
         return ledger.size([tensor], self.sizes)
 
@@ -127,7 +128,9 @@ class Search:
             except ProgramError as error:
                 self.refusals.append(error)
                 found = REFUSED, None
-            for moves in {plan.moves, plan.moves and "moves" in attempt.used}:  # the same, if nothing moved
+            # A simplification that had no effect leaves the same backward when it is off.
+            for moves in {plan.moves, plan.moves and "moves" in attempt.used}:
+
                 for turns in {plan.turns, plan.turns and "turns" in attempt.used}:
                     same = plan._replace(moves=moves, turns=turns)
                     self.tried.setdefault(same, found)
@@ -135,8 +138,9 @@ class Search:
         return self.tried[plan][0]
 
     def weighed(self, derived: Derived) -> Cost:
-        """Bytes above the limit, or that the forward stores for this alone; FLOPs; sums over rows or columns
-        that are done again; all bytes; nodes."""
+        """The costs in order of weight: bytes per row above the limit (without a limit, bytes per row that
+        the forward stores only for the backward); FLOPs; sums over rows or columns that are computed again;
+        all bytes; and the number of nodes."""
         now = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
         self.traffic.append(now)
         extra = self.kept(derived, derived.saves)
@@ -146,7 +150,7 @@ class Search:
         return first, now.flops, sums, now.moved + extra * self.rows, sum(len(p.nodes) for p in parts)
 
     def kept(self, derived: Derived, names: Collection[str] | None = None) -> int:
-        """Bytes a row that the forward stores and the backward reads: for these values, or all."""
+        """Bytes per row that the forward stores and the backward reads, of the values ``names`` or of all."""
         parts = [p for p in (derived.program, derived.head) if p]
         read = {n: t for p in parts for n, t in p.signature.inputs.items()}
         sizes = all_sizes(derived, self.sizes)
@@ -155,7 +159,7 @@ class Search:
 
 
 def forced(program: Program, save: Collection[str], recompute: Collection[str]) -> dict[int, bool]:
-    """Nodes by whether they must be stored: named as outputs are, or by number, as ``node 3``."""
+    """The nodes that must (True) or must not (False) be stored, from output names or numbers (``node 3``)."""
     found: dict[int, bool] = {}
     for names, keep in ((save, True), (recompute, False)):
         for name in names:

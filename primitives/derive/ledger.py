@@ -1,4 +1,4 @@
-"""Count bytes and FLOPs of a backward, by the roofline of its programs."""
+"""Count the bytes and FLOPs of a backward's two programs, with the roofline for the products."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coda_agent.primitives.lang.ir import Program, TensorType
 
 
 class Traffic(NamedTuple):
-    """``moved``: bytes if each step reads and writes each of its tensors once; ``least``: if the whole reads
-    each input and writes each output once."""
+    """The cost of a backward. ``moved``: the bytes if each step reads and writes each of its tensors once.
+    ``least``: the bytes if the whole backward reads each input and writes each output once."""
 
     moved: int
     least: int
@@ -20,12 +20,12 @@ class Traffic(NamedTuple):
 
 
 def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
-    """Bytes of tensors."""
+    """The bytes of these tensors in memory."""
     return sum(math.prod(d(sizes) for d in t.shape) * ITEM_BYTES[t.dtype] for t in tensors)
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The ledger of a pointwise head, in one pass, and the products behind it."""
+    """The traffic of a pointwise head, which runs as one pass, and of the program of products after it."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}

@@ -1,4 +1,4 @@
-"""Outputs that are ranges of one tile's columns, such as q, k and v: a backward has them side by side."""
+"""Join outputs that are ranges of one tile's columns, such as q, k and v, since a backward reads one tile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from coda_agent.primitives.lang.ir import Program, TensorType, sizes_named
 
 
 class Joined(NamedTuple):
-    """A program that returns each tile whole, and for each such output the names of its ranges."""
+    """A program that returns each tile whole, and the names of the ranges that each whole output replaces."""
 
     program: Program
     parts: dict[str, tuple[str, ...]]
 
     def named(self, outputs: Collection[str]) -> tuple[str, ...]:
-        """Names of outputs, where all ranges of a tile are the tile. ProgramError for some of them."""
+        """Replace a tile's ranges by the tile's name. Raises ProgramError if only some are given."""
         found = list(outputs)
         for whole, parts in self.parts.items():
             given = [n for n in parts if n in found]
@@ -31,8 +31,8 @@ class Joined(NamedTuple):
 
 
 def joined(program: Program) -> Joined:
-    """The program with outputs that are all columns of one tile as that tile: q, k and v as q_k_v. Its nodes
-    keep their numbers."""
+    """Join outputs that together are all columns of a tile to one output: q, k and v to q_k_v. The program's
+    nodes keep their numbers."""
     types, tiles = program.types(), dict[int, dict[Dim, str]]()
     for name, index in program.outputs.items():
         if types[index].kind == "range":

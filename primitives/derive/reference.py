@@ -1,5 +1,5 @@
-"""Write a program as straight-line PyTorch, one line per value: the reference of a derived spec, or a
-head."""
+"""Write a program as straight-line PyTorch, one line per value. The text is a derived spec's reference, or
+the code of a pointwise head."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ FORMS = {
 
 
 def reference(program: Program, cast: bool = False) -> str:
-    """The PyTorch text. With ``cast``, operands of products are first cast to their dtype. ProgramError for
-    an operation without a text."""
+    """The PyTorch text of a program. With ``cast``, operands of products are cast to the inputs' 16-bit
+    dtype. Raises ProgramError for an operation without a PyTorch text."""
     narrow = next((NARROW[t.dtype] for t in program.signature.inputs.values() if t.dtype in NARROW), "")
     taken = {*program.signature.inputs, *program.signature.outputs, *program.signature.dims}
     names: list[str] = []
@@ -76,7 +76,7 @@ def reference(program: Program, cast: bool = False) -> str:
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:
-    """A value of heads as wide as the tile that it meets."""
+    """The text of a value, repeated over heads if an operation combines it with a tile."""
     if wanted.kind != "tile" or given.period is None:
         return name
     if given.kind == "spread":

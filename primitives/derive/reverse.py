@@ -1,4 +1,4 @@
-"""Reverse mode over a program: the gradients of inputs from those of outputs, in the vocabulary itself."""
+"""Reverse-mode differentiation: the gradients of inputs from those of outputs, as operations of a program."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, Type, reduction
 from coda_agent.primitives.lang.trace import Tensor, apply
 
-POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # where they are finite
+POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # their results are positive wherever they are finite
 ALIKE = ("negative", "even", "odd", "transpose", "row_sums", "per_row", "head_sums", "per_head", "as_tile")
 SUMS = ("add", "subtract", "join")
 
 
 class Reverse:
-    """Forward values and gradients in one trace.
+    """Trace forward values and gradients in one graph.
 
-    ``stored``: forward nodes in memory, under the names by which the backward reads them. ``stopped``: nodes
-    with an incomplete gradient, and why. ``notes``: caveats of the operations that gradients meet.
+    ``stored``: forward nodes in memory, with the names under which the backward reads them. ``stopped``:
+    nodes with an incomplete gradient, and why. ``notes``: caveats of operations that gradients pass.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Reverse:
         self.trace, self.stored, self.positive = trace, dict(stored), positive
         self.stored |= {i: str(n.attribute) for i, n in enumerate(self.nodes) if n.op == "input"}
         self.known: dict[int, int] = {}
-        self.again: set[int] = set()  # those of them that are recomputed
+        self.again: set[int] = set()  # the nodes of ``known`` that are recomputed
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
         self.given: Collection[int] = ()
@@ -51,14 +51,14 @@ class Reverse:
         return self.known[index]
 
     def cheap(self, index: int) -> bool:
-        """Whether computing it again needs neither a product nor a sum over rows or columns."""
+        """Whether a value can be computed again without a product and without a reduction."""
         node = self.nodes[index]
         if index in self.stored:
             return True
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """Recover a value from a stored one that sums, scales or negates it."""
+        """Recover a value from a stored value that adds to it, scales it or negates it, if there is one."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -94,7 +94,7 @@ class Reverse:
     # Gradients
 
     def gradients(self, given: Mapping[int, int], wrt: Collection[str]) -> dict[str, int]:
-        """The gradients of inputs ``wrt`` by name, from those of nodes in the trace."""
+        """The gradients of the inputs ``wrt`` by name. ``given``: known gradients of forward nodes."""
         active, self.given = self.active(wrt), given.keys()
         found: dict[int, dict[Type, int]] = {i: {} for i in range(len(self.nodes))}
         for index, gradient in given.items():
@@ -125,7 +125,7 @@ class Reverse:
         found[index][kind] = gradient if before is None else self.trace.add(Node("add", (before, gradient)))
 
     def pass_on(self, index: int, total: int, active: set[int], found: dict[int, dict[Type, int]]) -> None:
-        """Add a node's gradient, by its rule, to those of its arguments."""
+        """Apply a node's derivative rule to its gradient, and add the results to its arguments' gradients."""
         node = self.nodes[index]
         rule = OPERATIONS[node.op].derivative
         if node.op == "per_row" and (early := self.early(index, found)) is not None:
@@ -155,8 +155,9 @@ class Reverse:
     # Scales of rows
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
-        """The gradient of a scale of rows from stored values that grow with it, where its own rule computes a
-        product again: a value of degree k in the scale has k times itself as its derivative (Euler)."""
+        """The gradient of a scale of rows from stored values that are homogeneous in the scale, if the
+        scale's own rule would compute a product again. By Euler's theorem, a value of degree k in the scale,
+        times k, is the scale times the value's derivative."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args
@@ -173,12 +174,12 @@ class Reverse:
         return apply("divide", total, Tensor(self.value(scale)))._index
 
     def beside(self, index: int) -> tuple[int, ...]:
-        """What a value meets."""
+        """The other arguments of all nodes that read a value."""
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
-        """The first stored values after a scale of rows with their degrees in it; None where some way from it
-        to a gradient has none."""
+        """The first stored values on each path from a scale of rows to a gradient, with their degrees in the
+        scale; None if some path has no such value."""
         degrees, ends = {index: 1}, dict[int, int]()
         for reader in range(index + 1, len(self.nodes)):
             node = self.nodes[reader]
@@ -192,7 +193,7 @@ class Reverse:
         return ends
 
     def degree(self, node: Node, given: list[int]) -> int | None:
-        """A value's degree in what its rows are scaled by, from its arguments'; None if it has none."""
+        """A value's degree in its rows' scale, from its arguments' degrees; None if it has no degree."""
         if node.op in ALIKE:
             return given[0]
         if node.op in SUMS and given[0] == given[1]:

@@ -1,7 +1,8 @@
-"""A trace that simplifies expressions as it grows, by rules for all derivatives.
+"""A trace that simplifies expressions while it grows. Its rules are the same for all derivatives.
 
-Vectors combine as vectors before they spread. Factors of a row or a column move out of sums and products. A
-split and a join of the same halves cancel. Each rewriting holds for real numbers at every size.
+Arithmetic on vectors is done before they are spread over tiles. Factors that are constant along a row or a
+column move out of sums and matrix products. A split and a join of the same halves cancel. Each rewriting
+holds for real numbers at every size.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ FOLDED: dict[str, Callable[..., float]] = {
     "multiply": lambda a, b: a * b,
     "negative": lambda a: -a,
 }
-UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # of the right argument
+UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # a right argument that changes nothing
 EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A tile as ``core`` times vectors and scalars ``above``, divided by those ``below``; without a core,
-    only these."""
+    """A tile as ``core`` times the vectors and scalars ``above``, divided by the vectors and scalars
+    ``below``. If ``core`` is None, the value consists of these factors only."""
 
     core: int | None
     above: tuple[int, ...] = ()
@@ -36,9 +37,10 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """``moves``: factors of a product's left operand leave it, or cross the sum. ``products``: those that are
-    computed anyway, by operands: the sums of other products turn to these. ``used``: which of these two ways
-    was taken."""
+    """A trace that adds a simpler node where there is one. ``moves``: whether row factors of a product's left
+    operand move out of the product, or over to its right operand. ``products``: products that are computed
+    anyway, by their operands; sums over other products are computed from these (see ``turned``). ``used``:
+    which of the two simplifications, "moves" and "turns", had an effect."""
 
     def __init__(self, signature: Signature, moves: bool = False):
         super().__init__(signature)
@@ -47,14 +49,14 @@ class Simplifier(Trace):
         self.products: dict[tuple[int | None, ...], int] = {}
 
     def line(self) -> None:
-        """None: no kernel file has it."""
+        """Return None, because no line of a kernel file adds the nodes of this trace."""
 
     def add(self, node: Node) -> int:
         found = self.simpler(node)
         return super().add(node) if found is None else found
 
     def simpler(self, node: Node) -> int | None:
-        """A cheaper node that computes the same; None if there is none."""
+        """A cheaper node that computes the same as this one; None if no rule finds such a node."""
         op = node.op
         if op in ("even", "odd"):
             given = self.nodes[node.args[0]]
@@ -77,7 +79,7 @@ class Simplifier(Trace):
         return None
 
     def chosen(self, node: Node) -> Node:
-        """A choice by which of two values is larger, with that value in place of their extremum."""
+        """Rewrite a ``where`` on a > b (a < b): a, or b in the second branch, replaces maximum (minimum)."""
         condition, *branches = node.args
         compared = self.nodes[condition]
         extremum = EXTREMA.get(compared.op)
@@ -88,7 +90,7 @@ class Simplifier(Trace):
         return node._replace(args=(condition, *(self.instead(b, whole, value) for b, value in known)))
 
     def unscaled(self, node: Node) -> int | None:
-        """A choice between a vector and 0, with the vector's number outside: no kernel makes the vector."""
+        """Rewrite a choice between a scaled vector and 0 as a scaled choice: no kernel scales the vector."""
         condition, value, other = node.args
         spread = self.nodes[value]
         if spread.op not in SPREADS.values() or self.constant(other) != 0:
@@ -100,11 +102,11 @@ class Simplifier(Trace):
         return self.add(Node("multiply", (self.add(Node("where", (condition, bare, other))), vector.args[0])))
 
     def at(self, node: Node) -> int:
-        """Where a node stands; -1 where it does not."""
+        """The index of a node, or -1 if the trace does not contain it."""
         return self.nodes.index(node) if node in self.nodes else -1
 
     def instead(self, index: int, whole: set[int], value: int) -> int:
-        """An elementwise value with another in place of some of its parts."""
+        """Rewrite an elementwise value with ``value`` in place of the nodes ``whole``."""
         if index in whole:
             return value
         node = self.nodes[index]
@@ -114,7 +116,8 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape, an input if possible, for arguments whose shape alone is used."""
+        """A tile of the same shape, if possible an input, to replace an argument that gives only its
+        shape."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -156,7 +159,7 @@ class Simplifier(Trace):
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:
-        """The other argument, if this one changes nothing."""
+        """The argument that equals the result, if the other one changes nothing (such as a factor of 1)."""
         if node.op == "negative":
             given = self.nodes[node.args[0]]
             return given.args[0] if given.op == "negative" else None
@@ -171,7 +174,7 @@ class Simplifier(Trace):
         return b if node.op == "multiply" and self.constant(a) == 1 else None
 
     def bare(self, node: Node) -> int | None:
-        """Vectors that were made tiles, as vectors again if they meet a tile anyway."""
+        """Undo ``as_tile`` of the arguments if another argument is a tile anyway."""
         tiles = [a for a in node.args if self.types[a].kind == "tile" and self.nodes[a].op != "as_tile"]
         if not tiles or not any(self.nodes[a].op == "as_tile" for a in node.args):
             return None
@@ -179,7 +182,7 @@ class Simplifier(Trace):
         return self.add(Node(node.op, tuple(bare)))
 
     def together(self, node: Node) -> int | None:
-        """Arithmetic on spread vectors, as a spread of arithmetic on vectors."""
+        """Rewrite arithmetic on spread vectors: do the arithmetic on the vectors, and spread the result."""
         kinds = {self.types[a].kind for a in node.args} - {"scalar"}
         spread = SPREADS.get(next(iter(kinds))) if len(kinds) == 1 else None
         sources = [a for a in node.args if self.types[a].kind != "scalar"]
@@ -189,7 +192,7 @@ class Simplifier(Trace):
         return self.add(Node(spread, (self.add(Node(node.op, tuple(bare))),)))
 
     def doubled(self, a: int, b: int) -> int | None:
-        """a + b where b is a, or a term of it."""
+        """Rewrite a + b if b equals a or a term of a, to 2 * b plus the rest of a."""
         if a == b:
             return self.add(Node("multiply", (self.number(2.0), a)))
         terms = self.nodes[a].args if self.nodes[a].op == "add" else ()
@@ -199,7 +202,7 @@ class Simplifier(Trace):
         return self.add(Node("add", (terms[terms[0] == b], twice)))
 
     def scaled_spread(self, scalar: int, tile: int) -> int | None:
-        """A scalar times a tile that has a spread vector as a factor: it meets the vector."""
+        """Rewrite a scalar times a tile that has a spread vector as a factor, to scale the vector instead."""
         node = self.nodes[tile]
         for place, argument in enumerate(node.args if node.op == "multiply" else ()):
             if self.nodes[argument].op in SPREADS.values():
@@ -208,8 +211,8 @@ class Simplifier(Trace):
         return None
 
     def monomial(self, node: Node) -> int | None:
-        """Products and quotients of vectors as one number, what multiplies it, and what divides it, without
-        those that do both; None if none is left."""
+        """Rewrite products and quotients of vectors as one number times factors, divided by other factors.
+        Factors that cancel are left out. None if the number is 0, or if all vectors would cancel."""
         number, powers = self.powers(node)
         above = [f for f, power in powers.items() for _ in range(power)]
         below = [f for f, power in powers.items() for _ in range(-power)]
@@ -222,14 +225,14 @@ class Simplifier(Trace):
         return super().add(Node("divide", (made, self.chain(below)))) if below else made
 
     def chain(self, several: list[int]) -> int:
-        """The product of values as it is written."""
+        """The product of values in this order, without simplification."""
         total = several[0]
         for each in several[1:]:
             total = super().add(Node("multiply", (total, each)))
         return total
 
     def powers(self, node: Node) -> tuple[float, dict[int, int]]:
-        """A product of vectors and scalars: its number, and the power of each other factor."""
+        """Split a product of vectors and scalars into its constant and the power of each other factor."""
         number, found = -1.0 if node.op == "negative" else 1.0, dict[int, int]()
         for place, argument in enumerate(node.args):
             own, sign = self.nodes[argument], -1 if node.op == "divide" and place else 1
@@ -249,7 +252,7 @@ class Simplifier(Trace):
     # Factors
 
     def factors(self, index: int, kind: str) -> Factors:
-        """A tile without its factors that have one value per row (or column), or are scalars."""
+        """Split a tile into a core and the factors that are scalars or have one value per row (or column)."""
         node, own = self.nodes[index], self.types[index].kind
         if own == "scalar" or (own == kind and node.op == SPREADS[kind]):
             return Factors(None, (index if own == "scalar" else node.args[0],))
@@ -275,7 +278,7 @@ class Simplifier(Trace):
         return left.times(right, core)
 
     def gathered(self, found: Factors) -> tuple[int | None, int | None]:
-        """The product of the vectors above, and of those below, without common ones."""
+        """The product of the factors above, and the product of the factors below, without common factors."""
         above, below = list(found.above), list(found.below)
         for each in found.above:
             if each in below:
@@ -304,7 +307,7 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int) -> int | None:
-        """A product, with the row and column factors of its operands taken out."""
+        """A matrix product, with the row and column factors of its operands moved out."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
@@ -327,7 +330,7 @@ class Simplifier(Trace):
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"))))
 
     def turn(self, *several: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """The values of these with sums turned to other products that they compute."""
+        """Rebuild these values, and compute sums over one product from another product if possible."""
         needed, pending = set[int](), [i for each in several for i in each.values()]
         while pending:
             index = pending.pop()
@@ -343,8 +346,8 @@ class Simplifier(Trace):
         return ({n: place[i] for n, i in each.items()} for each in several)
 
     def turned(self, summed: int, kind: str) -> int | None:
-        """The sums of A @ B times C from a product that is computed anyway. Along rows they are those of
-        A * (C @ B'), along columns of B * (A' @ C)."""
+        """Sums of (A @ B) * C, computed from a matrix product that is needed anyway. The sums along rows are
+        the row sums of A * (C @ B'), and the sums along columns are the column sums of B * (A' @ C)."""
         node = self.nodes[summed]
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
             if self.nodes[product].op != "gemm":
@@ -360,7 +363,7 @@ class Simplifier(Trace):
             if pair in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                known, self.products = self.products, {}  # once: it would turn back
+                known, self.products = self.products, {}  # empty meanwhile, or the new sum would turn back
                 met = self.add(Node("multiply", (known[pair], kept)))
                 found = self.add(Node(f"{along}_sums", (met,)))
                 self.products = known
@@ -368,7 +371,7 @@ class Simplifier(Trace):
         return None
 
     def mirrored(self, index: int | None) -> int | None:
-        """The transpose; None for one that nothing reads yet."""
+        """The node of a value's transpose; None if the trace has no such node yet."""
         if index is None:
             return None
         node = self.nodes[index]

@@ -1,8 +1,8 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
 A tile expression's *home* is the last GEMM that it needs. If the expression also needs a vector that becomes
-final only *after* its home, it is pending: it waits for a later GEMM. Standard library only: the jail imports
-this module.
+final only *after* its home, the expression is pending: it waits for a later GEMM. This module needs only the
+standard library, because the jail imports it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, re
 
 
 class Placement(NamedTuple):
-    """``gemms`` in step order. By node: ``home``, the step whose accumulator it needs, and ``after``, the
-    step whose reductions must be final first; -1 for none."""
+    """Where nodes are computed. ``gemms``: the GEMMs in step order. For each node, ``home`` is the step whose
+    accumulator it needs, ``after`` is the step whose reductions must be final first, and -1 means no step."""
 
     gemms: list[int]
     home: list[int]
@@ -22,12 +22,12 @@ class Placement(NamedTuple):
 
 
 def place(program: Program, types: tuple[Type, ...]) -> Placement:
-    """The placement of a checked program; -1 for nodes without a home."""
+    """The placement of a checked program's nodes."""
     return _Placer(program, types).place()
 
 
 def untransposed(program: Program, operand: int) -> int:
-    """The tile in memory behind a gemm's operand, which may be its transpose."""
+    """The tile in memory that a gemm reads for an operand, which is the tile itself or its transpose."""
     node = program.nodes[operand]
     return node.args[0] if node.op == "transpose" else operand
 
@@ -52,8 +52,8 @@ class _Placer:
         """For each GEMM, the GEMMs that its operands need, and those whose sums only its epilogue needs."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
-        tiles: list[set[int]] = []  # by node: the accumulators that it reads
-        sums: list[set[int]] = []  # by node: the GEMMs whose reductions it reads
+        tiles: list[set[int]] = []  # for each node: the accumulators that it reads
+        sums: list[set[int]] = []  # for each node: the GEMMs whose reductions it reads
         for index, node in enumerate(self.nodes):
             read = set().union(*(tiles[a] for a in node.args))
             summed = set().union(*(sums[a] for a in node.args))
@@ -71,8 +71,8 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Find homes in node order. A tile of inputs alone that must leave its step is computed by the first
-        GEMM that loads all of these inputs anyway."""
+        """Find homes in node order. If a tile must leave its step but needs no accumulator, its home is the
+        first GEMM whose epilogue loads all of the tile's inputs anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
         roots = self.roots()
@@ -95,7 +95,7 @@ class _Placer:
         return Placement(self.gemms, homes, afters)
 
     def roots(self) -> dict[int, int]:
-        """Tiles that must be computed, each with the number of steps that come early enough."""
+        """The tiles that must be stored or reduced, each with the number of steps before its first use."""
         found = {n.args[0]: len(self.gemms) for n in self.nodes if reduction(n)}
         found |= {i: len(self.gemms) for i in self.program.outputs.values()}
         for step, gemm in enumerate(self.gemms):
@@ -120,7 +120,7 @@ class _Placer:
         return found
 
     def inputs_read(self) -> list[set[int]]:
-        """By node: the input tiles that it reads through tiles; a gemm's operands do not count."""
+        """For each node, the input tiles that it reads through other tiles, without a gemm's operands."""
         found: list[set[int]] = []
         for index, node in enumerate(self.nodes):
             if self.types[index].kind not in ("tile", "range") or node.op == "gemm":
@@ -132,6 +132,6 @@ class _Placer:
 
 
 def values_read(program: Program, index: int) -> tuple[int, ...]:
-    """The arguments whose values a node uses; of its other arguments it uses only the shape."""
+    """The arguments whose values a node uses. Of its other arguments a node uses only the shape."""
     node = program.nodes[index]
     return node.args[: OPERATIONS[node.op].reads]

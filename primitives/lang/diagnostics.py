@@ -1,7 +1,7 @@
 """Suggestions for a rejected kernel: what to write instead, or what to change outside the kernel.
 
-``tests/primitives/lang/test_remedies.py`` has a program for each, and runs each suggestion. Standard library
-only: the jail imports this module.
+``tests/primitives/lang/test_remedies.py`` has a rejected program for each suggestion, and runs each
+suggestion. This module needs only the standard library, because the jail imports it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def these(vocabulary: Collection[str]) -> str:
 
 
 def unknown(name: str, vocabulary: Collection[str]) -> str:
-    """A message on an unknown name."""
+    """A message to the author about an unknown name."""
     return "import it from primitives" if name in vocabulary else f"there are {these(vocabulary)}"
 
 
 def no_attribute(name: str, vocabulary: Collection[str]) -> str:
-    """A message on ``t.name``."""
+    """A message to the author about an unknown attribute, ``t.name``."""
     instead = _METHODS.get(name, f"{name}(t)" if name in vocabulary else None)
     return (
         f"there is no .{name} here; values have {', '.join(ATTRIBUTES)}, everything else is a function of "
@@ -51,8 +51,9 @@ def no_attribute(name: str, vocabulary: Collection[str]) -> str:
 
 
 class Use(NamedTuple):
-    """A use for which a tile must leave its step, in words, and the suggestion if no step can compute it:
-    because it belongs to no step, or because it needs a vector that is final only after its step."""
+    """A use for which a tile must leave its step. ``said``: the use in words. ``homeless``: the suggestion if
+    the tile belongs to no step. ``pending``: the suggestion if the tile needs a vector that is final only
+    after its step."""
 
     said: str
     homeless: str
@@ -76,13 +77,13 @@ OPERAND = Use(
 
 
 def output(name: str) -> Use:
-    """The use of a returned tile."""
+    """The use of a tile as an output of the kernel."""
     later = "a later gemm's tile can meet the vector, as gemm(t, w) * per_row(scale). Otherwise "
     return Use(f"output {name!r}", _RIDING, f"{later}{_ELSEWHERE}")
 
 
 def reduced(op: str) -> Use:
-    """The use of a tile that a reduction takes."""
+    """The use of a tile as the argument of a reduction."""
     sums = (
         "a row scale comes out of a row sum, as row_sums(t) * scale. Otherwise " if op == "row_sums" else ""
     )
@@ -118,7 +119,7 @@ REPEATED = (
     "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"
 )
 
-SWEEP: Mapping[str, str] = {  # by the kind of value that a head statistic's sweep cannot read
+SWEEP: Mapping[str, str] = {  # suggestions by the kind of value that a head statistic's sweep cannot read
     "loaded": "no kernel has statistics of loaded heads. Compute them, and the values that use them, in a "
     "PyTorch op before or after the kernel",
     "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "

@@ -1,7 +1,7 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
 Types compare these polynomials, never numbers that happen to be equal: a tile ``[M, 2*F]`` is twice as wide
-as a tile ``[M, F]`` for all M and F. Standard library only: the jail imports this module.
+as a tile ``[M, F]`` for all M and F. The jail imports this module, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TEXT = 80
-MAX_TERMS = 16  # a limit, since sizes also come from untrusted programs
+MAX_TERMS = 16  # a limit, because sizes also come from untrusted programs
 MAX_SIZE = 1 << 63
 Monomial = tuple[str, ...]
 
 
 class Dim:
-    """An integer polynomial: sorted (monomial, coefficient) pairs; immutable and hashable."""
+    """An integer polynomial as sorted (monomial, coefficient) pairs. It is immutable and hashable."""
 
     __slots__ = ("names", "terms")
 
@@ -48,11 +48,11 @@ class Dim:
         return made
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
-        """The value at given sizes; KeyError for a dim without a size."""
+        """The polynomial's value at given sizes. Raises KeyError for a dim without a size."""
         return int(self.value(sizes))
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
-        """The value, with numbers or tensors for dims."""
+        """The polynomial's value, with numbers or tensors in place of dims."""
         total: Any = 0
         for monomial, product in self.terms:
             for name in monomial:
@@ -61,7 +61,7 @@ class Dim:
         return total
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
-        """(p, q) in lowest terms such that q * self == p * other for every size, or None."""
+        """The ratio (p, q) in lowest terms such that q * self == p * other for all sizes, if there is one."""
         if not self.terms or len(self.terms) != len(other.terms):
             return None
         pairs = list(zip(self.terms, other.terms, strict=True))
@@ -69,24 +69,24 @@ class Dim:
         return quotients.pop() if len(quotients) == 1 else None
 
     def never_negative(self) -> bool:
-        """Whether it is 0 or more wherever all dims are at least 1, as far as its terms show."""
+        """Whether its terms show that the polynomial is never negative while all dims are at least 1."""
         total = Dim({})
         for monomial, coefficient in self.terms:
             product = Dim({(): coefficient})
             for name in monomial:
-                product = product * Dim({(name,): 1, (): 1})  # a dim, and the 1 that it has at least
+                product = product * Dim({(name,): 1, (): 1})  # a dim is 1 plus something not negative
             total = total + product
         return all(coefficient > 0 for _, coefficient in total.terms)
 
     def halved(self) -> Dim:
-        """self / 2; ValueError if that is not an integer polynomial."""
+        """Return self / 2. Raises ValueError if that is not an integer polynomial."""
         if any(c % 2 for _, c in self.terms):
             raise ValueError(f"{self} is not divisible by 2")
         return Dim({m: c // 2 for m, c in self.terms})
 
     def divided(self, other: Dim) -> Dim:
-        """self / other, where ``other`` is one positive product such as 2*P; ValueError if the result is not
-        a polynomial."""
+        """Return self / other for a product such as 2*P as ``other``. Raises ValueError if the result is not
+        an integer polynomial."""
         if len(other.terms) != 1 or other.terms[0][1] < 1:
             raise ValueError(f"{self} is not divisible by {other}")
         ((factors, number),) = other.terms
@@ -143,7 +143,7 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """No axis of any shape determines some dims; ``dim`` is one of them."""
+    """Some dims follow from no axis of any shape. ``dims`` has all of these dims, and ``dim`` is one."""
 
     def __init__(self, dims: Collection[str]):
         self.dims, self.dim = frozenset(dims), min(dims)
@@ -156,8 +156,8 @@ Shapes = Mapping[str, Sequence[Dim]]
 def solving_order(
     shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """(dim, tensor, axis): in this order each dim follows from one axis, the ``given`` dims and those before
-    it."""
+    """An order in which to solve for dims, as (dim, tensor, axis). Each dim follows from that one axis, the
+    ``given`` dims and the dims before it. Raises Unsolvable if there is no order."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
     known = set(given)
@@ -171,7 +171,7 @@ def solving_order(
 
 
 def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str]) -> tuple[str, ...]:
-    """The static dims that follow from no shape, such as H and G where heads are packed, [(H + 2*G)*W, K]."""
+    """The static dims that follow from no shape, such as H and G if all shapes have [(H + 2*G)*W, K] only."""
     try:
         solving_order(shapes, dims)
     except Unsolvable as error:
@@ -180,7 +180,7 @@ def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str
 
 
 def _only_unknown(formula: Dim, known: set[str]) -> str | None:
-    """The single unknown dim of a formula that is linear in it; else None."""
+    """The only unknown dim of a formula, if the formula is linear in that dim; otherwise None."""
     unknown = formula.names - known
     linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
     return next(iter(unknown)) if len(unknown) == 1 and linear else None
@@ -192,8 +192,8 @@ def solve(
     extents: Mapping[str, Sequence[int]],
     given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Dims from the ``given`` ones and tensors' extents, which may be symbols of torch.compile: these stay
-    symbols. ValueError naming the input and axis that do not agree."""
+    """Solve for all dims from the ``given`` dims and the tensors' extents. Extents may be symbols of
+    torch.compile, and then dims are symbols too. Raises ValueError naming an input and axis that disagree."""
     sizes = dict(given)
     for dim, name, axis in solving_order(shapes, dims, given):
         formula, extent = shapes[name][axis], extents[name][axis]

@@ -1,7 +1,7 @@
 """Interpret a program on tensors, in PyTorch, on any machine.
 
-It computes the same as the lowered kernel, and rounds at the same places: operands, and tiles that leave
-their step, are rounded once to the dtype in which they are stored.
+The interpreter computes the same as the lowered kernel, and rounds at the same places: operands, and values
+that leave their step, are rounded once to the dtype in which they are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Watch = Callable[[int, Sequence[Any], "torch.Tensor"], "torch.Tensor"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a signature's dtype."""
+    """The torch dtype for a dtype's name in a signature."""
     import torch
 
     return {
@@ -36,8 +36,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def saturated(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Values within a dtype's range, as it stores them: fp8 has its ends for all beyond, infinities among
-    them. NaN stays NaN; other dtypes keep all values."""
+    """Clamp values to the range of an fp8 dtype, infinities too, as a store in fp8 does. NaN stays NaN. Other
+    dtypes keep all values."""
     import torch
 
     if dtype not in EIGHTS:
@@ -47,15 +47,15 @@ def saturated(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Values rounded once to a dtype, saturated where it is fp8."""
+    """Round values once to a dtype. Values beyond the range of an fp8 dtype saturate."""
     return saturated(values, dtype).to(torch_dtype(dtype))
 
 
 def solve_sizes(
     signature: Signature, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """Each dim's value from the inputs' shapes and, for dims that callers name, from ``given``, which may
-    have others too. ValueError where they do not fit the signature."""
+    """Solve for each dim's size from the inputs' shapes. Dims that follow from no shape come from ``given``,
+    which may contain other dims too. Raises ValueError if shapes or sizes do not fit the signature."""
     for dim in signature.named:
         if type(given.get(dim)) is not int or given[dim] < 1:
             raise ValueError(f"{dim} follows from no input's shape: give it by name, as a positive integer")
@@ -70,12 +70,12 @@ def interpret(
     *,
     wide: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs. ``wide``: inputs
-    are fp32 where 16 bits are declared, and nothing is rounded.
+    """Run a checked program on tensors of its inputs' shapes and dtypes. Return the outputs in their declared
+    dtypes. ``wide``: inputs that the signature declares as 16-bit are fp32, and nothing is rounded.
 
-    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` sees each value of an
-    operation or a size as it is computed (node, arguments, value), and returns the value to go on with.
-    ``sizes`` has the dims that follow from no shape. ValueError if shapes do not fit.
+    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with (node,
+    arguments, value) for each operation or size that is computed, and returns the value with which to
+    continue. ``sizes`` has the dims that follow from no shape. Raises ValueError if shapes do not fit.
     """
     run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
@@ -86,8 +86,8 @@ def interpret(
 
 
 class _Run:
-    """Run steps in order. ``memory`` holds stored tensors in their dtype, so a later step reads rounded
-    values."""
+    """One run of a program, step by step. ``memory`` holds stored tensors in their dtypes, so a later step
+    reads rounded values."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Run:
         node = self.nodes[index]
         operation = OPERATIONS[node.op]
         meaning = operation.torch
-        assert meaning is not None  # inputs, constants, dims and gemms are handled elsewhere
+        assert meaning is not None  # inputs, constants, dims and gemms do not come here
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
         arguments += [Dim.parse(size)(self.sizes) for size in sizes_named(node)]
         return self.seen(index, arguments, meaning(torch, *arguments))
@@ -135,12 +135,12 @@ class _Run:
         return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A value as its reader sees it: a head statistic is repeated over all columns of its head."""
+        """A value as the node ``reader`` sees it: values of heads are expanded to the columns of a tile."""
         value, kind = values[index], self.types[index].kind
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
         period, columns = self.types[index].period, self.types[reader].shape[1]
-        assert period is not None  # both kinds have one
+        assert period is not None  # both kinds have a period
         width = period(self.sizes)
         if kind == "spread":
             return value.repeat_interleave(width, dim=1)
@@ -151,7 +151,7 @@ class _Run:
         self.memory[index] = rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
-        """Compute one GEMM and its epilogue, unrounded until stored."""
+        """Compute one GEMM and its epilogue. Values are rounded only when they are stored."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()
@@ -172,7 +172,7 @@ class _Run:
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Compute a value of the epilogue, unless the sweep before it has."""
+        """Compute a value of the epilogue or the sweep, unless the sweep has already computed it."""
         node = self.nodes[index]
         if index in values:
             return
@@ -183,7 +183,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """The values; an argument used only for its shape becomes a tile of that shape."""
+        """Add zeros for the arguments of a node that have no value, since only their shapes are used."""
         import torch
 
         missing = [a for a in node.args if a not in values]

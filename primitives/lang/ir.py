@@ -1,9 +1,9 @@
-"""Programs: a kernel as data, a flat typed graph that serialises to JSON.
+"""Programs: kernels as data. A program is a flat typed graph that serialises to JSON.
 
-A node is an operation over earlier nodes. The operation's rule derives its type from theirs, so building a
-program again checks it, wherever it comes from. The partition into steps is derived too. Standard library
-only, and tuples instead of dataclasses: the jail imports this module for each trace, and dataclasses alone
-would take a third of its time.
+A node is an operation over earlier nodes. The operation's rule derives a node's type from its arguments'
+types, so building a program from untrusted JSON also checks it. The partition into steps is not stored, but
+derived. This module needs only the standard library and uses tuples instead of dataclasses, because the jail
+imports it for each trace, and dataclasses would take a third of the jail's time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 
 DTYPES = ("bf16", "fp16", "fp32")
-EIGHTS = ("fp8_e4m3", "fp8_e5m2")  # outputs of tiles saturate: beyond the range they hold its end
+EIGHTS = ("fp8_e4m3", "fp8_e5m2")  # stored tiles saturate: a value beyond the range becomes its nearest end
 OPERANDS = ("fp8_e4m3",)  # only gemm reads these
 INDICES = ("int32", "int64")  # vectors of targets and positions
 READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # dtypes of inputs, by rank
-WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS}  # and of outputs
+WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS}  # dtypes of outputs, by rank
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
@@ -36,17 +36,17 @@ FORMAT = 2
 
 
 class TensorType(NamedTuple):
-    """A tensor outside the kernel: symbolic shape (rank 0 to 2) and dtype.
+    """The symbolic shape (rank 0 to 2) and dtype of a tensor outside the kernel.
 
-    Inputs and outputs may be bf16, fp16 or fp32; matrices that only gemm reads also fp8_e4m3, tiles that
-    leave also fp8_e4m3 or fp8_e5m2; vectors of targets or positions int32 or int64; a scalar is fp32.
+    Inputs and outputs may be bf16, fp16 or fp32. Matrices that only gemm reads may also be fp8_e4m3, and
+    output tiles fp8_e4m3 or fp8_e5m2. Vectors of targets or positions are int32 or int64. A scalar is fp32.
     """
 
     shape: tuple[Dim, ...]
     dtype: str
 
     def type(self) -> Type:
-        """Its type inside a kernel."""
+        """The type of the tensor inside a kernel."""
         return Type(("scalar", "vector", "tile")[len(self.shape)], self.shape)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,15 +62,15 @@ class TensorType(NamedTuple):
 class Signature(NamedTuple):
     """The names, shapes and dtypes that a kernel must match; tracing sees nothing else of a spec.
 
-    ``static``: dims fixed when the kernel is compiled. ``updates``: by output name, the input whose buffer
-    the output overwrites.
+    ``static``: dims fixed when the kernel is compiled. ``updates``: for each output that overwrites
+    an input's buffer, the name of that input.
     """
 
     name: str
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
-    constants: Mapping[str, float] = {}  # shared, since nothing writes to it
+    constants: Mapping[str, float] = {}  # a shared default, since nothing writes to it
     static: tuple[str, ...] = ()
     updates: Mapping[str, str] = {}
 
@@ -87,7 +87,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        """Rebuild and check; ProgramError for a signature that no spec could have."""
+        """Rebuild a signature and check it. Raises ProgramError if no spec could have it."""
         try:
             for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
                 if len(data[field]) > MAX_NAMES:
@@ -131,7 +131,7 @@ class Signature(NamedTuple):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The static dims that follow from no input's shape: a caller gives them by name."""
+        """The static dims that follow from no input's shape, so that callers must give them by name."""
         return named_by_callers(self.shapes, self.dims, self.static)
 
     def _updatable(self, output: str) -> bool:
@@ -152,9 +152,9 @@ Kind = Literal["tile", "range", "operand", "vector", "row", "column", "scalar", 
 
 
 class Type(NamedTuple):
-    """The type of a node: a tile [M, N], a ``range`` of its columns, a gemm operand x.mT, a vector [M], a
-    vector spread over a tile by per_row (``row``) or per_column (``column``), or a scalar. With heads
-    ``period`` columns wide: a statistic [M, heads] (``head``), the same spread over the heads' columns
+    """The type of a node: a tile [M, N], a ``range`` of a tile's columns, a gemm operand x.mT, a vector [M],
+    a vector spread over a tile by per_row (``row``) or per_column (``column``), or a scalar. Three kinds have
+    heads of ``period`` columns: a statistic [M, heads] (``head``), a statistic spread over the heads' columns
     (``spread``), and a vector [period] or a tile [M, period] that is ``repeated`` for each head."""
 
     kind: Kind
@@ -179,8 +179,8 @@ Attribute = str | float | None
 
 
 class Node(NamedTuple):
-    """One operation: its name, its argument nodes and, for a leaf, the name of its input, size or
-    constant."""
+    """One operation: its name, its argument nodes and an attribute. The attribute is the input's name, the
+    size or the constant of a leaf, or the sizes that another operation names."""
 
     op: str
     args: tuple[int, ...] = ()
@@ -188,18 +188,19 @@ class Node(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """The meanings of an operation: typing rule, PyTorch and CuTeDSL text.
+    """The meanings of an operation: its typing rule, PyTorch function and CuTeDSL text.
 
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a template over fp32 register
-    values ``{0}``, ``{1}``; ``fast`` is one that may round coarser, used where only a bf16 output can see it.
-    ``lanes`` instead, where no instruction is needed: from the texts of a pair of lanes' values, an argument
-    each, to its own; ``at``: a template over a lane's place. Beyond the first ``reads`` arguments it uses the
-    shape alone. ``sizes``: how many its attribute names. ``sides``, for an operation that chooses: (torch,
-    *values) -> for each of its two sides a mask of the elements that it decides, and its value. ``limit``,
-    for a function that is constant or straight away from zero: (torch, value) -> its value there.
-    ``derivative``: from the traced gradient of the value, the value and its arguments to each argument's
-    gradient, as large as the value, or None for one that is zero everywhere. An operation without a
-    derivative stops gradients. ``caveat``: why it has none, or where its derivative is one choice of several.
+    values ``{0}``, ``{1}``. ``fast`` is a template that may round coarser, for values on which only bf16 and
+    fp8 outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the texts of each
+    argument's pair of lanes to the texts of the result's lanes. ``at``: a template over a lane's position.
+    The operation uses only the shapes of arguments after the first ``reads``. ``sizes``: how many sizes its
+    attribute names. ``sides``, for an operation that chooses: (torch, *values) -> for each of its two sides,
+    a mask of the elements that the side decides, and the side's value. ``limit``, for a function that is
+    constant or linear away from zero: (torch, value) -> the function's value there. ``derivative`` maps the
+    traced gradient of the value, the value and the arguments to each argument's gradient. Such a gradient is
+    as large as the value, or None if it is zero everywhere. An operation without a derivative stops
+    gradients. ``caveat``: why it has no derivative, or where its derivative is one choice of several.
     """
 
     name: str
@@ -228,12 +229,12 @@ IN_STEP = ("tile", "range", "head", "spread", "repeated")  # kinds that live in 
 
 
 def reduction(node: Node) -> Reduction | None:
-    """A node's reduction of a tile to a vector; None for other nodes."""
+    """How a node reduces a tile to a vector; None if the node is no reduction."""
     return OPERATIONS[node.op].reduction
 
 
 def sizes_named(node: Node) -> tuple[str, ...]:
-    """The sizes that an operation is given beside its arguments."""
+    """The sizes that an operation is given in addition to its arguments."""
     return tuple(str(node.attribute).split(", ")) if OPERATIONS[node.op].sizes else ()
 
 
@@ -246,7 +247,7 @@ def register(operation: Operation) -> Operation:
 
 
 class Program(NamedTuple):
-    """A kernel: signature, nodes in topological order, outputs by name, optional schedules by step."""
+    """A kernel: its signature, nodes in topological order, outputs by name, and schedules of some steps."""
 
     signature: Signature
     nodes: tuple[Node, ...]
@@ -257,16 +258,16 @@ class Program(NamedTuple):
         return hash((self.nodes, tuple(self.outputs)))
 
     def input_tensor(self, index: int) -> TensorType | None:
-        """The input tensor that a node names; None for other nodes."""
+        """The tensor of an input node; None for other nodes."""
         node = self.nodes[index]
         return self.signature.inputs[str(node.attribute)] if node.op == "input" else None
 
     def types(self) -> tuple[Type, ...]:
-        """Each node's type. ProgramError if an operation does not apply to its arguments."""
+        """Each node's type. Raises ProgramError if an operation does not apply to its arguments."""
         return _types(self)
 
     def check(self, lines: Sequence[int | None] | None = None) -> Program:
-        """Check types, outputs and bounds; return self. Raises ProgramError, with a node's line if known."""
+        """Check types, outputs and bounds; return self. Raises ProgramError, with a line if known."""
         if len(self.nodes) > MAX_NODES:
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
@@ -297,7 +298,7 @@ class Program(NamedTuple):
             raise ProgramError("dim", f"node {index}: the size {text!r} is written {str(size)!r}")
 
     def _check_reading(self, node: Node, line: int | None) -> None:
-        """Check that only gemm reads fp8, and that indices are inputs of integers."""
+        """Check that only gemm reads fp8, and that indices are inputs with an integer dtype."""
         for argument in node.args:
             given = self.input_tensor(argument)
             if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
@@ -317,8 +318,8 @@ class Program(NamedTuple):
                 )
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
-        """Check that every choice depends on an input's values. A choice on sizes and literals alone would
-        treat some sizes differently."""
+        """Check that every choice depends on an input's values. A choice that depends only on sizes and
+        literals would make a kernel compute different functions at different sizes."""
         fixed: set[int] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
@@ -333,7 +334,7 @@ class Program(NamedTuple):
             fixed.add(index)
 
     def _check_use(self) -> None:
-        """Check that every node serves an output. A dead gemm would be a step without a use."""
+        """Check that an output depends on every node. An unused gemm would be a step without a use."""
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:
@@ -341,7 +342,7 @@ class Program(NamedTuple):
             used.update(self.nodes[index].args)
 
     def to_json(self) -> str:
-        """Canonical JSON: equal programs have equal bytes."""
+        """Write canonical JSON: equal programs have equal bytes."""
         data = {
             "format": FORMAT,
             "signature": self.signature.to_json(),
@@ -353,14 +354,14 @@ class Program(NamedTuple):
 
     @property
     def hash(self) -> str:
-        import hashlib  # costs the jail 2 ms, and it never hashes
+        import hashlib  # imported here, since the import takes 2 ms and the jail never hashes
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str, signature: Signature | None = None) -> Program:
-        """Parse untrusted JSON: bounded, enumerated and typed again. Its signature must equal ``signature``,
-        if given."""
+        """Parse untrusted JSON and check its size, operations and types. The program's signature must equal
+        ``signature`` if that is given."""
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
             raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
         data = _load(text)
@@ -423,7 +424,7 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
 
 
 def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
-    """Raise ProgramError if a value cannot be that output."""
+    """Raise ProgramError if a value of type ``got`` cannot be the output ``name``."""
     expected = signature.outputs[name]
     if got.kind not in ("tile", "range", "vector", "head") or got.shape != expected.shape:
         want = "tile" if len(expected.shape) == 2 else "vector"

@@ -1,9 +1,9 @@
-"""Partition a program into steps: one GEMM each, with the tile expressions of its epilogue, and the vector
-arithmetic that becomes possible once its reductions are final.
+"""Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue, and the
+vector arithmetic that becomes possible once the step's reductions are final.
 
-A tile that an earlier step computes (``assign_steps``) is stored once and read back. A program that no kernel
-can run is refused here, with the line of the kernel file. Standard library only: the jail imports this
-module.
+If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores the tile once, and the
+later step reads it back. This module refuses programs that no kernel can run, with the line of the kernel
+file. It needs only the standard library, because the jail imports it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # a tile's width relative to i
 
 
 class GemmStep:
-    """One fused GEMM: its program nodes, by their use in the kernel."""
+    """One fused GEMM: the program's nodes, grouped by their use in the kernel."""
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
@@ -39,15 +39,16 @@ class GemmStep:
         self.statistics: list[int] = []  # head_sums, computed in a sweep before the epilogue
         self.loads: list[int] = []
         self.repeats: list[int] = []  # per_head of vectors and tiles in memory
-        self.vectors: list[int] = []  # the row and column nodes that it spreads
+        self.vectors: list[int] = []  # the row and column nodes: vectors that the step spreads
         self.scalars: list[int] = []
         self.sweep: list[int] = []  # every tile node that statistics need, in order
         self.body: list[int] = []  # every tile node of the epilogue, in order
 
 
 class Steps(NamedTuple):
-    """``gemms`` in order. ``finishes[k]``: the vectors to store after step k (-1: before all). ``width`` of a
-    tile by (step, node): 0.5, 1 or 2 of that step's N. ``dtypes`` of the values that leave their step."""
+    """The steps of a program. ``gemms``: the GEMM steps in order. ``finishes[k]``: the vectors to store after
+    step k (-1: before all steps). ``width``: the width of a tile by (step, node), as 0.5, 1 or 2 times the
+    step's N. ``dtypes``: the dtypes of values that leave their step."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
@@ -58,7 +59,7 @@ class Steps(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
-    """The steps of a checked program; ProgramError (with the line, if known) if none exist."""
+    """The steps of a checked program. Raises ProgramError, with the line if known, if no steps compute it."""
     return _Cutter(program, lines).cut()
 
 
@@ -73,7 +74,7 @@ class _Cutter:
         self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
-        """An error at a node's line. An input has no line, so its reader's line is used."""
+        """Make an error at a node's line, or at the line of its ``reader`` if the node has no line."""
         line = self.lines[index]
         if line is None and reader is not None:
             line = self.lines[reader]
@@ -96,7 +97,7 @@ class _Cutter:
                 if how.selects:
                     # The finishing kernel clears the buffer of partials, so later readers read the vector.
                     self.finish(index)
-        # Later steps first, since earlier ones must store the tiles that they read back.
+        # Later steps come first, because earlier steps must store the tiles that later steps read back.
         for step in reversed(self.steps):
             self.collect(step)
         if not self.steps:
@@ -108,7 +109,7 @@ class _Cutter:
     # What leaves a step
 
     def check_outputs(self) -> None:
-        """Check that each output is a distinct value, written once, by a kernel."""
+        """Check that the outputs are distinct values, and that none is simply an input."""
         seen: dict[int, str] = {}
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
@@ -128,7 +129,7 @@ class _Cutter:
             seen[index] = name
 
     def ready(self, index: int, use: diagnostics.Use, reader: int | None = None) -> int:
-        """The step that computes a tile which must leave its step; ProgramError if none can."""
+        """The step that computes a tile which must leave its step. Raises ProgramError if no step can."""
         home, after = self.placed.home[index], self.placed.after[index]
         if home < 0:
             raise self.homeless(use, index, reader)
@@ -158,7 +159,7 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """Store a vector if anything but a vector kernel reads it."""
+        """Store a vector that is read from memory, unless it is an input and so is there already."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -173,7 +174,7 @@ class _Cutter:
         for source in sources:
             if self.nodes[source].op != "input":
                 self.store(source, diagnostics.OPERAND)
-                # store it and its sources, which must leave their step too
+                # the operand must be a tile of an earlier step
                 if self.placed.home[source] >= step.index:
                     raise self.homeless(diagnostics.OPERAND, source)
                 given.append(self.dtypes.setdefault(source, dtype))
@@ -194,7 +195,7 @@ class _Cutter:
             )
 
     def any_operand(self) -> str:
-        """The 16-bit dtype of the inputs that GEMMs read, for a GEMM of two earlier tiles."""
+        """The dtype of the inputs that GEMMs read (else bf16), for stored tiles without a declared dtype."""
         for gemm in self.placed.gemms:
             for operand in self.nodes[gemm].args:
                 given = self.program.input_tensor(untransposed(self.program, operand))
@@ -203,7 +204,7 @@ class _Cutter:
         return "bf16"
 
     def check_updates(self) -> None:
-        """Check that an overwritten input is read only where its output is computed."""
+        """Check that an overwritten input is read only by the kernel that computes the output."""
         for output, name in self.program.signature.updates.items():
             target = self.program.outputs[output]
             readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
@@ -238,7 +239,7 @@ class _Cutter:
                 )
 
     def finishes_from(self, root: int, name: str) -> bool:
-        """Whether the kernel that finishes a vector reads this input, besides stored vectors."""
+        """Whether the kernel that finishes a vector reads this input itself, not through a stored vector."""
         stored = {i for roots in self.finishes.values() for i in roots}
         seen, pending = set[int](), [root]
         while pending:
@@ -256,8 +257,7 @@ class _Cutter:
     # What a step does
 
     def collect(self, step: GemmStep) -> None:
-        """Collect all values that the epilogue computes or loads, walking back from its stores and
-        reductions."""
+        """Collect the values that an epilogue computes or loads, back from its stores and reductions."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
         for reduced in step.reductions:
@@ -276,7 +276,7 @@ class _Cutter:
 
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
         """Check that the sweep reads no loaded tile, no other statistic, and nothing that threads address by
-        column: only the epilogue knows columns."""
+        column, since only the epilogue knows the columns of its values."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
             "loaded": loads,
@@ -296,7 +296,7 @@ class _Cutter:
                 )
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
-        """Whether one of ``wanted`` is among a value's sources within its step."""
+        """Whether a value depends on one of ``wanted`` within its step."""
         seen, pending = set[int](), [root]
         while pending:
             node = self.nodes[index := pending.pop()]
@@ -313,7 +313,7 @@ class _Cutter:
                 wanted.update(visit(index))
 
     def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
-        """Decide whether a value is loaded; if not, return the nodes that it is computed from."""
+        """Decide whether a step loads or computes a value; return the arguments of a computed value."""
         node, kind = self.nodes[index], self.types[index].kind
         if node.op == "constant":
             return ()
@@ -355,14 +355,14 @@ class _Cutter:
         return () if node.op == "gemm" else read
 
     def check_sizes(self, index: int) -> None:
-        """Check that the sizes that an operation names are known to the compiler."""
+        """Check that the dims in an operation's sizes are static, so that the compiler knows them."""
         for size in sizes_named(self.nodes[index]):
             if missing := sorted(Dim.parse(size).names - set(self.program.signature.static)):
                 op, names = self.nodes[index].op, ", ".join(missing)
                 raise self.fail("static", f"{op} of {size}: the spec must declare {names} static", index)
 
     def check_range(self, index: int, step: GemmStep) -> None:
-        """Check that a tile whose columns are stored apart has the accumulator's."""
+        """Check that a tile of which a range of columns is stored is as wide as the accumulator."""
         if self.relative(self.nodes[index].args[0], step, reader=index) != 1:
             raise self.fail(
                 "width", f"column_range takes a tile as wide as its gemm: {diagnostics.RANGE}", index
@@ -370,8 +370,7 @@ class _Cutter:
         self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a tile lies in memory: an input, or a tile of an earlier step, which that step then
-        stores."""
+        """Whether a step loads a tile: an input, or a tile that an earlier step computes and then stores."""
         if self.nodes[index].op == "input":
             return True
         home = self.placed.home[index]
@@ -388,7 +387,7 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """Give a value that repeats for each head the width of its tile."""
+        """Give a value that repeats for each head the width of the tile that reads it."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )

@@ -1,4 +1,4 @@
-"""Schedules of a step on Hopper, and the mainloop's tiles. Standard library only."""
+"""Schedules of a step on Hopper, and the tiles that the mainloop supports. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from coda_agent.primitives.target import TARGET
 class Schedule(NamedTuple):
     """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep`` takes shared memory from the epilogue if that gives the mainloop another stage. ``split``:
-    clusters of four leave some of an H100's SMs idle, so a second launch, in clusters of two, computes their
-    share of the rows (``primitives.compiler.split``).
+    ``deep`` takes shared memory from the epilogue if that gives the mainloop another stage. ``split`` is for
+    clusters of four, which leave some of an H100's SMs idle: on these SMs, a second launch in clusters of two
+    computes a share of the rows (``primitives.compiler.split``).
     """
 
     tile_m: int = 128
@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """ProgramError for an unknown field, a wrong type or a tile that the mainloop lacks."""
+        """Read a schedule. Raises ProgramError for an unknown field, a wrong type or an unsupported value."""
         known = {name: type(default) for name, default in cls._field_defaults.items()}
         for name, value in data.items():
             if name not in known or type(value) is not known[name]:
@@ -65,12 +65,12 @@ class Schedule(NamedTuple):
 
 
 def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
-    """Parse schedules from JSON with step numbers as names. Raises ProgramError."""
+    """Parse the schedules of steps from JSON, whose keys are step numbers. Raises ProgramError."""
     return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
 
 
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
-    """The distinct schedules of each step over these tunings."""
+    """For each step, the distinct schedules that these tunings have for it."""
     found: dict[int, dict[Schedule, None]] = {}
     for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
         found.setdefault(step, {})[schedule] = None

@@ -1,7 +1,7 @@
 """Trace: run a kernel file on symbolic tensors to build a Program. Nothing is computed.
 
-Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so untrusted
-source is traced by ``verifier.sandbox.jail``, never here directly.
+This module needs only the standard library, because the jail imports it. ``trace_source`` executes the file's
+code, so untrusted source must be traced inside ``verifier.sandbox.jail``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "revers
 
 
 class KernelFunction:
-    """The function marked by ``@kernel``; a kernel file defines exactly one."""
+    """A function marked by ``@kernel``. A kernel file defines exactly one such function."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
 
 
 def kernel(function: Callable[..., Any]) -> KernelFunction:
-    """Mark the one function of a kernel file. Its parameters are the spec's inputs and constants by name; it
-    returns a dict of the spec's outputs."""
+    """Mark the kernel function of a kernel file. The function's parameters are the spec's inputs, constants
+    and static dims by name, and it returns a dict of the spec's outputs."""
     return KernelFunction(function)
 
 
@@ -70,7 +70,7 @@ class Trace:
         return self._known[node]
 
     def line(self) -> int | None:
-        """The line of the kernel file that adds a node."""
+        """The line of the kernel file that is adding a node."""
         return _kernel_line()
 
 
@@ -78,7 +78,7 @@ _current: Trace | None = None
 
 
 def _kernel_line() -> int | None:
-    """The line of the kernel file being executed, from its innermost frame."""
+    """The line of the kernel file that is being executed, from the innermost of its stack frames."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == FILENAME:
@@ -116,7 +116,7 @@ def lift(value: Any, op: str) -> Tensor:
             number = math.inf
         return apply(
             "constant", attribute=number + 0.0
-        )  # no -0.0: it equals 0.0, and the first of the two would win
+        )  # no -0.0: it equals 0.0, so the two would share a node
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -124,7 +124,7 @@ class Tensor:
     """A value of a kernel: a tile, a vector, a scalar, or a spread vector."""
 
     __slots__ = ("_index",)
-    __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors are no keys
+    __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors cannot be keys
 
     def __init__(self, index: int):
         self._index = index
@@ -142,7 +142,7 @@ class Tensor:
 
     @property
     def untransposed(self) -> Tensor | None:
-        """The tile behind a gemm's operand, if the operand is its transpose."""
+        """The tile of which a gemm's operand is the transpose; None for other operands."""
         node = _current.nodes[self._index] if _current else None
         return Tensor(node.args[0]) if node and node.op == "transpose" else None
 
@@ -253,7 +253,7 @@ for _name, _symbol in (
 
 
 def trace_source(source: str, signature: Signature) -> Program:
-    """Execute a kernel file's code and trace its kernel against ``signature``; see ``trace_lines``."""
+    """Return the program of ``trace_lines``, without the lines."""
     return trace_lines(source, signature)[0]
 
 
@@ -262,10 +262,10 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     each node the line that created it.
 
     Raises ProgramError with the line of any error in the file. The code runs with a handful of builtins and
-    no import machinery; names come from ``primitives.__all__``.
+    no import machinery, and may import only names in ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # the line of an error without its own
+    at: int | None = None  # the line to report for an error that has no line
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
@@ -284,7 +284,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
     except (
         SyntaxError
-    ) as error:  # text that parses but does not compile, such as a return outside a function
+    ) as error:  # text that parses may not compile: a return outside a function
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
     except (
         ArithmeticError,
@@ -314,7 +314,7 @@ def _vocabulary() -> list[str]:
 
 
 def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
-    if "\0" in source:  # a ValueError or a SyntaxError, depending on Python's version
+    if "\0" in source:  # Python raises ValueError or SyntaxError for it, depending on the version
         raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
         tree = ast.parse(source, FILENAME)
@@ -325,7 +325,7 @@ def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
     for statement in imports:
         namespace.update(_imported(statement))
     tree.body = [n for n in tree.body if n not in imports]
-    exec(compile(tree, FILENAME, "exec"), namespace)  # runs in the jail: see the module's docstring
+    exec(compile(tree, FILENAME, "exec"), namespace)  # see the module's docstring
     kernels = [v for v in namespace.values() if isinstance(v, KernelFunction)]
     if len(kernels) != 1:
         raise ProgramError(
@@ -369,7 +369,7 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the function's return, and of each entry if it returns a dict literal."""
+    """The line of the function's return statement, and the line of each entry in a returned dict literal."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:
@@ -379,7 +379,7 @@ def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
 
 
 def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
-    """The nodes of the outputs. ProgramError, with the entry's line, for an output that the spec lacks."""
+    """The nodes of the outputs. Raises ProgramError, with the entry's line, for a value of a wrong type."""
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
     check_output_names(given, trace.signature)
@@ -393,8 +393,8 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
-    """The nodes that outputs reach, numbered depth first, so that names and the order of lines have no
-    effect."""
+    """The program of the nodes on which outputs depend, numbered depth first, so that the kernel's names and
+    the order of its lines have no effect; and each node's line."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
         stack = [(root, False)]
@@ -417,7 +417,7 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int
 
 
 def size_of(value: Any) -> str:
-    """The size that a whole number or a static dim, or sums and products of these, stand for."""
+    """The text of a size that is given as an integer, a static dim, or sums and products of these."""
     if _current is not None and isinstance(value, Tensor | int) and not isinstance(value, bool):
         found = _size(_current.nodes, lift(value, "a size")._index)
         if found is not None:
@@ -428,7 +428,7 @@ def size_of(value: Any) -> str:
 
 
 def _size(nodes: list[Node], index: int) -> Dim | None:
-    """The polynomial over dims that a scalar node computes; None if it computes anything else."""
+    """The polynomial over dims that a scalar node computes; None if the node computes anything else."""
     node = nodes[index]
     if node.op == "dim":
         return Dim.parse(str(node.attribute))
@@ -441,7 +441,7 @@ def _size(nodes: list[Node], index: int) -> Dim | None:
 
 
 def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
-    """The sizes of an operation that takes some; ProgramError where there are others."""
+    """Parse an attribute with ``count`` sizes. Raises ProgramError if it has any other number of sizes."""
     texts = attribute.split(", ") if isinstance(attribute, str) else []
     if len(texts) != count:
         raise ProgramError("dim", f"{attribute!r} is not {count} size(s)")
@@ -449,7 +449,7 @@ def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
 
 
 def dim_attribute(attribute: Attribute) -> Dim:
-    """A ``dim`` node's polynomial; ProgramError if it has none."""
+    """Parse an attribute that is one size. Raises ProgramError if it is no size."""
     try:
         return Dim.parse(attribute if isinstance(attribute, str) else "?")
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Compile edited CuTeDSL, which is code and not data: from an edited text to a checked object.
+"""Compile CuTeDSL that an author edited: from an edited text, which is untrusted code, to a checked object.
 
-The text runs in one kind of process only: a child, forked from a process that compiles and uses no GPU,
-confined (``primitives.raw.confine``) before it reads the text. The child checks the language
-(``primitives.raw.language``), imports the text and compiles it. The result is an object file, treated as
-hostile (``primitives.raw.objects``) and cached under the hash of the text and all of its inputs; ``load``
-returns its function. No other process imports the text.
+The text runs in one kind of process only: a child that is forked from a process which compiles and uses no
+GPU, and that is confined (``primitives.raw.confine``) before it reads the text. The child checks the text's
+language (``primitives.raw.language``), imports the text and compiles it. The result is an object file, which
+is checked as hostile bytes (``primitives.raw.objects``) and cached under the hash of the text and of all its
+inputs. ``load`` returns the object's function. No other process imports the text.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from coda_agent.primitives.raw.objects import inspect, same_host
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
-FORMAT = 2  # version of cached compiles, and of the checks on text and object
+FORMAT = 2  # version of the cached compiles, and of the checks on texts and objects
 FUNCTION = "func"  # the function that an object exports
-MOST_STAGES = 100  # shared memory holds fewer
+MOST_STAGES = 100  # more than shared memory can hold
 Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of an edited text; a GEMM step has a schedule. Of ``sizes`` only the heads' widths matter."""
+    """A kernel of an edited text to compile. Only a GEMM has a ``schedule``. ``sizes`` set heads' widths."""
 
     lowered: Lowered
     kernel: GemmKernel | VectorKernel
@@ -52,7 +52,7 @@ class Wanted:
     sizes: Mapping[str, int]
 
     def path(self) -> Path:
-        """The file of its object. Rasterisation is a launch argument, so all group sizes share one."""
+        """The kernel's object file. The rasterisation group is a launch argument, so all groups share it."""
         schedule = self.schedule._replace(swizzle=8).to_json() if self.schedule else None
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
@@ -68,9 +68,9 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A checked object: its cubin, the confined child's notes on the compile, and whether its launch code
-    equals the compiler's for the unedited text. Edited resources or launches change that code; so does a
-    forgery."""
+    """A checked object: its cubin, the confined child's notes on the compile, and whether the object's launch
+    code equals the compiler's for the unedited text. Edited resources, edited launches or a forged object
+    make the launch code differ."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
@@ -79,8 +79,8 @@ class Built:
 
 
 def load(wanted: Wanted) -> Callable[..., Any]:
-    """The kernel's function from its object. A worker process builds a missing object first. Raises
-    CompileError."""
+    """Load the kernel's function from its object. If the object is missing, a worker process builds it first.
+    Raises CompileError."""
     import cutlass.cute as cute
 
     path = wanted.path()
@@ -99,8 +99,8 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of an edited text on this machine, with their notes, so that another machine need not
-    compile: by name, as base64 of zlib."""
+    """The objects of an edited text on this machine and the notes on them, so that another machine need not
+    compile the text. The result maps file names to zlib data in base64."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.read_untrusted(path), 9)).decode()
@@ -109,8 +109,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Store the objects that ``packed`` returned on another machine, after checking each. Notes are stored
-    last, since they vouch for objects. Raises CompileError."""
+    """Store the files that ``packed`` returned on another machine, after checking each. Notes are stored
+    last, because a note means that its object is complete. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -132,7 +132,7 @@ _NAME = re.compile(r"\w{1,64}-[0-9a-f]{32}\.(o|json)")
 
 
 def _build(wanted: Wanted) -> bool:
-    """Build one object in a worker process."""
+    """Build one object, in a worker process. Return whether it compiles."""
     try:
         build(wanted, Path(os.environ["CUTE_DSL_DUMP_DIR"]))
     except CompileError:
@@ -141,8 +141,8 @@ def _build(wanted: Wanted) -> bool:
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:
-    """Compile in a confined child, unless the object is cached. Call it in a process that compiles, uses no
-    GPU, and whose compiler writes its files to ``scratch``, an empty folder. Raises CompileError."""
+    """Compile in a confined child, unless the object is cached. Call this in a process that compiles, that
+    uses no GPU, and whose compiler writes its files to the empty folder ``scratch``. Raises CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
     if not notes.exists():
@@ -160,10 +160,9 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
-    """The object of the same kernel before the edit, shared by all edits. RawError where it does not compile.
-    """
+    """The object of the kernel before the edit, shared by all edits. Raises RawError if compiling fails."""
     plain = wanted.lowered.unedited
-    assert plain is not None  # otherwise it is no edit
+    assert plain is not None  # only an edited text comes here
     honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))
     path = honest.path()
     if not path.exists():
@@ -172,8 +171,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
-    """The notes on an object: stages, seconds, and whether the launch code is the compiler's own. ValueError
-    for anything else."""
+    """Check the notes on an object: stages, seconds, and whether the launch code is the compiler's own.
+    Raises ValueError for anything else."""
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
@@ -181,8 +180,8 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """``build`` without caching the object: the cubin, and the path of the text. The compile runs inside the
-    context that ``within`` returns for that path. Raises CompileError."""
+    """Compile as ``build`` does, but without the cache. Return the cubin and the path of the text. The
+    compile runs inside the context that ``within`` returns for that path. Raises CompileError."""
     try:
         _, data = _compile_confined(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
@@ -197,7 +196,7 @@ def _source(wanted: Wanted, scratch: Path) -> Path:
 def _compile_confined(
     wanted: Wanted, scratch: Path, within: Within = nullcontext
 ) -> tuple[dict[str, Any], bytes]:
-    """The child's notes on a successful compile, and the object. RawError otherwise."""
+    """Compile in a confined child. Return the child's notes and the object. Raises RawError on failure."""
     child.empty(scratch)
     _import_compilers()
     source = _source(wanted, scratch)
@@ -242,8 +241,8 @@ def names(lowered: Lowered) -> list[str]:
 
 
 def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
-    """Check that the epilogue arguments keep their order: the launcher passes them in the order of the text
-    before the edit."""
+    """Check that the epilogue arguments keep their order, because the launcher passes them in the order of
+    the text before the edit."""
     fields = getattr(sys.modules[lowered.module], kernel.name).EpilogueArguments._fields
     wanted = [a.name for a in kernel.arguments]
     if [name for name in fields if name in wanted] != wanted:
@@ -256,8 +255,8 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 
 
 def _import_compilers() -> None:
-    """Import everything that a compile needs before a fork: the child can open no files, and imports take
-    seconds."""
+    """Import everything that a compile needs before the fork, because imports take seconds and the confined
+    child can read few files."""
     import_quack()
     for module in ("finish", "heads", "lanes", "mainloop", "tables"):
         device(module)

@@ -1,9 +1,9 @@
 """Evaluate an author's device functions without a GPU, by reading them instead of running them.
 
-CuTeDSL runs only on GPUs. But a function of straight-line arithmetic can be evaluated from its syntax tree. A
-child without files, network or processes (``primitives.raw.confine``) reads the tree, checks the form of the
-functions, and computes each operation in fp32. Library functions count as rounded once; the hardware's are
-less exact, which a GPU shows. An operation that cannot be computed here is refused, since without a GPU
+CuTeDSL runs only on GPUs, but a function of straight-line arithmetic can be evaluated from its syntax tree. A
+confined child (``primitives.raw.confine``) reads the tree, checks the form of the functions, and computes
+each operation in fp32. Library functions are rounded once here. The hardware's functions are less exact, and
+only a GPU can show how much less. An operation that cannot be computed here is refused, because without a GPU
 nothing else shows that a function is correct.
 """
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 MAX_BYTES = 8 << 10
-LINE = 110  # characters in a line, as everywhere in this project
+LINE = 110  # most characters per line, as everywhere in this project
 PAGE = 600
 STEPS, DEPTH, INTEGER = 2000, 16, 1 << 64
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement applies to one thread
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement covers one thread
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Device functions of the right form. ``page``: the docstring; ``fast``: whether a coarser variant
-    exists; ``values``: the result of each call."""
+    """The results for device functions of the right form. ``page``: the docstring. ``fast``: whether there is
+    a coarser variant. ``values``: the result of each call."""
 
     page: str
     fast: bool
@@ -54,8 +54,8 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
-    """Read an author's functions, and compute ``calls`` on fp32 tensors, by the coarser variant if there is
-    one. Raises RawError with the reason for the author."""
+    """Read an author's functions, and compute ``calls``: pairs of a flag and fp32 tensors. A call with the
+    flag uses the coarser variant if there is one. Raises RawError with a reason that the author can read."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
@@ -100,7 +100,7 @@ class Beyond(Exception):
 
 @dataclass
 class Functions:
-    """The functions and constants of an answer, by name."""
+    """The functions and constants by name in an answer, which is an author's source text."""
 
     name: str
     arity: int
@@ -109,7 +109,7 @@ class Functions:
 
     @classmethod
     def read(cls, source: str, name: str, arity: int) -> Functions:
-        """Parse an answer. Raises RawError."""
+        """Parse an answer. Raises RawError if it has the wrong form."""
         made = cls(name, arity, {}, {})
         if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise RawError("form", f"the answer is over {MAX_BYTES} bytes: shorten it")
@@ -127,7 +127,7 @@ class Functions:
         made._check(name)
         if made.fast:
             made._check(f"{name}_fast")
-        made.page  # noqa: B018  (it raises)
+        made.page  # noqa: B018  (for its errors)
         return made
 
     @property
@@ -187,21 +187,21 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Call functions on fp32 arrays. A value that tracing knows as a Python number is a Python number here
+    """Call functions on fp32 arrays. A value that is a Python number during tracing is a Python number here
     too."""
 
     def __init__(self, read: Functions):
         self._read = read
         self._steps = 0
-        self._lines: list[int] = []  # the line of each function in the call stack
+        self._lines: list[int] = []  # the current line of each function in the call stack
 
     @property
     def line(self) -> int | None:
-        """The line of the current or failed statement."""
+        """The line of the statement that is being executed or has failed."""
         return self._lines[-1] if self._lines else None
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call a function of the answer. Raises Beyond, RawError."""
+        """Call a function of the answer. Raises Beyond or RawError."""
         function = self._read.functions[name]
         names = [a.arg for a in function.args.args]
         if len(names) != len(arguments):
@@ -311,7 +311,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Two operands. A Python number is rounded to fp32 if the other operand is a register."""
+    """Prepare two operands. A Python number is rounded to fp32 if the other operand is an array."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]
@@ -323,12 +323,12 @@ def _matched(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def known_functions() -> dict[str, Callable[..., Any]]:
-    """Functions of ``cute`` and of ``primitives.device.values`` in fp32, by their name in the text. Those
-    that numpy cannot vectorise run element by element."""
+    """The fp32 equivalents of functions of ``cute`` and ``primitives.device.values``, by their names in a
+    text. Functions that numpy cannot vectorise run element by element."""
     import numpy as np
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compute the function in fp64 and round once."""
+        """Make a function that computes in fp64 and rounds once to fp32."""
 
         def rounded(*values: Any) -> Any:
             wide = [np.asarray(np.asarray(v, np.float32), np.float64) for v in values]
@@ -374,7 +374,7 @@ def _quoted(node: ast.AST) -> str:
 
 
 def known_words() -> str:
-    """The names of ``known_functions``, for an author."""
+    """List the names of ``known_functions`` for an author."""
     names = list(known_functions())
     inside = [name.removeprefix("cute.math.") for name in names if name.startswith("cute.math.")]
     others = [name for name in names if not name.startswith("cute.math.")]
@@ -382,7 +382,7 @@ def known_words() -> str:
 
 
 def _refused(words: str, line: int | None) -> RawError:
-    """The refusal of an operation that cannot be computed, with a replacement."""
+    """The error for an operation that cannot be computed, which says what to write instead."""
     return RawError(
         "arithmetic",
         f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "
@@ -392,7 +392,7 @@ def _refused(words: str, line: int | None) -> RawError:
 
 
 def _read(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request, in the confined child."""
+    """Answer a request. This runs in the confined child."""
     import numpy as np
 
     read = Functions.read(request["source"], request["name"], request["arity"])
@@ -419,7 +419,7 @@ def _read(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _main(scratch: str, parent: int) -> None:
-    import numpy  # noqa: F401  (there are no files once confined)
+    import numpy  # noqa: F401  (imported before confinement)
 
     request = json.loads(sys.stdin.read())
     layers, missing = confine(parent, Path(scratch), keep=(1,))

@@ -1,4 +1,4 @@
-"""A confined child that works on an edited text: its limits, and its untrusted results."""
+"""Run a confined child that works on an edited text, limit it, and read its untrusted results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from typing import Any
 from coda_agent.primitives.raw.confine import confine
 from coda_agent.primitives.raw.error import RawError
 
-SECONDS = 120.0  # for one configuration; an honest one takes 2 s
+SECONDS = 120.0  # per compile; a compile usually takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
-MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in its files, and seconds between two checks of them
-MOST_WORDS = 2000  # characters of a compiler's message
-LAYERS = frozenset({"seccomp", "landlock"})  # nothing runs without both
+MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in the child's files, and seconds between checks of them
+MOST_WORDS = 2000  # most characters of a compiler's message
+LAYERS = frozenset({"seccomp", "landlock"})  # required restrictions: nothing runs without both
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
-    """Run ``work`` in a forked, confined child. Returns its result, or the reason of its death; no process
-    survives."""
+    """Run ``work`` in a forked, confined child. Return the child's result, or its refusal as a dict. Raises
+    RawError if the child gives no valid answer in time. No process of the child survives."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -57,7 +57,7 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         found: object = work()
     except RawError as error:
         found = refusal_fields(error)
-    # the author reads whatever an edited text raises, including SystemExit
+    # the author is shown whatever an edited text raises, including SystemExit
     except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
@@ -66,8 +66,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """A confined child's refusal of a ``text``, if it refused. Parts of the message come from the text, so
-    they are checked to be text, and cleaned of terminal controls."""
+    """The refusal in a confined child's answer on ``text``; None if the answer is no refusal. Parts of the
+    message may come from the text, so types are checked and terminal controls are removed."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
@@ -75,7 +75,7 @@ def refusal(told: object, text: str) -> RawError | None:
     return None
 
 
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and other terminal sequences
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and other terminal control sequences
 
 
 def _printable(words: str) -> str:
@@ -84,7 +84,7 @@ def _printable(words: str) -> str:
 
 
 def demand(layers: Collection[str], missing: Collection[str]) -> None:
-    """Raise RawError if a process is not confined enough to read a model's text."""
+    """Raise RawError if a process is not confined enough to read an edited text."""
     if not set(layers) >= LAYERS:
         raise RawError(
             "weak_jail",
@@ -94,12 +94,12 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
 
 
 def refusal_fields(error: RawError) -> dict[str, Any]:
-    """A refusal in the form that ``refusal`` reads."""
+    """Write a refusal in the form that ``refusal`` reads."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
 
 def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
-    """A compiler's exception, and the last line of the text in its traceback."""
+    """The message of a compiler's exception, and the line of the edited text where it arose."""
     line, seen = None, error
     while line is None:
         frames = traceback.extract_tb(seen.__traceback__)
@@ -112,8 +112,8 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
 
 
 def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
-    """Read up to the end, or until there are too many bytes; None if the end does not come in time. RawError
-    if ``scratch`` fills up meanwhile."""
+    """Read a pipe to its end, or until it has given too many bytes. Return None if the end does not come
+    before the deadline. Raises RawError if ``scratch`` fills up meanwhile."""
     output = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -130,7 +130,7 @@ def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
 
 
 def _bytes_in(scratch: Path) -> int:
-    """Bytes of a child's files. RawError if some cannot be listed."""
+    """The bytes that a child's files take on disk. Raises RawError if some files cannot be listed."""
     held = 0
     for place, _, names in os.walk(scratch, onerror=_hidden):
         for name in names:
@@ -142,14 +142,14 @@ def _bytes_in(scratch: Path) -> int:
 
 
 def _hidden(error: OSError) -> None:
-    """Raise for a file out of reach, which may have any size; ignore a file that is gone."""
+    """Raise RawError for a file that cannot be read, which may have any size. Ignore a file that is gone."""
     if not isinstance(error, FileNotFoundError):
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
 
 def _reap(child: int) -> int:
-    """Kill the rest of the child and its group, and reap it."""
-    for kill in (os.killpg, os.kill):  # it leads its own group once it is confined
+    """Kill the child and the rest of its process group, reap the child, and return its exit status."""
+    for kill in (os.killpg, os.kill):  # the child leads its own group once it is confined
         with suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -183,7 +183,7 @@ def empty(scratch: Path) -> None:
                 path.unlink()
                 continue
             path.chmod(0o700)
-            for inner in path.iterdir():  # move up, so that no path gets longer
+            for inner in path.iterdir():  # move up, so that no path gets too long
                 if inner.is_dir() and not inner.is_symlink():
                     inner.chmod(0o700)
                 inner.rename(scratch / secrets.token_hex(16))

@@ -1,10 +1,10 @@
 """Confine a process that compiles edited CuTeDSL: it may compute, read the compiler's files, and write to a
 scratch folder.
 
-An edited module is Python, and the compiler executes any code in it. So before the child reads the module, it
-gives up the network, other processes and programs, all inherited resources, and every file but those of the
-installed packages and its scratch folder. Executable memory stays, because the compiler's own engine links
-the host code that it exports.
+An edited module is Python, and the compiler executes any code in the module. Before the child process reads
+the module, it therefore gives up the network, other processes and programs, all inherited resources, and
+every file except those of the installed packages, the system's libraries and its scratch folder. Executable
+memory remains allowed, because the compiler's engine links the host code that it exports.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ LIMITS = {
     "DATA": subprocesses.MEMORY_BYTES,
     "CORE": 0,
 }
-PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # they load parts of themselves late
+PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # readable: they import lazily
 INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# From traces of the corpus's compiles, plus glibc's variants on other systems, and the calls of an aborting
-# process. No chmod, chown, utime, link or truncate by path: Landlock does not cover them.
+# The system calls seen in traces of the corpus's compiles, glibc's variants of them on other systems, and the
+# calls of an aborting process. chmod, chown, utime, link and truncate by path are missing, because Landlock
+# does not cover them.
 CALLS = {
     "x86_64": {
         "gettid": 186, **sandbox.CALLS["x86_64"],
@@ -63,34 +64,34 @@ CALLS = {
     },
 }  # fmt: skip
 _CLONE_THREAD = 0x10000
-_CLONE_ASTRAY = 0x7E02_6000  # new namespaces, vfork, and a tracer's inheritance
+_CLONE_ASTRAY = 0x7E02_6000  # flags for new namespaces, vfork and inherited tracing
 _TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python makes these ioctls on every file
 _PR_SET_NAME = 15
-_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # fcntl's commands, without locks, leases and signals
+_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # commands of fcntl, but no locks, leases or signals
 
 
 def _rules() -> dict[str, Rule]:
     return {
         "clone": Rule(0, none_of=_CLONE_ASTRAY, any_of=_CLONE_THREAD),
-        # its flags lie in memory: ENOSYS makes glibc fall back to clone
+        # a filter cannot see its flags, which are in memory: on ENOSYS glibc falls back to clone
         "clone3": Rule(values=(), error=errno.ENOSYS),
         "ioctl": Rule(1, values=(_TCGETS, _FIOCLEX)),
         "fcntl": Rule(1, values=_DUPLICATE + _FLAGS),
         "prctl": Rule(0, values=(_PR_SET_NAME,)),
         "prlimit64": Rule(0, values=(0,)),
-        "tgkill": Rule(0, values=(os.getpid(),)),  # glibc aborts by it
+        "tgkill": Rule(0, values=(os.getpid(),)),  # glibc aborts with tgkill
     }
 
 
 def confine(
     parent: int, scratch: Path, *, keep: Collection[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give up, permanently, all rights that a compile does not need. Call in a forked child with one thread.
+    """Give up, permanently, all rights that a compile does not need. Call in a one-threaded forked child.
 
-    The child dies with the ``parent`` thread that forked it. Descriptors other than ``keep`` are closed (0, 1
-    and 2 lead nowhere). The working directory, HOME and TMPDIR are ``scratch``, an existing directory.
-    Returns the layers in force and the missing ones: without ``landlock`` or ``seccomp`` no edited module may
-    run.
+    The child dies when the ``parent`` thread that forked it dies. Descriptors other than ``keep`` are closed,
+    except that 0, 1 and 2 lead to /dev/null. The working directory, HOME and TMPDIR become ``scratch``, an
+    existing directory. Returns the names of the restrictions in force, and of those that this system lacks.
+    Without ``landlock`` and ``seccomp``, no edited module may run.
     """
     home = str(scratch.resolve())
     _leave(home, keep)
@@ -107,13 +108,13 @@ def confine(
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that a compile needs, without keys and tokens.
 
-    A forked child has a copy of its parent's memory, so start that parent with this environment.
+    A forked child has a copy of its parent's memory, so start the parent process with this environment.
     """
     return {name: value for name, value in given.items() if name.startswith(KEPT)}
 
 
 def _leave(home: str, keep: Collection[int]) -> None:
-    """Start a new session, and drop everything inherited."""
+    """Start a new session, and drop inherited variables, descriptors and the working directory."""
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(home)

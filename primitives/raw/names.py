@@ -1,4 +1,4 @@
-"""The names that edited modules may use: from modules, from Python, and from the classes that they extend."""
+"""The names that edited modules may use: of imported modules, of Python, and of the classes they extend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Modules whose public names are allowed, if the module defines the name itself or imports it from one of
-# these.
+# Modules whose public names are allowed, each with the other modules from which it may import them.
 _NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
 _CUTE = tuple(
     f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
@@ -46,7 +45,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.softplus": (),
     "primitives.device.values": ("quack.activation",),
 }
-# The other names of these modules compile, print, load libraries, or reach the compiler's internals.
+# Modules of which only the listed names are allowed. Their other names compile, print, load libraries, or
+# reach the compiler's internals.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
@@ -74,8 +74,8 @@ BANNED = _names(
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Methods that are traced within the kernel. Watching compiles showed which methods run there, and which run
-# on the host's side of the launch.
+# Methods that are traced inside the kernel. Observed compiles showed which methods run there, and which run
+# on the host to launch the kernel.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "
@@ -84,7 +84,7 @@ STEP_METHODS = _names(
     "epilog_smem_store_and_partition make_ab_pipeline make_epi_pipeline make_epi_store_pipeline "
     "make_sched_pipeline pingpong_barrier_arrive pingpong_barrier_sync"
 )
-STAGES = "_compute_stages"  # runs on the host, in arithmetic
+STAGES = "_compute_stages"  # runs on the host, so it may only do arithmetic
 RESOURCE_METHODS = _names(
     "begin begin_loop end end_loop_finish end_loop_stage fn_apply fn_prepare fn_prepass_end "
     "fn_prepass_resolve fn_sink_flush get_smem_tensor load_g2s_copy_fn load_s2r needs_async_fence "
@@ -92,7 +92,7 @@ RESOURCE_METHODS = _names(
     "_broadcast_stride _combine_op _coord_idx _end_loop_smem _end_loop_values _finalize _fold _fold_identity "
     "_get_gmem_vec _guard_neg_inf _mask_oob_active _merge _select_packed16"
 )
-GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # attributes of a base that a class may redefine
+GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # attributes of a base class that a class may redefine
 SETTINGS = frozenset({"_epi_ops"})  # underscored names that a class may set
 
 

@@ -1,9 +1,9 @@
-"""Inspect the object file of an edited module, as hostile bytes from a confined child, before anything loads
-it.
+"""Inspect an edited module's object file, which may be hostile, before anything loads it.
 
-The loader resolves symbols, relocates, and runs registered functions. So an object may contain only what the
-compiler's own objects contain. This ELF parser checks exactly that, and trusts no offset. It cannot tell
-whether the remaining host code does what the launcher asks; therefore GPU workers are disposable.
+The loader resolves symbols, relocates, and runs registered functions. An object may therefore contain only
+the kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
+exactly that, and trusts no offset. It cannot tell whether the host code does what the launcher asks, so GPU
+workers are disposable processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.target import TARGET
 
 MOST_BYTES = 16 << 20
-MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # an honest object has 15 sections and about 600 relocations
-MOST_ZEROS = 1 << 16  # bytes of sections without content in the file; an honest object has 16
+MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # the compiler's objects have 15 sections and about 600 relocations
+MOST_ZEROS = 1 << 16  # bytes of zero-filled sections; the compiler's objects have 16
 
 # Functions that the compiler's launch code calls: CUDA's runtime through CuTe's own library, and TVM's FFI.
 UNDEFINED = frozenset(
@@ -37,7 +37,7 @@ _EXPORTS = re.compile(
     r"(_mlir_ciface_)?cutlass___call___\w+)",
     re.ASCII,
 )
-# the only function that runs at unloading
+# the only function that runs when an object is unloaded
 _END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"
 _BINARY = "kernels_binary"
 _SECTIONS = re.compile(
@@ -48,8 +48,9 @@ _SECTIONS = re.compile(
 
 
 class ElfMachine(NamedTuple):
-    """An architecture: its ``number`` in an ELF header; relocation types with the bytes that each writes;
-    instructions that enter the kernel (an alignment and patterns)."""
+    """An architecture. ``number``: its number in an ELF header. ``relocations``: its relocation types, with
+    the bytes that each writes. ``traps``: byte patterns of the instructions that enter the operating system's
+    kernel, which start at multiples of ``alignment``."""
 
     number: int
     relocations: Mapping[int, int]
@@ -57,7 +58,7 @@ class ElfMachine(NamedTuple):
     traps: tuple[tuple[str, re.Pattern[bytes]], ...]
 
 
-_AARCH64_CODE = (*range(263, 274), *range(274, 287), 299, 311, 312)  # fields of an instruction
+_AARCH64_CODE = (*range(263, 274), *range(274, 287), 299, 311, 312)  # relocations of an instruction's fields
 MACHINES = {
     "x86_64": ElfMachine(
         62,
@@ -72,7 +73,7 @@ MACHINES = {
     ),
     "aarch64": ElfMachine(
         183,
-        # ABS64, ABS32, PREL64, PREL32, and those of instructions
+        # ABS64, ABS32, PREL64, PREL32, and the relocations of instructions' fields
         {257: 8, 258: 4, 260: 8, 261: 4, **dict.fromkeys(_AARCH64_CODE, 4)},
         4,
         (("svc", re.compile(rb"[\x01\x21\x41\x61\x81\xa1\xc1\xe1].[\x00-\x1f]\xd4", re.DOTALL)),),
@@ -80,11 +81,11 @@ MACHINES = {
 }
 
 _NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY = 0, 1, 2, 3, 4, 7, 8, 15
-_UNWIND = 0x70000001  # of x86-64
+_UNWIND = 0x70000001  # the unwind section of x86-64
 _TYPES = {_NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY, _UNWIND}
 _STARTS = {14: ".init_array", 16: ".preinit_array"}
 _WRITES, _ALLOCATES, _EXECUTES = 1, 2, 4
-_KNOWN_FLAGS = 0x10000077  # write, allocate, execute, merge, strings, a link; x86's large
+_KNOWN_FLAGS = 0x10000077  # write, allocate, execute, merge, strings, link, and x86-64's large sections
 _ABSOLUTE, _UNDEFINED = 0xFFF1, 0
 _LOCAL, _GLOBAL = 0, 1
 _OBJECT, _FUNCTION, _SECTION_SYMBOL = 1, 2, 3
@@ -115,8 +116,8 @@ class _Symbol(NamedTuple):
 
 
 def inspect(data: bytes) -> bytes:
-    """The sm_90a cubin in a relocatable object for this machine, if the object contains nothing that the
-    compiler's own lack.
+    """Check a relocatable object for this machine, and return the sm_90a cubin in it. The object may contain
+    nothing of a kind that the compiler's own objects lack.
 
     Raises RawError with code ``object`` and the location of the finding.
     """
@@ -130,27 +131,28 @@ MOST_SHARED = TARGET.block_bytes  # bytes of shared memory that a launch may req
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
-    """Whether an object's launch code equals that of ``honest``, a trusted compile of the unedited text with
-    the same kernel, schedule, module and class names.
+    """Whether an object's launch code equals the launch code of ``honest``: the object of the unedited text,
+    with the same kernel, schedule, module and class names.
 
-    Two differences are allowed: the cubins, and one number at a known location in the code, the bytes of
-    shared memory that the launch requests. So an edit of device code alone gives the launcher no new code to
-    run. Raises RawError as ``inspect`` does.
+    Two differences are allowed: the cubins, and one number at a known location in the code, which is how many
+    bytes of shared memory the launch requests. If only device code was edited, the launcher therefore runs no
+    new code. Raises RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
     return rest == others and _but_for_shared_memory(code, known) == known
 
 
-# Where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z and, 4 bytes on through the same
-# register, the bytes of shared memory. One instruction may lie between.
+# The place where x86-64's launch code fills in cudaLaunchConfig_t. One instruction stores 1, the block's size
+# in z; another stores the bytes of shared memory 4 bytes further, through the same register. One more
+# instruction may lie between the two.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )
 
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
-    """``code`` with the number of shared-memory bytes in ``known``. Unchanged if the location is ambiguous,
-    or if ``code`` has no such number there."""
+    """Return ``code`` with its number of shared-memory bytes replaced by the number in ``known``. ``code`` is
+    unchanged if the number's location is ambiguous, or if ``code`` has no such number there."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -255,7 +257,7 @@ class _Object:
             if section.flags & _EXECUTES:
                 code = self._bytes(section)
                 for name, pattern in self._machine.traps:
-                    # At any byte, not only at decoded instructions: a jump may lead into the middle of one.
+                    # Search all bytes, since a jump may lead into the middle of a decoded instruction.
                     for found in pattern.finditer(code):
                         if found.start() % self._machine.alignment == 0:
                             said = f"{found[0].hex(' ')}, the bytes of {name} at {found.start():#x}"
@@ -291,8 +293,7 @@ class _Object:
         self._check_end()
 
     def _check_end(self) -> None:
-        """Check that the single entry of .fini_array, filled in by a relocation, is the address of that one
-        function."""
+        """Check that .fini_array has at most one entry, which a relocation fills with ``_END``'s address."""
         known = [(s.section, s.value) for s in self._symbols if s.name == _END and s.kind == _FUNCTION]
         found = []
         for section in self._sections:
@@ -322,7 +323,7 @@ class _Object:
             # an address may be relative to the next instruction
             if not -8 <= symbol.value + addend <= size + 8:
                 _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
-        elif not -8 <= addend <= 16:  # an instruction addresses the table relative to itself
+        elif not -8 <= addend <= 16:  # an instruction addresses the global offset table relative to itself
             _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
 
     def cubin(self) -> bytes:
@@ -337,8 +338,7 @@ class _Object:
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:
-        """The object's code, and everything else that loads or runs, in a form that does not depend on the
-        cubin's size."""
+        """The object's code and all else that is loaded or run, in a form that ignores the cubin's size."""
         binary, code = self._binary(), b""
         rest: list[object] = []
         end = binary.value + binary.size
@@ -364,7 +364,7 @@ class _Object:
         return code, (*rest, *cuts, *exports, data[: binary.value])
 
     def _target(self, number: int, addend: int) -> tuple[int | str, int]:
-        """A section and an offset in it, or an external name and the addend."""
+        """What a relocation points to: a section and an offset in it, or an external name and the addend."""
         symbol = self._symbols[number]
         return (symbol.section or symbol.name), symbol.value + addend
 
@@ -373,7 +373,7 @@ _FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The only image of a fat binary: a header of 16 bytes, then entries with headers of their own."""
+    """The only image in a fat binary: a header of 16 bytes, then entries that have their own headers."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):
@@ -391,7 +391,7 @@ def _only_cubin(data: bytes) -> bytes:
 
 
 def _text(table: bytes, offset: int) -> str:
-    """A name in a string table."""
+    """The name at an offset in a string table."""
     end = table.find(b"\0", offset)
     if offset > len(table) or end < 0 and offset < len(table):
         _refuse(f"a name begins at byte {offset} of a table of {len(table)}")
