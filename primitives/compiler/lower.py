@@ -121,7 +121,7 @@ def _imported(text: str) -> list[str]:
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """The sources of device modules and of all that they import. Changes in others change no hash."""
+    """The sources of device modules and of all that they import. Changes in other modules change no hash."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

@@ -124,7 +124,7 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """The epilogue's resources in shared memory, with their bytes: in total if "once", else per stage."""
+    """The epilogue's resources in shared memory, with bytes: in total, or per "load" or "store" stage."""
     rows, columns = _subtile(schedule)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]

@@ -112,7 +112,7 @@ class StepResources(Writer):
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Numbers that must divide a tile's columns: for heads that are summed or TMA loads, and pairs."""
+        """Numbers that must divide a tile's columns, because of heads (summed or loaded by TMA) or pairs."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))

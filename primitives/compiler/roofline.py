@@ -30,7 +30,7 @@ Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a number of values, o
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory, each once, even if two parts read it."""
+    """The nodes that a GEMM step reads from memory, each once: an epilogue may reread operands."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads

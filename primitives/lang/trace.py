@@ -325,7 +325,7 @@ def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
     for statement in imports:
         namespace.update(_imported(statement))
     tree.body = [n for n in tree.body if n not in imports]
-    exec(compile(tree, FILENAME, "exec"), namespace)  # see the module's docstring
+    exec(compile(tree, FILENAME, "exec"), namespace)  # only in the jail if untrusted
     kernels = [v for v in namespace.values() if isinstance(v, KernelFunction)]
     if len(kernels) != 1:
         raise ProgramError(

@@ -1,6 +1,6 @@
 """Check that an edited module uses only a subset of Python, from its syntax tree, before the module runs.
 
-The check gives authors errors with a line and a remedy. If it misses something, confinement
+The check gives authors errors with a line and a remedy. If the check misses something, confinement
 (``primitives.raw.confine``) still protects the machine. The rules: names come from listed modules; nothing is
 set on objects; no attribute leads from a value to its internals; and authors write only arithmetic for the
 host, where a compiled kernel has all rights of the launching process. Raises RawError.
