@@ -18,7 +18,7 @@ Progress = Callable[[str, str], None]  # (gate, "started" or its result)
 
 
 class Failed(Exception):
-    """Leave a gate with a reason; ``Gates`` turns it into a Rejected report."""
+    """Raised to leave a gate with a reason; ``Gates`` turns it into a Rejected report."""
 
     def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
         super().__init__(message)

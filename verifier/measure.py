@@ -66,8 +66,8 @@ SINGLE_ROW = ("integers",)  # the family for a single row: exact bits say more t
 # rounds fit.
 CONTROL_SECONDS = 1e-3
 RETRIES = 2  # processes with failed controls before the measurement is invalid
-# Seconds of silence after which a worker counts as hung; many, because tuning compiles and max-autotune
-# searches.
+# Seconds of silence after which a worker counts as hung. The limit is high because tuning compiles and
+# max-autotune searches.
 PATIENCE = 300.0
 # Modules that workers import early; the worker that checks needs no torch.compile.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
@@ -178,7 +178,7 @@ class _Session:
     workers: dict[int | None, Worker] = field(default_factory=dict)  # by timing process; None: for checks
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # stages by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one stage per process
-    controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
+    controls: list[dict[str, Any]] = field(default_factory=list)  # of every process, failed tries included
     seconds: dict[str, float] = field(default_factory=dict)  # of all stages, by name and "name: part"
     heard: str = ""  # the last progress message of the current worker
 
@@ -225,7 +225,7 @@ class _Session:
         for worker in (*self.workers.values(), *self.ahead):
             worker.close()
 
-    # Pieces
+    # Stages
 
     def _piece(
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
@@ -288,8 +288,8 @@ class _Session:
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker for the checks, or for one timing process. The worker that follows is started too, so
-        that it imports meanwhile."""
+        """The worker for the checks, or for one timing process. The worker that is needed next is started
+        too, so that it imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -365,8 +365,9 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """Score a case in one process, again if its controls fail: it must find the planted delay, and no
-        difference between equal arms. Failed tries are reported but do not count."""
+        """Score a case with controls in one process; try again if the controls fail. The process must find
+        the planted delay, and no difference between equal arms. Failed tries are reported but do not
+        count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -506,7 +507,8 @@ class _Session:
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
         """Jobs for the unmeasured cases and the hidden sizes. Each runs on the ``tuned`` schedules that fit
-        it, or on one of the compile gate's if none fits; without ``tuned``, on all of the compile gate's."""
+        it, or on one schedule of the compile gate if no tuned one fits. Without ``tuned``, it runs on all
+        schedules of the compile gate."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -540,8 +542,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of each QuACK arm that has the same ones in every process. They can differ if the cache
-    was emptied between processes."""
+    """The finalists of each QuACK arm that has the same finalists in every process. They differ if the cache
+    was emptied between two processes."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

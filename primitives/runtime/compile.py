@@ -2,8 +2,7 @@
 
 The text that a program is lowered to compiles in the calling process (``jit``). A text edited by an author
 compiles in a confined child process (``primitives.raw``). The resource report needs no GPU, because a child
-process only compiles for sm_90a and reads the cubin. ``python -m coda_agent.primitives.runtime.compile`` is
-that child.
+process (``python -m coda_agent.primitives.runtime.compile``) only compiles for sm_90a and reads the cubin.
 """
 
 from __future__ import annotations

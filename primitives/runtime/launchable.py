@@ -144,8 +144,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """One message per input or output that would have no elements at these sizes, which can happen since a
-    dim may be a difference of sizes."""
+    """One message per input or output that would have no elements at these sizes, which is possible since an
+    extent may be a difference of sizes."""
     found = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]

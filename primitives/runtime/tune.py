@@ -462,8 +462,8 @@ _load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
-    """The median milliseconds of each call. ``before`` holds earlier times of the calls. If one is short, the
-    GPU idles before each call, so that its launch is not timed.
+    """The median milliseconds of each call. ``before`` holds earlier times of the calls. If any of these is
+    short, the GPU idles before each call, so that its launch is not timed.
 
     The GPU must not idle between long calls. It would save power and then reach clocks that no benchmark
     reaches, and the best tile depends on the clocks.

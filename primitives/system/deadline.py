@@ -37,7 +37,7 @@ def within(seconds: float) -> float:
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late if the deadline has passed or, given the ``moment`` when a wait ended, if the deadline ended
-    that wait."""
+    """Raise Late if the deadline has passed. With ``moment``, the planned end of a wait, raise Late if the
+    deadline cut the wait short."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

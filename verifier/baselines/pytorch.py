@@ -240,8 +240,8 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # Inference mode is off, as in numerics.reference, because ``linear`` would arrive here before it is
-    # decomposed.
+    # Inference mode is off, as in numerics.reference, because in that mode ``linear`` would arrive here
+    # before it is decomposed.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

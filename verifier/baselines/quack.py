@@ -2,11 +2,11 @@
 epilogues and differ in how they find schedules; a third arm computes only the spec's matmuls.
 
 ``QuACK (its own tuner)`` times the schedules of QuACK's autotuner. ``QuACK (our search)`` searches in the
-rounds that tune our own kernels, with more rasterisations. ``QuACK matmul`` is the first arm without an
-epilogue: it computes only the products, with QuACK's mainloop, which our kernels use too. All schedules are
-timed by our own tuner, with a cold L2. If the last tuning round of an earlier measurement is known, its
-schedules are timed, and others only if those have too few tiles. Importing this module imports nothing heavy,
-but ``tuned_calls`` does.
+same rounds as the tuning of our own kernels, over more rasterisations than QuACK's tuner. ``QuACK matmul`` is
+the first arm without an epilogue: it computes only the products, with QuACK's mainloop, which our kernels use
+too. All schedules are timed by our own tuner, with a cold L2. If the last tuning round of an earlier
+measurement is known, its schedules are timed, and others only if those have too few tiles. Importing this
+module imports nothing heavy, but ``tuned_calls`` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
 PAIR_GRAIN = 32  # SM90: an epilogue over pairs of columns needs tile_n to be a multiple of this
 SWIZZLE = 8  # the only rasterisation group size that QuACK's own tuner uses
-SMALL = 256  # the size to compile at for symbolic dims
+SMALL = 256  # the size that symbolic dims have while compiling
 
 Configs = list["GemmConfig"]
 
@@ -326,9 +326,9 @@ def _compilable(
     """Fill QuACK's object cache; return the configs that compile.
 
     Non-static sizes are symbolic in the cached objects, so small tensors of the same kind suffice.
-    Rasterisation is a launch argument, so it needs no object of its own. A note in the cache stores each
-    config's result for all processes. The note saves starting a worker, which takes longer than loading an
-    object. A config that killed its worker has no note.
+    Rasterisation is a launch argument, so configs that differ only in it share an object. A note in the cache
+    stores each config's result for all processes. The note saves starting a worker, which takes longer than
+    loading an object. A config that killed its worker has no note.
     """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)

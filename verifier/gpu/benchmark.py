@@ -280,8 +280,8 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
-    """Prepare an arm other than the candidate. The candidate has run before, so a failure here is not its
-    fault; the caller knows the stage from the last progress message."""
+    """Prepare an arm other than the candidate. The candidate has run before, so a failure here is not the
+    candidate's fault. The caller knows the stage from the last progress message."""
     import torch
 
     torch.cuda.synchronize()

@@ -54,10 +54,10 @@ class Worker:
     """A process that owns the GPU while it works on a task. The constructor does not wait for the process's
     imports, which take seconds.
 
-    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import before the
-    first task. ``python``: the interpreter of an environment with other versions of packages; it does not get
-    this process's PYTHONPATH, which would take precedence there. ``env``: the worker's environment variables,
-    by default this process's.
+    ``wrapper``: a command to run the process under, such as compute-sanitizer. ``ahead``: modules to import
+    before the first task. ``python``: the interpreter of an environment with other versions of packages; it
+    does not get this process's PYTHONPATH, which would take precedence there. ``env``: the worker's
+    environment variables, by default this process's.
     """
 
     def __init__(
