@@ -122,7 +122,7 @@ def _run_child(request: str) -> str:
 
 
 def _child() -> _Child:
-    """The running child, or a new child if that one is not usable."""
+    """The running child, or a new child if there is no usable one."""
     global _kept
     if _kept is None or not _kept.usable():
         if _kept is not None:

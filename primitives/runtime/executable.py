@@ -191,9 +191,9 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """Allocate the tensors that one kernel leaves for another in one buffer. Tiles and vectors that are
-        not outputs come first. Partial results of reductions follow, since their number depends on the chosen
-        tiles."""
+        """Allocate, in one buffer, the tensors that a kernel leaves for a later kernel. Tiles and vectors
+        that are not outputs come first. Partial results of reductions follow, since their number depends on
+        the chosen tiles."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}

@@ -71,8 +71,8 @@ class KernelCase:
 
 
 class InputDraw:
-    """Fresh inputs of one family (a way to draw values). The fp64 truth is computed after a kernel has run,
-    so that a kernel which reads out of bounds cannot find it in the GPU's memory."""
+    """Fresh inputs of one family, which is a way to draw values. The fp64 truth is computed after a kernel
+    has run, so that a kernel which reads out of bounds cannot find it in the GPU's memory."""
 
     def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family

@@ -18,10 +18,10 @@ class Fingerprints:
 
     Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, if whoever
     changed the bits did not know the secret. Every word of at most 32 bits is multiplied by a random 63-bit
-    weight and summed modulo 2**64 (a multilinear hash: a word's difference is below 2**32, so at most 2**-33
-    of all weights cancel it). Shape, dtype and strides must agree too. The weights come from a generator
-    whose seed stays on the host, and are wiped after use, so a kernel that reads out of bounds finds none of
-    them.
+    weight, and the products are summed modulo 2**64. This is a multilinear hash: a word's difference is below
+    2**32, so at most a share of 2**-33 of all weights cancels it. Shape, dtype and strides must agree too.
+    The weights come from a generator whose seed stays on the host, and are wiped after use, so a kernel that
+    reads out of bounds finds none of them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
