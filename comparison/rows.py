@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.artifacts import accept, quack_tunings
+from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.reporting.table_rows import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison import competitors, kernels, session
 from coda_agent.comparison.layers import VARIANTS
@@ -199,10 +200,11 @@ class LayerRow:
 
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
-    rows, ``quick`` keeps only a few. ``only`` and ``cases`` choose operators and cases by name. Raises
-    InvalidInput if nothing is left."""
-    names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
+    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds the rows
+    of all other accepted kernels, ``quick`` keeps only a few. ``only`` and ``cases`` choose operators and
+    cases by name. Raises InvalidInput if nothing is left."""
+    accepted = [name for group in GROUPS.values() for name in group if is_there(name)]
+    names = list(QUICK) if quick else accepted if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
     if unknown:

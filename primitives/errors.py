@@ -13,7 +13,9 @@
     |   |-- JailUnavailable     means to confine a kernel
     |   |-- JournalError        a run's journal
     |   |   `-- DamagedError    2: the journal exists but is damaged
-    |   `-- ProviderError       an answer from a provider
+    |   |-- ProviderError       an answer from a provider
+    |   |-- GivenUp             a slot that finishes a piece of a sweep
+    |   `-- ExecutorLost        every slot of a sweep
     `-- OutOfTime         4  a comparison's seconds are used up
 
 Each message names the place, the value and the remedy. An error has its own class only if some caller catches

@@ -446,8 +446,9 @@ def _read(path: Path, kind: type[T]) -> T:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        name = "results" if kind is BundleResults else "bundle"
         raise InvalidInput(
-            f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {words}; make it again"
+            f"{path}: this is no {name} file of coda-agent: {words}; make it again"
         ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:

@@ -134,7 +134,7 @@ def norm(spec: Spec) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_compiles")
+@pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [

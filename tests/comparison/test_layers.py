@@ -382,7 +382,7 @@ def test_the_truth_is_not_taken_in_tf32() -> None:
 def test_errors_are_not_taken_of_other_names_or_shapes() -> None:
     one = {"y": torch.ones(2)}
     for other in ({}, {"y": torch.ones(3)}, {"y": torch.ones(2), "d x": torch.ones(2)}):
-        with pytest.raises(ValueError, match="the exact values are"):
+        with pytest.raises(ValueError, match="the exact values"):
             relative(other, one)
     assert relative({"y": torch.tensor([1.0, 2.0])}, one) == {"y": pytest.approx(0.5**0.5)}
 

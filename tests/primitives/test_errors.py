@@ -23,10 +23,13 @@ STATUSES = {
     "JournalError": 3,
     "DamagedError": 2,
     "ProviderError": 3,
+    "GivenUp": 3,
+    "ExecutorLost": 3,
     "OutOfTime": 4,
 }
 HOMES = (
     "agent.artifacts",
+    "agent.fleet",
     "agent.providers",
     "agent.reporting",
     "agent.run",

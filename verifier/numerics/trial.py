@@ -18,17 +18,19 @@ from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import BadReference, Spec
 
 
-def check_reference(spec: Spec) -> None:
+def check_reference(spec: Spec, *, odd: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
     The reference runs in fp64. The text that the benchmark measures (the baseline if there is one, else the
     reference) also runs with the inputs in their own dtypes, as it is measured. That run is left to another
     machine if this one lacks an operation in those dtypes (``torch.mm`` with an ``out_dtype`` on a CPU).
+    ``odd``: also refuse a reference that needs an even size.
     """
     _check_rows(spec)
     sizes, drawn = trial(spec)
     inputs = _run(spec, drawn, sizes)
-    _check_odd(spec)
+    if odd:
+        _check_odd(spec)
     for name, share in gradients.wrong(spec, drawn, sizes).items():
         raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
     own = {name: cast(inputs[name], DTYPES[t.dtype]) for name, t in spec.inputs.items()}

@@ -233,11 +233,11 @@ KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 from coda_agent.agent.artifacts import accept; from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import standing
+from coda_agent.agent.run.loop import result_of
 
 name, before, here = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 STEPS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
-outcome = standing(*runs.look(name))
+outcome = result_of(*runs.look(name))
 journal = runs.reopen(name).journal
 
 def killed_at(limit):
@@ -354,11 +354,11 @@ ACCEPTING = """
 import itertools, sys
 from pathlib import Path
 from coda_agent.agent.artifacts import accept; from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import standing
+from coda_agent.agent.run.loop import result_of
 
 here = Path(sys.argv[3])
 opened = [runs.reopen(name) for name in sys.argv[1:3]]
-found = [(standing(run.journal, run.spec), run.journal) for run in opened]
+found = [(result_of(run.journal, run.spec), run.journal) for run in opened]
 for outcome, journal in itertools.cycle(found):
     accept.accept(outcome, journal, here, here)
 """

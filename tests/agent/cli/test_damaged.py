@@ -177,7 +177,7 @@ def test_every_shipped_spec_is_a_small_tree() -> None:
     ],
 )
 def test_numbers_that_no_measurement_gives(tmp_path: Path, place: tuple[Any, ...], value: object) -> None:
-    found = json.loads(comparison.results([("gemm_rope", "7B")]).model_dump_json())
+    found = json.loads(comparison.results([("gemm_rope", "7B")]).model_dump_json(by_alias=True))
     holder = found["sittings"][1]
     *way, last = place
     for key in way:

@@ -177,11 +177,11 @@ def test_asking_who_has_a_journal_takes_it_from_nobody(tmp_path: Path) -> None:
     assert not is_open(path) and list(tmp_path.iterdir()) == []
     Journal.create(path, {}).close()
     code = f"""
-from coda_agent.agent.run.journal import held
+from coda_agent.agent.run.journal import is_open
 from pathlib import Path
 print("asking", flush=True)
 while True:
-    held(Path({str(path)!r}))
+    is_open(Path({str(path)!r}))
 """
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:

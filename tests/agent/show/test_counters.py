@@ -193,7 +193,7 @@ def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
         ("", "no CSV of ncu; export with ncu --csv --page raw"),
         ('"ID","Metric"\n"0","1"\n', ":1: no column Kernel Name"),
         (raw(["Other_0123456789ab"] * 3), "it has no kernel of this program .*its kernels: kernel_cutlass"),
-        (raw(["Step0"], said="# gemm_rope at 1B: M 8"), "is of gemm_rope, not gemm_swiglu_bwd"),
+        (raw(["Step0"], said="# gemm_rope at 1B: M 8"), "measures gemm_rope, not gemm_swiglu_bwd"),
     ],
 )
 def test_what_is_no_export_of_this_program(path: Path, text: str, said: str) -> None:
@@ -365,7 +365,7 @@ def test_an_edited_texts_export_is_its_own(path: Path) -> None:
     step, finish = counters.counters(KernelSource(PROGRAM, edited=EDITED), export, SIZES)
     assert (step.kernel, step.launches, step.other_text) == ("Step0", 2, False)
     assert finish.kernel.startswith("Finish") and finish.launches == 1
-    with pytest.raises(InvalidInput, match="is of gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
+    with pytest.raises(InvalidInput, match="measures gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
         counters.counters(KernelSource(PROGRAM), export, SIZES)
     path.write_text(edited_export("0123456789ab"))
     edited = KernelSource(PROGRAM, edited=EDITED)

@@ -146,7 +146,7 @@ HOST = (
         "a hook that the host looks for, as a value",
         "Its name is enough to be called.",
         'class Mine(RowPartials):\n    host_new = arguments((TileStore("h"),))',
-        host("what the host looks for"),
+        host("the host reads this name"),
     ),
     method(
         "a step's own call",
@@ -182,7 +182,7 @@ HOST = (
         "a hook that the host looks for",
         "Its name is enough to be called.",
         "class Mine(RowPartials):\n    def host_new(self, gemm):\n        return gemm",
-        host("what the host looks for"),
+        host("the host reads this name"),
     ),
     above(
         "a class given twice",

@@ -33,7 +33,7 @@ INPUTS = {
     "c": tensor("2*N", "fp32"), "index": tensor("M", "int64"),
 }  # fmt: skip
 HEADS = {"x": tensor("M, K"), "w": tensor("H*P, K"), "f": tensor("P", "fp32")}
-SIZES = {"M": 12, "K": 8, "N": 10, "H": 3, "P": 4}
+SIZES = {"M": 16, "K": 8, "N": 24, "H": 3, "P": 8}
 OF_HEADS = "t * per_head(head_sums(t, P)) * per_head(f)"
 USES = {
     "add": "t + e", "subtract": "e - t", "multiply": "t * e", "divide": "e / (t * t + 1) + t / (1 + e * e)",

@@ -243,7 +243,7 @@ def test_a_constant_that_is_an_instruction_is_put_in_words(objects: dict[str, by
     with pytest.raises(RawError) as caught:
         inspect(bytes(Forge(objects["finish"]).put(".ltext", 2, struct.pack("<I", 1295)).data))
     said = caught.value.message
-    assert "0f 05, the bytes of syscall at 0x2" in said and "take another" in said and "smem" in said
+    assert "0f 05, the bytes of syscall at 0x2" in said and "use another" in said and "smem" in said
     assert "export the compiler's object" not in said
 
 

@@ -57,6 +57,7 @@ TILE = 64
 NONE = {
     "gemm_cross_entropy_bwd",
     "gemm_fp8_bias_gelu",
+    "gemm_fp8_gelu_blocks",
     "gemm_fp8_residual_rmsnorm",
     "gemm_fp8_row_scale",
     "gemm_fp8_swiglu",
