@@ -55,7 +55,6 @@ MEASURING = 1800.0  # the same limit for a piece on a GPU, whose workers have th
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
 SAME = "gpu"  # the name of the stage that stores on which GPU a measurement runs
 VOIDS = 3  # how many invalid measurements of a kernel end its run or entry; resuming measures it again
-CHECKING = "slot"  # the gate of a source that kills or hangs every process that checks it
 
 
 @dataclass

@@ -78,6 +78,8 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
             with driving("resume", name, "--no-gpu", "--ray", first.address) as driver:
                 assert eventually(lambda: _joined(name) > before, PATIENCE)
                 first.head_node.kill_gcs_server(check_alive=False)
+                for node in first.worker_nodes:  # else it may end the pieces before anyone misses the head
+                    node.kill_all_processes(check_alive=False, allow_graceful=False)
                 out, errors = driver.communicate(timeout=PATIENCE)
             said += out + errors
             assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
