@@ -26,11 +26,20 @@ REFUSED = ".refused"  # suffix of a note next to an object
 
 def import_quack() -> None:
     """Import QuACK's GEMM without QuACK's own operators, whose tuner would import TorchDynamo. That import is
-    a third of the start of a process that only compiles. Only such processes may call this."""
+    a third of the start of a process that only compiles. A later import of such an operator gets the real
+    one."""
     if "quack" not in sys.modules:
-        for name in ("rmsnorm", "softmax", "cross_entropy"):
-            operator = sys.modules[f"quack.{name}"] = ModuleType(f"quack.{name}")
-            setattr(operator, name, None)
+        operators = "rmsnorm", "softmax", "cross_entropy"
+        for name in operators:
+            stand_in = sys.modules[f"quack.{name}"] = ModuleType(f"quack.{name}")
+            setattr(stand_in, name, None)
+        try:
+            import quack
+        finally:
+            for name in operators:
+                del sys.modules[f"quack.{name}"]
+        for name in operators:
+            delattr(quack, name)
     import quack.compile_utils
     import quack.gemm_runtime.host  # noqa: F401
 
