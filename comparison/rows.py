@@ -203,8 +203,9 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds the rows
     of all other accepted kernels, ``quick`` keeps only a few. ``only`` and ``cases`` choose operators and
     cases by name. Raises InvalidInput if nothing is left."""
-    accepted = [name for group in GROUPS.values() for name in group if is_there(name)]
-    names = list(QUICK) if quick else accepted if everything else TEN
+    names = list(QUICK if quick else TEN)
+    if everything and not quick:
+        names = [name for group in GROUPS.values() for name in group if is_there(name)]
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
     if unknown:
