@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.derived_layer import backwards
 from benchmarks.layer_profile.ledger import ATTENTION, rows
+from benchmarks.programs import forward
 from coda_agent.agent.backward import pair
 from coda_agent.comparison.layers.runners import accepted_programs, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape
@@ -30,7 +31,6 @@ from coda_agent.primitives.derive.ranges import joined
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
-from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.gradients import errors
@@ -49,15 +49,6 @@ Sizes = Mapping[str, int]
 def operators() -> list[str]:
     """The forward operators of ``specs``."""
     return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml") if not p.stem.endswith(BACKWARDS))
-
-
-def forward(name: str) -> tuple[Spec, Program]:
-    """A spec and the program of its accepted kernel, or of the tests' correct kernel if the spec has no
-    accepted one yet."""
-    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    file = ROOT / "generated_kernels" / f"{name}.py"
-    source = file if file.exists() else next((ROOT / "tests" / "honest" / name).glob("*.py"))
-    return spec, trace_source(source.read_text(encoding="utf-8"), spec.signature())
 
 
 def results(program: Program) -> tuple[str, ...]:
@@ -356,7 +347,7 @@ largest error of a gradient beside fp64 autograd of the spec's reference, over i
 
 {operators}
 
-## Beside the backwards by hand
+## Compared with the hand-authored backwards
 
 The same gradients, from a hand-authored kernel with plain products and passes around it, and derived.
 

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from benchmarks.programs import forward
 from coda_agent.comparison.layers.errors import relative, results
 from coda_agent.comparison.layers.plain import Differentiated, Function, Rotary, layer, rmsnorm, rotated
 from coda_agent.comparison.layers.shape import Drawn, Shape, Weights, draw, rotary
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.trace import trace_source
-from coda_agent.verifier.loading import load
 from coda_agent.verifier.statistics import student_quantile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,14 +45,8 @@ Scaled = tuple[Tensor, Tensor]
 
 @cache
 def program(name: str) -> Program:
-    """The program of the spec's accepted kernel, or of the tests' correct kernel if the spec has no accepted
-    one yet."""
-    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    accepted = ROOT / "generated_kernels" / f"{name}.program.json"
-    if accepted.exists():
-        return Program.from_json(accepted.read_text(encoding="utf-8"), spec.signature())
-    source = next((ROOT / "tests" / "honest" / name).glob("*.py"))
-    return trace_source(source.read_text(encoding="utf-8"), spec.signature())
+    """The program of a shipped spec."""
+    return forward(name)[1]
 
 
 def rows(t: Tensor) -> Scaled:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.fleet.driver import Driver
     from coda_agent.agent.fleet.executor import Executor
-    from coda_agent.agent.fleet.pool import Pool
+    from coda_agent.agent.fleet.pool import Pool, Record
     from coda_agent.agent.fleet.sweep import Sweep
 
 Ray = Annotated[
@@ -141,7 +141,7 @@ def _drive(
     try:
         names = _members(made)
         purse = Purse(spent_before(names))
-        with _pool(made, ray, gpu) as pool:
+        with _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool:
             if gpu and not pool.gpus:
                 raise Absent("the fleet has no H100; leave out --gpu")
             wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None
@@ -157,12 +157,19 @@ def _drive(
 
 
 @contextmanager
-def _pool(made: Sweep, ray: str | None, gpu: bool | None) -> Iterator[Pool]:
+def _pool(
+    ray: str | None,
+    gpu: bool | None,
+    record: Record,
+    left_out: dict[str, str] | None = None,
+    kind: str = "",
+) -> Iterator[Pool]:
+    """The pool of the executor that the options name."""
     from coda_agent.agent.fleet.pool import Pool
 
     slots = executor(ray, gpu)
     try:
-        pool = Pool(slots, made.record, made.left_out(), made.kind())
+        pool = Pool(slots, record, left_out or {}, kind)
         try:
             yield pool
         finally:
@@ -174,23 +181,17 @@ def _pool(made: Sweep, ray: str | None, gpu: bool | None) -> Iterator[Pool]:
 @contextmanager
 def fleet(ray: str) -> Iterator[Pool]:
     """The GPUs of a Ray cluster, for measurements without a sweep. Waits for the first one."""
-    from coda_agent.agent.fleet.pool import ALONE, Pool
+    from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:
         if kind in ("left", "refused"):
             echo(f"{told.get('slot') or told['node']}: {told['reason']}", err=True)
 
-    slots = executor(ray, None)
-    try:
-        pool, until = Pool(slots, record), time.monotonic() + ALONE
+    with _pool(ray, None, record) as pool:
+        until = time.monotonic() + ALONE
         while not pool.gpus and time.monotonic() < until:
             time.sleep(TICK)
-        try:
-            yield pool
-        finally:
-            pool.close()
-    finally:
-        slots.close()
+        yield pool
 
 
 def _members(made: Sweep) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts.checkpoint import FilePieces
-from coda_agent.agent.fleet.driver import VOIDS, failed_controls, measured_on
+from coda_agent.agent.fleet.driver import VOIDS, measured_on
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.verifier.gates import Progress, identity
@@ -69,14 +69,12 @@ def _measured(
     while lost < LOSSES:
         try:
             with pool.lease(True, f"{entry.run} measure") as slot:
-                found = measured_on(slot, entry, options, keep, progress)
+                found = measured_on(pool, slot, entry, options, keep, progress)
         except (SlotLost, Suspect):
             lost += 1
             continue
         if not isinstance(found, Unmeasured):
             return found
-        if failed_controls(found):
-            pool.leave_out(slot, f"it failed its controls: {found.reason}")
         keep.clear()
         voids += 1
         if voids == VOIDS:

@@ -226,7 +226,7 @@ class _OnSlots:
             yield self.gpu
 
     def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: Incumbent | None) -> Measurement:
-        """Measure on the leased GPU. A GPU that fails its controls leaves the pool."""
+        """Measure on the leased GPU."""
         assert self.gpu is not None and self.driver.measuring is not None
         quack = quack_tunings.quack(spec)
         entry = bundle.PackedKernel(
@@ -238,13 +238,10 @@ class _OnSlots:
             quack=quack,
             kept=bundle.PackedIncumbent.of(kept) if kept else None,
         )
-        found = measured_on(
-            self.gpu, entry, self.driver.measuring, keep, _heard(self.driver.now, self.run.name)
-        )
+        heard = _heard(self.driver.now, self.run.name)
+        found = measured_on(self.driver.pool, self.gpu, entry, self.driver.measuring, keep, heard)
         if isinstance(found, Unmeasured):
             self.voided = True
-            if failed_controls(found):
-                self.driver.pool.leave_out(self.gpu, f"it failed its controls: {found.reason}")
         return found
 
 
@@ -262,12 +259,6 @@ class _Refused(Exception):
         self.report = report
 
 
-def failed_controls(found: Unmeasured) -> bool:
-    """Whether the controls failed: a GPU measured a difference between equal arms, or no difference for an
-    arm with a known delay."""
-    return bool(found.evidence.get("controls"))
-
-
 class Stages(Checkpoint, Protocol):
     """A store of a measurement's stages that can list them."""
 
@@ -275,10 +266,16 @@ class Stages(Checkpoint, Protocol):
 
 
 def measured_on(
-    slot: Slot, entry: bundle.PackedKernel, options: MeasureOptions, keep: Stages, progress: Progress
+    pool: Pool,
+    slot: Slot,
+    entry: bundle.PackedKernel,
+    options: MeasureOptions,
+    keep: Stages,
+    progress: Progress,
 ) -> Measurement:
-    """Measure an entry on a slot's GPU. The slot sends each finished stage, which is stored in ``keep``.
-    Raises SlotLost."""
+    """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, which is stored
+    in ``keep``. A GPU leaves the pool if it fails the controls: if it measures a difference between equal
+    arms, or none for an arm with a known delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
@@ -293,7 +290,10 @@ def measured_on(
         else:
             progress(gate, words)
 
-    return MEASUREMENT.validate_python(slot.run(pieces.measure, asked, patience=MEASURING, progress=heard))
+    found = MEASUREMENT.validate_python(slot.run(pieces.measure, asked, patience=MEASURING, progress=heard))
+    if isinstance(found, Unmeasured) and found.evidence.get("controls"):
+        pool.leave_out(slot, f"it failed its controls: {found.reason}")
+    return found
 
 
 def _heard(now: dict[str, str], run: str) -> Progress:

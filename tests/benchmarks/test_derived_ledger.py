@@ -9,6 +9,7 @@ import pytest
 from checkout import ROOT
 
 from benchmarks import derived_ledger
+from benchmarks.programs import forward
 from coda_agent.primitives import gelu
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.derive import chains, derive
@@ -124,7 +125,7 @@ def cross_entropy(spec: Spec) -> Program:
 
 
 def norm(spec: Spec) -> Program:
-    _, program = derived_ledger.forward("gemm_residual_rmsnorm_gemm")
+    _, program = forward("gemm_residual_rmsnorm_gemm")
     derived = derive(program, spec.cases[0].sizes, of=["h", "z"])
     assert derived.program and derived.head
     (scale,) = derived.head.outputs

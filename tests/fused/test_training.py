@@ -11,7 +11,7 @@ import small_models
 import torch
 import torch._dynamo
 from layer_parts import loss_of
-from small_models import FAMILIES, faults, tokens, trained
+from small_models import FAMILIES, accumulated, faults, tokens, trained
 from torch import Tensor
 
 from coda_agent import fused
@@ -87,9 +87,7 @@ def test_gradients_of_16_bit_weights_accumulate_into_fp32_buffers() -> None:
         parameter.register_post_accumulate_grad_hook(add(name))
     model.zero_grad(set_to_none=True)
     for ids in parts:
-        labels = ids.clone()
-        labels[0, 3] = -100
-        model(input_ids=ids, labels=labels).loss.backward()
+        accumulated(model, ids)
     for name, buffer in buffers.items():
         assert torch.equal(buffer, torch.stack([found[name].float() for found in each]).sum(0)), name
 
@@ -102,9 +100,7 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
         each = [trained(model, ids) for ids in parts]
         model.zero_grad(set_to_none=True)
         for ids in parts:
-            labels = ids.clone()
-            labels[0, 3] = -100
-            model(input_ids=ids, labels=labels).loss.backward()
+            accumulated(model, ids)
     for name, parameter in model.named_parameters():
         assert loss_of(parameter.grad, torch.stack([found[name] for found in each]).sum(0)) < 1e-6, name
 

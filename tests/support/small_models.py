@@ -52,17 +52,23 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 1) -> Tensor:
 def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
     """The loss of one step, and every parameter's gradient by name."""
     model.zero_grad(set_to_none=True)
+    loss = accumulated(model, ids, **more)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss, **gradients}
+
+
+def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    """The loss of one step, whose gradients are added to those of the parameters. One target is ignored."""
     labels = ids.clone()
     labels[0, 3] = -100
-    loss = model(input_ids=ids, labels=labels, **more).loss
+    loss: Tensor = model(input_ids=ids, labels=labels, **more).loss
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    return loss.detach()
 
 
 def faults(found: dict[str, Tensor], exact: dict[str, Tensor], usual: dict[str, Tensor]) -> list[str]:
-    """What the error gate says of a loss and gradients. ``exact``: in fp64; ``usual``: the yardstick's, the
-    unpatched model's in the same dtype."""
+    """The error gate's findings on a loss and gradients. ``exact`` is computed in fp64. ``usual`` is the
+    yardstick: the unpatched model's, in the same dtype."""
     assert found.keys() == exact.keys() == usual.keys()
     outputs = {n: SimpleNamespace(dtype=NAMES[t.dtype]) for n, t in usual.items()}
     spec: Any = SimpleNamespace(outputs=outputs, tolerance=None)
