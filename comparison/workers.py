@@ -12,7 +12,7 @@ from coda_agent.verifier.measure import SCORES
 
 READY = 3  # early workers per environment, since imports take longer than a session with full caches
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")
-# What workers import in the environment of CODA's own package. The oracle (the fp64 reference) needs dynamo.
+# The early imports in the environment of CODA's own package. The oracle (the fp64 reference) needs dynamo.
 # QuACK is left out, since it reads the path of its caches at import.
 APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "cutlass")
 

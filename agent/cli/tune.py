@@ -1,5 +1,6 @@
-"""What ``fused`` finds ready: ``coda-agent tune`` measures schedules at your sizes, into the table it reads;
-``coda-agent build`` compiles ahead of time, into the cache that it loads from."""
+"""Prepare kernels for ``fused``. ``coda-agent tune`` measures schedules at your sizes and writes them into
+the table that ``fused`` reads. ``coda-agent build`` compiles ahead of time into the cache that ``fused``
+loads from."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
 
 
 def _of_model(folder: Path, sizes: list[str]) -> list[Bound]:
-    """What a model that is patched runs in training and in inference, whose matrices are 16 bits wide."""
+    """The programs that a patched model with 16-bit weights runs in training and in inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
         raise InvalidInput(f"sizes {' '.join(sizes)} of a model are sequences x length, such as 8x2048")

@@ -13,8 +13,9 @@ from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, re
 
 
 class Placement(NamedTuple):
-    """Where nodes are computed. ``gemms``: the GEMMs in step order. For each node, ``home`` is the step whose
-    accumulator it needs, ``after`` is the step whose reductions must be final first, and -1 means no step."""
+    """The step in which each node is computed. ``gemms``: the GEMMs in step order. For each node, ``home`` is
+    the step whose accumulator it needs, ``after`` is the step whose reductions must be final first, and -1
+    means no step."""
 
     gemms: list[int]
     home: list[int]

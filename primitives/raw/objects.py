@@ -364,7 +364,7 @@ class _Object:
         return code, (*rest, *cuts, *exports, data[: binary.value])
 
     def _target(self, number: int, addend: int) -> tuple[int | str, int]:
-        """What a relocation points to: a section and an offset in it, or an external name and the addend."""
+        """The target of a relocation: a section and an offset in it, or an external name and the addend."""
         symbol = self._symbols[number]
         return (symbol.section or symbol.name), symbol.value + addend
 

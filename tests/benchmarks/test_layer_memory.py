@@ -1,4 +1,4 @@
-"""What a layer keeps: the page has the table that the benchmark counts."""
+"""The page has the table that the benchmark of a layer's memory counts."""
 
 from __future__ import annotations
 

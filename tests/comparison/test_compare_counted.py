@@ -1,4 +1,4 @@
-"""What a comparison's figures rest on: which sessions a cell is made of, what counts as a win, whose kernels
+"""The basis of a comparison's figures: which sessions a cell is made of, what counts as a win, whose kernels
 the human ones are, and which rows a claim is about."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def empty(name: str, *sessions: Session) -> bool:
 
 
 def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
-    """Of a whole layer, whose reference arm is eager PyTorch."""
+    """A session of a whole layer, whose reference arm is eager PyTorch."""
     return Session(
         operator=LAYER_BOTH,
         case="7B",

@@ -38,7 +38,7 @@ def large(size: int) -> dict[str, Any]:
 
 
 def surroundings(_: object) -> dict[str, Any]:
-    """What a piece sees of its machine."""
+    """The surroundings of a piece: its GPUs, secrets in its environment, its clock and its node."""
     return {
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "secrets": [name for name in os.environ if "KEY" in name or "TOKEN" in name],

@@ -117,7 +117,8 @@ def per_column(v: Tensor) -> Tensor:
 
 
 def _per_head_derivative(g: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor]:
-    """Of a vector that repeats for each head, parts [H*W] that are still to be added over heads."""
+    """The gradient. For a vector that repeats for each head it has parts [H*W], still to be added over heads.
+    """
     if y._type.kind == "spread":
         return (apply("head_sums", g, attribute=str(y._type.period)),)
     if len(y._type.shape) == 2:
