@@ -2,9 +2,10 @@
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
 parameters. The arms are the model as it is, under ``torch.compile``, with Liger's kernels, and patched by
-``fused.patch`` with and without ``torch.compile``. All arms share one set of parameters and one optimizer,
-and take turns in random order; a step is forward, backward and AdamW. Then each of two arms trains from the
-same start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+``fused.patch`` with and without ``torch.compile``; then, eager, with and without the patch, each layer
+computed again in the backward. All arms share one set of parameters and one optimizer, and take turns in
+random order; a step is forward, backward and AdamW. Then the model and the patched model train from the same
+start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from coda_agent import fused
+from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gpu.telemetry import device
-from coda_agent.verifier.statistics import ratio
+from coda_agent.verifier.statistics import MIN_ROUNDS, ratio
 
 PLAIN, COMPILED, LIGER, FUSED, BOTH = (
     "transformers",
@@ -39,14 +41,30 @@ PLAIN, COMPILED, LIGER, FUSED, BOTH = (
     "fused",
     "fused, torch.compile",
 )
-ARMS = (PLAIN, COMPILED, LIGER, FUSED, BOTH)
+AGAIN = ", recompute"
+ARMS = (COMPILED, BOTH, PLAIN, FUSED, LIGER, PLAIN + AGAIN, FUSED + AGAIN)  # first those that matter most
+THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
+SHORT = 1024  # tokens of a sequence while the losses are compared
 ROUNDS, STEPS = 12, 200
+# No arm is made after the first of these shares of the seconds, and no round begins after the second.
+PREPARING, TIMING = 0.65, 0.85
 RATE = 1e-4
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
 SAID = 300  # characters of an error that FILE keeps
 
 Step = Callable[[Tensor], Tensor]  # from token ids to the loss
+
+
+class Sizes(NamedTuple):
+    """Sequences of a step, their tokens in the timed steps, and their tokens while losses are compared."""
+
+    batch: int = BATCH
+    length: int = LENGTH
+    short: int = SHORT
+
+
+USUAL = Sizes()
 
 
 class LossArm(NamedTuple):
@@ -93,8 +111,10 @@ def arm(name: str, source: nn.Module, kind: str) -> LossArm:
         apply = {"llama": liger.apply_liger_kernel_to_llama, "qwen3": liger.apply_liger_kernel_to_qwen3}[kind]
         apply(model=own)  # which changes the module's rotation for all models
         rotary, code.apply_rotary_pos_emb = code.apply_rotary_pos_emb, usual
-    if name in (FUSED, BOTH):
+    if name.startswith(FUSED):
         fused.patch(own)
+    if name.endswith(AGAIN):
+        own.activation_checkpointing_enable()
     run = torch.compile(own) if name in (COMPILED, BOTH) else own
     return LossArm(lambda ids: run(input_ids=ids, labels=ids).loss, rotary)
 
@@ -139,18 +159,25 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def settle(self) -> None:
+        """Wait for the GPU."""
+        if self.where == "cuda":
+            torch.cuda.synchronize()
+
     def timed(self, each: LossArm, ids: Tensor) -> float:
         """Run a step, and return its milliseconds."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        self.settle()
+        start = time.perf_counter()
         self.step(each, ids)
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+        self.settle()
+        return (time.perf_counter() - start) * 1e3
 
     def peak(self, each: LossArm, ids: Tensor) -> int:
-        """Run a step, and return the most bytes that PyTorch had allocated in it."""
+        """Run a step, and return the most bytes that PyTorch had allocated on the GPU in it."""
         gc.collect()
+        if self.where != "cuda":
+            self.step(each, ids)
+            return 0
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self.step(each, ids)
@@ -164,16 +191,21 @@ class Trainer:
         return torch.stack(found).float().tolist()
 
 
-def measure(kind: str, seconds: float, out: Path) -> None:
-    """Measure everything for one model. ``out`` is written after each stage."""
+def measure(
+    kind: str, seconds: float, out: Path, where: str = "cuda", sizes: Sizes = USUAL, **changed: Any
+) -> None:
+    """Measure everything for one model. ``out`` is written after each stage. ``changed``: values of the
+    model's config."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    begun, source = time.monotonic(), model(kind).cuda()
+    begun = time.monotonic()
+    with torch.device(where):
+        source = model(kind, **changed)
     entry: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "where": device(),
+        "where": device() if where == "cuda" else {"gpu": "none"},
         "versions": {name: version(name) for name in PACKAGES},
         "parameters": sum(p.numel() for p in source.parameters()),
-        "tokens": BATCH * LENGTH,
+        "tokens": sizes.batch * sizes.length,
         "times": {},
         "peak": {},
         "failed": {},
@@ -185,35 +217,56 @@ def measure(kind: str, seconds: float, out: Path) -> None:
         write_atomic(out, json.dumps(found, indent=1))
         print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
 
-    trainer = Trainer(kind, source, source.config.vocab_size, "cuda")
+    def left(share: float = 1.0) -> bool:
+        """Whether less than this share of the seconds has passed."""
+        return time.monotonic() - begun < share * seconds
+
+    trainer = Trainer(kind, source, source.config.vocab_size, where)
     start = {n: t.cpu().clone() for n, t in source.state_dict().items()}
+    if where == "cuda":
+        keep(f"{_built(kind, sizes, **changed)} programs are built")
     arms: dict[str, LossArm] = {}
     for name in ARMS:
+        if not left(PREPARING):
+            entry["failed"][name] = "there was no time for it"
+            continue
         try:
             made = arm(name, source, kind)
-            for _ in range(2):
-                trainer.step(made, trainer.text(1))
-            entry["peak"][name] = trainer.peak(made, trainer.text(1))
+            for seed in range(2):
+                trainer.step(made, trainer.text(seed, sizes.batch, sizes.length))
+            entry["peak"][name] = trainer.peak(made, trainer.text(2, sizes.batch, sizes.length))
             arms[name] = made
         except Exception as error:  # a failure of another library is that arm's result
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
             trainer.optimizer.zero_grad(set_to_none=True)
         keep(f"{name} is ready")
-        if time.monotonic() - begun > seconds:
-            return
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(ROUNDS + 2):
+    if not arms:
+        raise ValueError("no arm ran")
+    entry["times"] = {name: [] for name in arms}
+    for number in range(ROUNDS + 1):
+        if number > MIN_ROUNDS and not left(TIMING):
+            break
         for name in random.sample(list(arms), len(arms)):
-            taken = trainer.timed(arms[name], trainer.text(number))
-            times[name] += [taken] if number > 1 else []  # the first rounds heat the GPU
-    entry["times"] = times
-    keep("times")
+            taken = trainer.timed(arms[name], trainer.text(number, sizes.batch, sizes.length))
+            entry["times"][name] += [taken] if number else []  # the first round heats the GPU
+    keep(f"{number} rounds of times")
     print(table({kind: entry}), flush=True)
-    for name in (COMPILED, BOTH):
-        if name in arms and time.monotonic() - begun < seconds:
-            entry["losses"][name] = trainer.losses(arms[name], start, STEPS, length=LENGTH // 4)
+    for name in (PLAIN, FUSED):  # compiled, they would compile again for these lengths
+        if name in arms and left():
+            entry["losses"][name] = trainer.losses(
+                arms[name], start, STEPS, batch=sizes.batch, length=sizes.short
+            )
             keep(f"losses of {name}")
+
+
+def _built(kind: str, sizes: Sizes, **changed: Any) -> int:
+    """Compile in parallel what the patched model calls; return the number of programs."""
+    with torch.device("meta"):
+        patched = model(kind, **changed)
+    fused.patch(patched)
+    steps = [ahead.training(patched, sizes.batch, length) for length in (sizes.length, sizes.short)]
+    return len(ahead.build([bound for step in steps for bound in ahead.called(step)]))
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -223,7 +276,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines.append("|---|---|---|---|---|---|")
     for kind, entry in found.items():
         medians = {name: statistics.median(each) for name, each in entry["times"].items()}
-        best = min((n for n in medians if n in (PLAIN, COMPILED, LIGER)), key=lambda n: medians[n])
+        best = min((n for n in medians if n in THEIRS), key=lambda n: medians[n])
         for name, each in entry["times"].items():
             over = ratio(entry["times"][best], each)
             lines.append(
@@ -246,7 +299,8 @@ def page(found: Mapping[str, Any]) -> str:
         sizes="; ".join(f"{kind}: {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
         batch=BATCH,
         length=LENGTH,
-        rounds=ROUNDS,
+        short=BATCH * SHORT,
+        rounds=" and ".join(sorted({str(len(t)) for e in found.values() for t in e["times"].values()})),
         table=table(found),
         losses=_losses(found),
         failures="\n".join(["What did not run:", "", *failures, ""]) if failures else "",
@@ -271,7 +325,7 @@ PAGE = """# Training with fused parts
 
 A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
 (parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;
-medians, ratios with 95% intervals.
+medians, ratios with 95% intervals. The arms that recompute are eager.
 
 {table}
 
@@ -279,7 +333,7 @@ Peak memory is the most that PyTorch allocated in a step, parameters and optimiz
 
 ## Losses
 
-Both arms start from the same parameters and see the same tokens.
+Both arms start from the same parameters and see the same {short:,} tokens a step.
 
 {losses}
 
@@ -292,7 +346,7 @@ def main(given: Sequence[str] | None = None) -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("file", type=Path)
     measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
-    measuring.add_argument("--seconds", type=float, default=500.0, help="after which no stage begins")
+    measuring.add_argument("--seconds", type=float, default=500.0, help="in which it should end")
     drawing = commands.add_parser("draw")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("page", type=Path)
