@@ -1,0 +1,298 @@
+"""Measure decoding with fused parts: ``python -m benchmarks.serving``.
+
+``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times the next token of 1, 16 and 128
+sequences, as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
+are the model as it is and patched by ``fused.patch``, each eager and replayed from a CUDA graph, and
+``torch.compile`` with the mode that uses CUDA graphs. They share one set of parameters and take turns in
+random order. The host time of a call is what passes until it returns, on an idle GPU. ``draw FILE PAGE``
+makes a page from FILE, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training import SAID, model, sharing
+from coda_agent import fused
+from coda_agent.fused import ahead
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.gpu.telemetry import device
+from coda_agent.verifier.statistics import ratio
+
+PLAIN, COMPILED, FUSED = "transformers", "torch.compile, reduce-overhead", "fused"
+GRAPH = ", CUDA graph"
+ARMS = (PLAIN, PLAIN + GRAPH, COMPILED, FUSED, FUSED + GRAPH)
+BATCHES = (1, 16, 128)
+PROMPT, TOKENS = 512, 16  # tokens in the cache before a round, and tokens that a round adds
+ROUNDS = 12
+FARTHEST = 0.1  # of an arm's first logits from those of the model as it is, relative
+PACKAGES = ("torch", "transformers", "nvidia-cutlass-dsl", "quack-kernels")
+
+
+class Decoder:
+    """Greedy decoding of some sequences over a static cache, which holds a random prompt. ``run`` computes
+    the model."""
+
+    def __init__(self, run: Callable[..., Any], config: Any, batch: int, where: str):
+        from transformers import StaticCache
+
+        self.run, self.length = run, PROMPT + TOKENS
+        self.cache = StaticCache(config=config, max_cache_len=self.length)
+        heads, width = config.num_key_value_heads, config.head_dim
+        self.cache.early_initialization(batch, heads, width, torch.bfloat16, torch.device(where))
+        drawn = torch.Generator(where).manual_seed(0)
+        for layer in self.cache.layers:
+            layer.keys.normal_(generator=drawn)
+            layer.values.normal_(generator=drawn)
+        self.first = torch.arange(batch, device=where)[:, None]
+        self.tokens, self.places = self.first.clone(), torch.arange(self.length, device=where)
+        self.position = torch.zeros(1, 1, dtype=torch.int64, device=where)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens after the prompt."""
+        self.tokens.copy_(self.first)
+        self.position.fill_(PROMPT)
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(PROMPT)
+
+    def logits(self) -> Tensor:
+        """The logits of each sequence's next token, [batch, vocabulary]; the cache grows by one token."""
+        mask = (self.places <= self.position).expand(len(self.tokens), 1, 1, -1)
+        found = self.run(
+            input_ids=self.tokens,
+            position_ids=self.position,
+            attention_mask=mask,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return found.logits[:, -1]
+
+    def step(self) -> None:
+        """Append the most likely token to each sequence."""
+        self.tokens.copy_(self.logits().argmax(-1, keepdim=True))
+        self.position.add_(1)
+
+
+class TokenArm(NamedTuple):
+    """A way to compute the next tokens: ``step`` does it once, on what ``decoder`` holds."""
+
+    decoder: Decoder
+    step: Callable[[], Any]
+
+
+def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
+    """Make an arm that shares a model's parameters, and run it until nothing more is compiled."""
+    own = sharing(source)
+    if name.startswith(FUSED):
+        fused.patch(own)
+    run = torch.compile(own, mode="reduce-overhead", dynamic=False) if name == COMPILED else own
+    decoder = Decoder(run, own.config, batch, where)
+
+    def compiled() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        decoder.step()
+
+    step = compiled if name == COMPILED else decoder.step
+    for _ in range(3):  # in its first calls torch.compile compiles, warms up and records
+        step()
+    return TokenArm(decoder, _recorded(step) if name.endswith(GRAPH) else step)
+
+
+def _recorded(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays a step from a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Timer:
+    """Times arms on the GPU, or on the CPU if there is none."""
+
+    def __init__(self, where: str):
+        self.settle = torch.cuda.synchronize if where == "cuda" else lambda: None
+
+    def token(self, each: TokenArm) -> float:
+        """Milliseconds per token, over the tokens of a round."""
+        each.decoder.reset()
+        self.settle()
+        start = time.perf_counter()
+        for _ in range(TOKENS):
+            each.step()
+        self.settle()
+        return (time.perf_counter() - start) / TOKENS * 1e3
+
+    def host(self, each: TokenArm) -> float:
+        """Microseconds until a call returns, on an idle GPU."""
+        each.decoder.reset()
+        self.settle()
+        start = time.perf_counter()
+        each.step()
+        taken = (time.perf_counter() - start) * 1e6
+        self.settle()
+        return taken
+
+
+def measure(
+    kind: str,
+    seconds: float,
+    out: Path,
+    where: str = "cuda",
+    batches: Sequence[int] = BATCHES,
+    **changed: Any,
+) -> None:
+    """Measure everything for one model. ``out`` is written after each batch size. ``changed``: values of the
+    model's config."""
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    begun = time.monotonic()
+    with torch.device(where):
+        source = model(kind, **changed).eval()
+    found[kind] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "where": device() if where == "cuda" else {"gpu": "none"},
+        "versions": {name: version(name) for name in PACKAGES},
+        "parameters": sum(p.numel() for p in source.parameters()),
+        "batches": {},
+    }
+    if where == "cuda":
+        print(f"{_built(kind, batches, **changed)} programs are built", flush=True)
+    for batch in batches:
+        if time.monotonic() - begun > seconds:
+            break
+        found[kind]["batches"][str(batch)] = _batch(source, batch, where)
+        write_atomic(out, json.dumps(found, indent=1))
+        print(f"{time.monotonic() - begun:6.1f} s\n{table(found)}", flush=True)
+
+
+@torch.no_grad()
+def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
+    """Times of all arms for so many sequences."""
+    entry: dict[str, Any] = {"token": {}, "host": {}, "apart": {}, "failed": {}}
+    exact = Decoder(sharing(source), source.config, batch, where).logits().float()
+    arms: dict[str, TokenArm] = {}
+    for name in ARMS:
+        try:
+            made = arm(name, source, batch, where)
+            made.decoder.reset()
+            apart = float((made.decoder.logits().float() - exact).norm() / exact.norm())
+            entry["apart"][name] = apart
+            if not apart < FARTHEST:
+                raise ValueError(f"its logits are {apart:.3f} from the model's")
+            arms[name] = made
+        except Exception as error:  # a failure of another library is that arm's result
+            traceback.print_exc()
+            entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
+    timer = Timer(where)
+    entry["token"], entry["host"] = {n: [] for n in arms}, {n: [] for n in arms}
+    for number in range(ROUNDS + 1):
+        for name in random.sample(list(arms), len(arms)):
+            taken = timer.token(arms[name]), timer.host(arms[name])
+            if number:  # the first round heats the GPU
+                entry["token"][name].append(taken[0])
+                entry["host"][name].append(taken[1])
+    del arms
+    torch._dynamo.reset()
+    gc.collect()
+    return entry
+
+
+def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
+    """Compile in parallel what the patched model calls for one token; return the number of programs."""
+    with torch.device("meta"):
+        patched = model(kind, **changed)
+    fused.patch(patched)
+    calls = [ahead.inference(patched, batch, 1) for batch in batches]
+    return len(ahead.build([bound for call in calls for bound in ahead.called(call)]))
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A table of milliseconds per token and host microseconds per call, and of the speed relative to
+    ``torch.compile``."""
+    lines = ["| model | sequences | arm | ms a token | host, us a call | speed over torch.compile |"]
+    lines.append("|---|---|---|---|---|---|")
+    for kind, entry in found.items():
+        for batch, times in entry["batches"].items():
+            for name, each in times["token"].items():
+                over = ratio(times["token"].get(COMPILED, each), each)
+                lines.append(
+                    f"| {kind} | {batch} | {name} | {statistics.median(each):.3f} "
+                    f"| {statistics.median(times['host'][name]):.0f} "
+                    f"| {over.estimate:.3f} [{over.low:.3f}, {over.high:.3f}] |"
+                )
+    return "\n".join(lines)
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page in Markdown."""
+    first = next(iter(found.values()))
+    said = [f"{name} {number}" for name, number in first["versions"].items()]
+    dates = sorted({entry["date"][:10] for entry in found.values()})
+    failures = [
+        f"- {kind}, {batch} sequences, {name}: {why}"
+        for kind, entry in found.items()
+        for batch, times in entry["batches"].items()
+        for name, why in times["failed"].items()
+    ]
+    apart = [a for e in found.values() for times in e["batches"].values() for a in times["apart"].values()]
+    return PAGE.format(
+        where=f"{first['where']['gpu']}, {', '.join(said)}, {' and '.join(dates)}",
+        sizes="; ".join(f"{kind}: {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
+        prompt=PROMPT,
+        tokens=TOKENS,
+        rounds=ROUNDS,
+        table=table(found),
+        apart=max(apart),
+        failures="\n".join(["What did not run:", "", *failures, ""]) if failures else "",
+    )
+
+
+PAGE = """# Decoding with fused parts
+
+{where}. Drawn by `python -m benchmarks.serving draw` from what `measure` wrote.
+
+The next token of a Hugging Face model in bf16 (parameters, {sizes}) over a static cache of {prompt} tokens,
+{tokens} tokens a round. All arms share one set of parameters and take turns in random order, {rounds} rounds;
+medians, ratios with 95% intervals. The host time is that of one call, on an idle GPU.
+
+{table}
+
+The logits of every arm are within {apart:.3f} of the unpatched model's, relative.
+
+{failures}"""
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("file", type=Path)
+    measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
+    measuring.add_argument("--seconds", type=float, default=150.0, help="after which no batch size begins")
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("file", type=Path)
+    drawing.add_argument("page", type=Path)
+    arguments = parser.parse_args(given)
+    if arguments.command == "measure":
+        measure(arguments.model, arguments.seconds, arguments.file)
+    else:
+        write_atomic(arguments.page, page(json.loads(arguments.file.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()
