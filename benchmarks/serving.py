@@ -51,16 +51,16 @@ class Decoder:
         from transformers import StaticCache
 
         self.run, self.length = run, PROMPT + TOKENS
-        self.cache = StaticCache(config=config, max_cache_len=self.length)
+        cache: Any = StaticCache(config=config, max_cache_len=self.length)
         heads, width = config.num_key_value_heads, config.head_dim
-        self.cache.early_initialization(batch, heads, width, torch.bfloat16, torch.device(where))
+        cache.early_initialization(batch, heads, width, torch.bfloat16, torch.device(where))
         drawn = torch.Generator(where).manual_seed(0)
-        for layer in self.cache.layers:
+        for layer in cache.layers:
             layer.keys.normal_(generator=drawn)
             layer.values.normal_(generator=drawn)
         self.first = torch.arange(batch, device=where)[:, None]
         self.tokens, self.places = self.first.clone(), torch.arange(self.length, device=where)
-        self.position = torch.zeros(1, 1, dtype=torch.int64, device=where)
+        self.cache, self.position = cache, torch.zeros(1, 1, dtype=torch.int64, device=where)
         self.reset()
 
     def reset(self) -> None:
@@ -100,7 +100,7 @@ def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
     """Make an arm that shares a model's parameters, and run it until nothing more is compiled."""
     own = sharing(source)
     if name.startswith(FUSED):
-        fused.patch(own)
+        fused.patch(own, keep_reordered=True)
     run = torch.compile(own, mode="reduce-overhead", dynamic=False) if name == COMPILED else own
     decoder = Decoder(run, own.config, batch, where)
 

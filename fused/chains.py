@@ -9,12 +9,15 @@ inputs that require gradients: one program of products, and a pointwise part tha
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
 from coda_agent.fused.pointwise import evaluate
@@ -56,6 +59,33 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         made._coda_agent_remade = Remade(make, of)  # type: ignore[attr-defined]
     return made
+
+
+_kept: Any = WeakTensorKeyDictionary()  # by the first of a copy's weights
+
+
+class _Kept(NamedTuple):
+    """A weight in a kernel's order, how it was made, and of which weights."""
+
+    made: Tensor
+    state: tuple[Any, ...]
+    of: list[Any]
+
+
+def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
+    """Compute ``make(*of)`` once, and keep it while these weights exist and no operation changes them in
+    place. PyTorch counts such operations, except those on a weight's ``data``."""
+    state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
+    found = _kept.get(of[0])
+    if not found or found.state != state or any(each() is None for each in found.of):
+        _kept[of[0]] = found = _Kept(make(*of), state, [weakref.ref(t) for t in of])
+    return found.made
+
+
+def forget(*of: Tensor) -> None:
+    """Free what ``kept`` keeps of these weights."""
+    for weight in of:
+        _kept.pop(weight, None)
 
 
 class Link:

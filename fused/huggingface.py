@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional
-from coda_agent.fused.chains import remade
+from coda_agent.fused.chains import kept, remade
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -40,11 +40,13 @@ PARTS = {
 
 class Settings(NamedTuple):
     """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
-    are rotated directly after their product."""
+    are rotated directly after their product. ``keeps``: weights in a kernel's order are kept between calls
+    without gradients."""
 
     activation: str
     centered: bool
     rotates: bool
+    keeps: bool
     rotate: Callable[..., tuple[Tensor, Tensor]]
     eager_attention: Callable[..., Any]
     attentions: Any
@@ -62,7 +64,7 @@ def family(module: nn.Module, suffix: str) -> str:
     return ""
 
 
-def settings(layer: Any) -> Settings:
+def settings(layer: Any, keeps: bool = False) -> Settings:
     name = family(layer, "DecoderLayer")
     code = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     attention = layer.self_attn
@@ -70,6 +72,7 @@ def settings(layer: Any) -> Settings:
         activation=ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, ""),
         centered=name == "gemma",
         rotates=not hasattr(attention, "q_norm") and attention.q_proj.bias is None,
+        keeps=keeps,
         rotate=code.apply_rotary_pos_emb,
         eager_attention=code.eager_attention_forward,
         attentions=code.ALL_ATTENTION_FUNCTIONS,
@@ -261,9 +264,17 @@ def _projected(
     if rotated:
         table = functional.angles(cos, sin, x.shape[:-1]).to(dtype)
     norm = _norm(layer.input_layernorm, how.centered)
-    packed = remade(partial(_packed, dtype=dtype, width=width if rotated else 0), *weights)
+    packed = _reordered(how, partial(_packed, dtype=dtype, width=width if rotated else 0), *weights)
     made = functional.before_attention(x, norm, packed, bias, table, sum(sizes[:2]))
     return made.split(sizes, -1)
+
+
+def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
+    """Weights in a kernel's order."""
+    calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if calls_again and not weights[0].is_inference():  # an inference tensor does not count its changes
+        return kept(make, *weights)
+    return remade(make, *weights)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, width: int) -> Tensor:
@@ -286,7 +297,7 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
         h = x + out(a)
         return h + mlp(layer.post_attention_layernorm(h))
     norm = _norm(layer.post_attention_layernorm, how.centered)
-    up = remade(partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
+    up = _reordered(how, partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
     down = mlp.down_proj.weight.to(dtype)
     if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
         return functional.after_attention(a, x, norm, out.weight, up, down, how.activation)

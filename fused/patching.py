@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from coda_agent.fused import huggingface, versions
+from coda_agent.fused import chains, huggingface, versions
 from coda_agent.fused.huggingface import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -64,10 +64,15 @@ class PatchedForward:
         return self.run(self.module, *own, self.usual, *args, **kwargs)
 
 
-def patch(model: nn.Module) -> Table:
+def patch(model: nn.Module, keep_reordered: bool = False) -> Table:
     """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
     Qwen2, Qwen3 and Gemma, wherever they occur in ``model``; nothing else changes. A patched model is patched
     again.
+
+    ``keep_reordered``, for serving: weights that a kernel wants in another order are reordered once, not in
+    each call without gradients. These copies take memory, most of what the layers' weights take, until
+    ``unpatch``. They are made again if a weight is changed, but a change of its ``data`` goes unnoticed.
+    Weights that FSDP shards are never kept.
 
     Parts that cannot run fused run as before, and the table says why. Raises UnprovedVersion for a version of
     transformers with which this was not tested.
@@ -77,7 +82,7 @@ def patch(model: nn.Module) -> Table:
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for name, module in list(model.named_modules()):
         if huggingface.family(module, "DecoderLayer"):
-            rows = _layer(module, sharded)
+            rows = _layer(module, sharded, keep_reordered and not sharded)
         elif huggingface.family(module, "ForCausalLM"):
             rows = _causal(module, sharded)
         else:
@@ -92,14 +97,15 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, PatchedForward):
+            chains.forget(*module.parameters())
             del module.forward
             if own.previous is not None:
                 module.forward = own.previous
 
 
-def _layer(layer: Any, sharded: bool) -> list[PatchedPart]:
+def _layer(layer: Any, sharded: bool, keeps: bool) -> list[PatchedPart]:
     versions.expect("transformers")
-    how = huggingface.settings(layer)
+    how = huggingface.settings(layer, keeps)
     why = {part: huggingface.refusal(layer, how, part, sharded) for part in huggingface.PARTS}
     layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates

@@ -22,7 +22,7 @@ from small_models import FAMILIES, faults, own_operators, tokens, trained
 from torch import Tensor
 
 from coda_agent import fused
-from coda_agent.fused import huggingface
+from coda_agent.fused import chains, huggingface
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -80,6 +80,43 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
     ran = own_operators(lambda: model.generate(tokens(2, 9), **how))
     assert torch.equal(model.generate(tokens(2, 9), **how), usual)
     assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
+
+
+def test_reordered_weights_may_be_kept_between_calls_without_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids, made = small_models.model("Llama").eval(), tokens(), list[int]()
+    paired = huggingface._paired
+
+    def counted(*weights: Any, **how: Any) -> Tensor:
+        made.append(1)
+        return paired(*weights, **how)
+
+    monkeypatch.setattr(huggingface, "_paired", counted)
+
+    def logits(keep: bool) -> Tensor:
+        fused.patch(model, keep)
+        with torch.no_grad():
+            first, second = (model(ids).logits for _ in range(2))
+        assert torch.equal(first, second)
+        return second
+
+    plain = logits(False)
+    assert len(made) == 4  # two layers, two calls
+    assert torch.equal(logits(True), plain) and len(made) == 6
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[1].self_attn
+    for weight in (mlp.up_proj.weight, attention.k_proj.weight):
+        with torch.no_grad():
+            before = model(ids).logits
+            weight.mul_(1.5)
+            found = model(ids).logits
+        assert loss_of(found, before) > 1e-3
+        assert torch.equal(found, logits(True))
+    mlp.gate_proj.weight = torch.nn.Parameter(mlp.gate_proj.weight.detach() * 2)
+    with torch.no_grad():
+        found = model(ids).logits
+    assert torch.equal(found, logits(False)) and not chains._kept
+    assert trained(model.train(), ids).keys() == {"loss", *(n for n, _ in model.named_parameters())}
 
 
 def test_a_cache_that_an_unpatched_model_filled_can_be_read_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,10 @@ def test_a_decoder_computes_what_the_model_does() -> None:
     decoder = serving.Decoder(model, model.config, 2, "cpu")
     prompt = torch.randint(0, 512, (2, serving.PROMPT))
     with torch.no_grad():
-        filled = model(prompt, use_cache=True).cache
+        filled: Any = model(prompt, use_cache=True).cache
         for ours, theirs in zip(decoder.cache.layers, filled.layers, strict=True):
-            ours.keys, ours.values = (
-                torch.cat((t, torch.zeros(2, 2, serving.TOKENS, 16)), 2) for t in (theirs.keys, theirs.values)
-            )
+            more = torch.zeros(2, 2, serving.TOKENS, 16)
+            ours.keys, ours.values = (torch.cat((t, more), 2) for t in (theirs.keys, theirs.values))
         usual, ids = [], decoder.first
         for _ in range(3):
             prompt = torch.cat((prompt, ids), 1)
