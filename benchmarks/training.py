@@ -56,7 +56,7 @@ SAID = 300  # characters of an error that FILE keeps
 Step = Callable[[Tensor], Tensor]  # from token ids to the loss
 
 
-class Sizes(NamedTuple):
+class StepSizes(NamedTuple):
     """Sequences of a step, their tokens in the timed steps, and their tokens while losses are compared."""
 
     batch: int = BATCH
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     short: int = SHORT
 
 
-USUAL = Sizes()
+USUAL = StepSizes()
 
 
 class LossArm(NamedTuple):
@@ -192,7 +192,7 @@ class Trainer:
 
 
 def measure(
-    kind: str, seconds: float, out: Path, where: str = "cuda", sizes: Sizes = USUAL, **changed: Any
+    kind: str, seconds: float, out: Path, where: str = "cuda", sizes: StepSizes = USUAL, **changed: Any
 ) -> None:
     """Measure everything for one model. ``out`` is written after each stage. ``changed``: values of the
     model's config."""
@@ -260,7 +260,7 @@ def measure(
             keep(f"losses of {name}")
 
 
-def _built(kind: str, sizes: Sizes, **changed: Any) -> int:
+def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
     """Compile in parallel what the patched model calls; return the number of programs."""
     with torch.device("meta"):
         patched = model(kind, **changed)

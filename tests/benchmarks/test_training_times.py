@@ -19,7 +19,7 @@ def test_each_arm_trains_the_same_model(kind: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(training, "ARMS", EAGER)
     monkeypatch.setattr(training, "STEPS", 4)
     out, page = tmp_path / "found.json", tmp_path / "page.md"
-    training.measure(kind, 600, out, "cpu", training.Sizes(2, 32, 16), **TINY)
+    training.measure(kind, 600, out, "cpu", training.StepSizes(2, 32, 16), **TINY)
     found = json.loads(out.read_text())[kind]
     assert found["failed"] == {} and list(found["times"]) == list(EAGER)
     assert {len(each) for each in found["times"].values()} == {training.ROUNDS}
@@ -34,9 +34,9 @@ def test_an_arm_that_fails_or_has_no_time_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(training, "ROUNDS", 8)
     monkeypatch.setattr(training, "STEPS", 1)
     out = tmp_path / "found.json"
-    training.measure("llama", 600, out, "cpu", training.Sizes(1, 8, 8), **TINY)
+    training.measure("llama", 600, out, "cpu", training.StepSizes(1, 8, 8), **TINY)
     found = json.loads(out.read_text())
     assert list(found["llama"]["failed"]) == [training.LIGER]
     assert training.LIGER in training.page(found)
     with pytest.raises(ValueError, match="no arm"):
-        training.measure("llama", 0, out, "cpu", training.Sizes(1, 8, 8), **TINY)
+        training.measure("llama", 0, out, "cpu", training.StepSizes(1, 8, 8), **TINY)
