@@ -67,7 +67,7 @@ def measure(
     spread = _Spread(results, keep, progress, pool)
     if results.machine is None:  # one GPU's ceilings serve all rows
         spread.row(replace(asked, rows=()))
-    with ThreadPoolExecutor(max(1, len(pool.gpus))) as threads:
+    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # more GPUs may join
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
             done.result()
     if spread.ended:

@@ -268,10 +268,16 @@ def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, An
 
 
 def measure_entry(
-    path: Path, entry: PackedKernel, options: MeasureOptions, keep: Checkpoint, progress: Progress = silent
+    path: Path,
+    entry: PackedKernel,
+    options: MeasureOptions,
+    keep: Checkpoint,
+    progress: Progress = silent,
+    ahead: Sequence[Worker] = (),
 ) -> Measurement:
-    """Measure one entry on this process's GPU. ``path`` names its bundle in errors."""
-    return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ())
+    """Measure one entry on this process's GPU, with the workers ``ahead``. ``path`` names its bundle in
+    errors."""
+    return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ahead)
 
 
 def _measure_on(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coda_agent.agent import arguments, extras, setup
-from coda_agent.agent.cli.sweep import Ray, fleet
+from coda_agent.agent.cli.sweep import Ray, fleet, spreads
 from coda_agent.agent.options import grouped, typed_options
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
@@ -95,16 +95,16 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
 
 @contextmanager
 def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
-    """The function that measures, on this machine's GPU or on those of a Ray cluster."""
+    """The function that measures, on this machine's GPUs or on those of a Ray cluster."""
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, spread
 
-    if ray is None:
-        with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
-            yield measuring.measure
-    else:
+    if spreads(ray):
         with fleet(ray) as pool:
             yield partial(spread.measure, pool=pool)
+    else:
+        with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
+            yield measuring.measure
 
 
 def _request(choice: Choice, effort: Effort) -> ComparisonRequest:

@@ -20,7 +20,7 @@ from coda_agent.agent.cli.compare import compare
 from coda_agent.agent.cli.derive import derive
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, finish, print_error
 from coda_agent.agent.cli.show import show
-from coda_agent.agent.cli.sweep import Ray, fleet, sweep
+from coda_agent.agent.cli.sweep import Ray, fleet, spreads, sweep
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import build, tune
 from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, typed_options
@@ -123,7 +123,7 @@ def measure(
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
     ray: Ray = None,
 ) -> None:
-    """Measure a bundle on this machine's H100, or on those of a Ray cluster. A second call continues an
+    """Measure a bundle on this machine's H100s, or on those of a Ray cluster. A second call continues an
     interrupted one."""
     from coda_agent.agent.artifacts import bundle as bundles
     from coda_agent.agent.reporting import progress
@@ -150,16 +150,16 @@ def _measured_bundle(
     def heard(name: str) -> Progress:
         return lambda gate, words: watch.gate(gate, words)
 
-    if ray is None:
-        from coda_agent.agent.artifacts import bundle as bundles
-        from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    if spreads(ray):
+        from coda_agent.agent.fleet.bundles import measure as spread
 
-        with gpu_alone(watch.console.print):
-            return bundles.measure(path, bundle, out, options, progress=heard)
-    from coda_agent.agent.fleet.bundles import measure as spread
+        with fleet(ray) as pool:
+            return spread(path, bundle, out, options, pool, heard)
+    from coda_agent.agent.artifacts import bundle as bundles
+    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 
-    with fleet(ray) as pool:
-        return spread(path, bundle, out, options, pool, heard)
+    with gpu_alone(watch.console.print):
+        return bundles.measure(path, bundle, out, options, progress=heard)
 
 
 @app.command("import")

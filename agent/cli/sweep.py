@@ -113,15 +113,15 @@ def resume(
     _drive(made, budget, measuring, gpu, ray, None, as_json, given)
 
 
-def executor(ray: str | None, gpu: bool | None) -> Executor:
-    """The executor that the options name. ``gpu`` False leaves its GPUs alone."""
+def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:
+    """The executor that the options name. ``gpu`` False leaves its GPUs alone, ``cores`` False its cores."""
     if ray is not None:
         from coda_agent.agent.fleet.on_ray import OnRay
 
-        return OnRay(ray, gpus=gpu is not False)
+        return OnRay(ray, gpus=gpu is not False, cores=cores)
     from coda_agent.agent.fleet.local import Local
 
-    return Local(gpus=[] if gpu is False else None)
+    return Local(cpus=None if cores else 0, gpus=[] if gpu is False else None)
 
 
 def _drive(
@@ -163,11 +163,13 @@ def _pool(
     record: Record,
     left_out: dict[str, str] | None = None,
     kind: str = "",
+    *,
+    cores: bool = True,
 ) -> Iterator[Pool]:
     """The pool of the executor that the options name."""
     from coda_agent.agent.fleet.pool import Pool
 
-    slots = executor(ray, gpu)
+    slots = executor(ray, gpu, cores=cores)
     try:
         pool = Pool(slots, record, left_out or {}, kind)
         try:
@@ -178,16 +180,24 @@ def _pool(
         slots.close()
 
 
+def spreads(ray: str | None) -> bool:
+    """Whether measurements without a sweep run on a fleet: on a Ray cluster, or on this machine's GPUs if it
+    has several."""
+    from coda_agent.agent.fleet.executor import usable_gpus
+
+    return ray is not None or len(usable_gpus()) > 1
+
+
 @contextmanager
-def fleet(ray: str) -> Iterator[Pool]:
-    """The GPUs of a Ray cluster, for measurements without a sweep. Waits for the first one."""
+def fleet(ray: str | None) -> Iterator[Pool]:
+    """The GPUs of a Ray cluster or of this machine, for measurements without a sweep. Waits for the first."""
     from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:
         if kind in ("left", "refused"):
             echo(f"{told.get('slot') or told['node']}: {told['reason']}", err=True)
 
-    with _pool(ray, None, record) as pool:
+    with _pool(ray, None, record, cores=False) as pool:
         until = time.monotonic() + ALONE
         while not pool.gpus and time.monotonic() < until:
             time.sleep(TICK)

@@ -45,7 +45,7 @@ def measure(
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
-    with ThreadPoolExecutor(max(1, len(pool.gpus))) as threads:
+    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # more GPUs may join
         found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(

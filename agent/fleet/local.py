@@ -18,7 +18,7 @@ class Local:
         node = platform.node()
         if gpus is None:
             gpus = usable_gpus()
-        names = [f"{node}/{core}" for core in range(cpus or len(os.sched_getaffinity(0)))]
+        names = [f"{node}/{n}" for n in range(len(os.sched_getaffinity(0)) if cpus is None else cpus)]
         self._slots = [ProcessSlot(name, node) for name in names]
         self._slots += [ProcessSlot(gpu.uuid, node, gpu) for gpu in gpus]
 

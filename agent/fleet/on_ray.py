@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 import pickle
 import queue
 import resource
@@ -54,6 +55,7 @@ class Seat:
     def __init__(self, name: str, needs_gpu: bool):
         self.gpu: Gpu | None = None
         if needs_gpu:
+            os.environ.pop("OMP_NUM_THREADS", None)  # which Ray sets to 1 for an actor that reserves no core
             found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU that it leases
             if len(found) != 1:
                 raise RuntimeError(
@@ -173,9 +175,10 @@ class _Node:
 
 class OnRay:
     """The slots of a Ray cluster. ``address`` is the cluster's address. If it is "auto", the cluster is the
-    one that already runs here, or else a new cluster of only this machine. ``gpus``: whether to use GPUs."""
+    one that already runs here, or else a new cluster of only this machine. ``gpus`` and ``cores``: whether
+    to use them."""
 
-    def __init__(self, address: str, *, gpus: bool = True):
+    def __init__(self, address: str, *, gpus: bool = True, cores: bool = True):
         _raise_limit()
         options: dict[str, Any] = {"address": None if address == "auto" else address}
         with suppress(ConnectionError):
@@ -185,7 +188,7 @@ class OnRay:
             if address != "auto":
                 raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
             ray.init(namespace="coda-agent", log_to_driver=False, logging_level=logging.ERROR)
-        self._gpus = gpus
+        self._gpus, self._cores = gpus, cores
         self._here = environment()
         self._nodes: dict[str, _Node] = {}
         self._refused: dict[str, str] = {}
@@ -235,7 +238,7 @@ class OnRay:
             if differs := differing(self._here, told):
                 self._refused[node.name] = f"{differs}; install the same versions, and restart its Ray"
                 return
-            for core in range(node.cores):
+            for core in range(node.cores if self._cores else 0):
                 self._seat(identifier, node, RaySlot(f"{node.name}/{core}", CPU, node.name, None))
             for gpu in range(node.gpus if self._gpus else 0):
                 self._seat(identifier, node, RaySlot(f"{node.name}/GPU {gpu}", GPU, node.name, None))

@@ -12,7 +12,7 @@ from typing import Any
 
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import by_step
-from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.report import Gate, Rejected
 from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
@@ -77,14 +77,20 @@ class _Stages:
         report(STAGE, json.dumps([piece, found]))
 
 
+_ahead: list[Worker] = []  # workers of the next measurement on this slot, which import meanwhile
+
+
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure a bundle's entry on this slot's GPU, which is locked against our other commands meanwhile."""
     from coda_agent.agent.artifacts import bundle
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.verifier.measure import start_workers
 
     entry = bundle.PackedKernel.model_validate(asked["entry"])
+    here = [worker for worker in _ahead if worker.alive]
+    _ahead[:] = start_workers()
     with gpu_alone(lambda words: report("benchmark", words)):
         found = bundle.measure_entry(
-            Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report
+            Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report, here
         )
     return found.model_dump(mode="json")

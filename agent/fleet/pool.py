@@ -66,6 +66,7 @@ class Pool:
         self._changed = threading.Condition()
         self._closed = ""
         self._suspects: dict[str, tuple[Slot, str]] = {}  # from a failed piece to its slot and the error
+        self._queues: dict[bool, list[object]] = {True: [], False: []}  # who waits for a GPU or a core
         self._look()
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
@@ -86,9 +87,10 @@ class Pool:
 
     @contextmanager
     def lease(self, gpu: bool, piece: str, deadline: float | None = None) -> Iterator[Slot]:
-        """Hold a slot in the block. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if
-        the pool is closed or has had no slot of this kind for a long time. If the block fails with an error
-        that no kernel caused, raises Suspect at the first failure of the piece, and GivenUp at the second."""
+        """Hold a slot in the block; who asked first gets the next free one. Raises TimeoutError if no slot is
+        free at ``deadline``, and GivenUp if the pool is closed or has had no slot of this kind for a long
+        time. If the block fails with an error that no kernel caused, raises Suspect at the first failure of
+        the piece, and GivenUp at the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline)
         outcome = "void"
@@ -150,16 +152,18 @@ class Pool:
         self.record("left", {**_slot_fields(slot), "reason": reason, "stays_out": not forget})
 
     def _take(self, gpu: bool, piece: str, deadline: float | None) -> SlotState:
-        lonely = time.monotonic() + ALONE
-        with self._changed:
+        lonely, queue, turn = time.monotonic() + ALONE, self._queues[gpu], object()
+        with self._changed, _queued(queue, turn):
             while True:
                 if self._closed:
                     raise GivenUp(self._closed)
                 able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
                 if piece in self._suspects:  # prefer another node than the one where the piece failed
                     able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
-                if use := next((use for use in able if not use.now), None):
+                use = next((use for use in able if not use.now), None)
+                if use and queue[0] is turn:
                     use.now, use.since = piece, self.clock()
+                    self._changed.notify_all()  # it is the next one's turn
                     return use
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
@@ -199,6 +203,15 @@ class Pool:
             if node not in self.refusals:
                 self.refusals[node] = reason
                 self.record("refused", {"node": node, "reason": reason})
+
+
+@contextmanager
+def _queued(queue: list[object], turn: object) -> Iterator[None]:
+    queue.append(turn)
+    try:
+        yield
+    finally:
+        queue.remove(turn)
 
 
 def _slot_fields(slot: Slot) -> dict[str, str]:

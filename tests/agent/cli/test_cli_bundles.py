@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from authoring import (
-    make_run,
-    measured,
-    slow,
-)
+from authoring import TOY_KERNEL, TURNED, make_run, measured, slow
 from commanding import Command, Done
 from gpu_taken import gpu_taken
 
 from coda_agent.agent import setup
+from coda_agent.agent.fleet import executor, local
+from coda_agent.agent.fleet.executor import ProcessSlot
+from coda_agent.agent.fleet.pieces import spec_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.gpu.visible import Gpu
+from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.model import Spec
 
@@ -61,6 +65,29 @@ def test_a_bundle_is_measured_when_the_gpu_is_free(
     with gpu_taken(monkeypatch, lambda: begun) as waited:
         done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
     assert done.status == 0 and waited == [False] and len(begun) == 1 and "waiting for it" in done.out
+
+
+def test_several_gpus_of_a_machine_measure_at_once(
+    command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, used = [Gpu(f"GPU-{n}", "NVIDIA H100 80GB HBM3", (9, 0)) for n in (1, 2)], list[str]()
+    both = threading.Barrier(2, timeout=60)
+
+    def run(slot: ProcessSlot, task: Task, asked: dict[str, Any], **_: object) -> dict[str, Any]:
+        used.append(slot.name)
+        both.wait()
+        loaded = spec_of(asked["entry"]["spec_text"])
+        program = Program.from_json(asked["entry"]["program"], loaded.signature())
+        return measured(loaded, program).model_dump(mode="json")
+
+    monkeypatch.setattr(executor, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(local, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(ProcessSlot, "run", run)
+    names = [make_run(spec, source) for source in (TOY_KERNEL, TURNED)]
+    command("bundle", *names, "-o", tmp_path / "b.json")
+    done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
+    assert done.status == 0 and sorted(used) == ["GPU-1", "GPU-2"]
+    assert all(f"{name}: measured\n" in done.out for name in names)
 
 
 def test_a_slow_kernel_there(

@@ -37,6 +37,26 @@ def raising(error: Callable[[], Exception]) -> Any:
     return act
 
 
+def test_who_asked_first_gets_the_next_slot() -> None:
+    order, go = list[int](), threading.Event()
+
+    def act(task: Task, argument: int, progress: Progress) -> dict[str, Any]:
+        go.wait(9)
+        order.append(argument)
+        return {}
+
+    pool, _, _ = made(FakeSlot("a", act=act))
+    threads = [threading.Thread(target=pool.run, args=(f"r{n}", double, n), kwargs={"patience": 9})
+               for n in range(12)]  # fmt: skip
+    for n, thread in enumerate(threads):
+        thread.start()
+        assert eventually(lambda n=n: len(pool._queues[False]) == n, 9)  # type: ignore[misc]
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert order == [*range(12)]
+
+
 def test_one_piece_at_a_time_on_a_slot() -> None:
     under_way, most = 0, 0
 

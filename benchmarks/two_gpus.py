@@ -1,0 +1,345 @@
+"""Try a fleet on the GPUs of one host: ``python -m benchmarks.two_gpus COMMAND``.
+
+``measure BUNDLE --out FOLDER`` does what ``coda-agent measure BUNDLE --ray auto`` does, and records every
+lease and what ``benchmarks.fleet_simulation`` predicts from their seconds. ``faults`` measures a bundle while
+a worker is killed and a GPU is taken away. ``disturb`` times the controls of a measurement on the first GPU
+while the second one idles, while other cores compile, and while the second one measures. Each command writes
+FOLDER/NAME.json. ``benchmarks.sharded_training`` is the host's part of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.fleet_simulation import SimulatedResources, simulate
+from coda_agent.agent.artifacts import bundle as bundles
+from coda_agent.agent.fleet.bundles import measure
+from coda_agent.agent.fleet.executor import environment, usable_gpus
+from coda_agent.agent.fleet.on_ray import OnRay
+from coda_agent.agent.fleet.pool import Pool
+from coda_agent.primitives.system import workers
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.gpu.worker import Task, Worker
+from coda_agent.verifier.measure import DEFAULT_ARMS, ROUNDS, MeasureOptions
+from coda_agent.verifier.report import CANDIDATE
+
+ROOT = Path(__file__).resolve().parents[1]
+JOINING = 120.0  # seconds for all GPUs to join
+STORE = 100 << 20  # bytes of Ray's object store, which pieces hardly use
+HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
+HEALTH |= {"health_check_failure_threshold": 4}  # a lost node is noticed sooner than after Ray's usual 15 s
+CONTROL = "gemm_swiglu", "1B"  # an accepted kernel's case that takes about a millisecond
+TRIES = 5  # timings of the controls in each state of the neighbours
+SPARE = 4  # cores that the compiling neighbours leave alone
+PATIENCE = 300.0
+
+Events = list[dict[str, Any]]
+
+
+def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
+    """Write a command's JSON, with the machine, the versions and the date."""
+    about = {
+        "gpus": [gpu.name for gpu in usable_gpus()],
+        "cores": os.cpu_count(),
+        "versions": environment() | {"ray": version("ray")},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_atomic(folder / f"{name}.json", json.dumps({**found, **about}, indent=1) + "\n")
+    print(f"{name}: {json.dumps({k: v for k, v in found.items() if k != 'events'})}", flush=True)
+
+
+# Measure
+
+
+@dataclass
+class Record:
+    """The events of a pool, and when a stage of a measurement was last heard of."""
+
+    events: Events = field(default_factory=list)
+
+    def __call__(self, kind: str, told: dict[str, Any]) -> None:
+        self.events.append({"kind": kind, "at": round(time.monotonic(), 2), **told})
+        print(kind, told, flush=True)
+
+    def leases(self) -> Events:
+        return [event for event in self.events if event["kind"] == "lease"]
+
+
+def chosen(path: Path, entries: int | None) -> bundles.Bundle:
+    """The bundle, or only its last ``entries``."""
+    whole = bundles.read(path)
+    return whole.model_copy(update={"entries": whole.entries[-entries:]}) if entries else whole
+
+
+def joined(pool: Pool, gpus: int) -> None:
+    """Wait until so many GPUs are in the pool."""
+    end = time.monotonic() + JOINING
+    while len(pool.gpus) < gpus:
+        if time.monotonic() > end:
+            raise SystemExit(f"{len(pool.gpus)} of {gpus} GPUs joined; {pool.refusals}")
+        time.sleep(0.1)
+
+
+def measured(
+    pool: Pool, record: Record, path: Path, asked: bundles.Bundle, out: Path, options: MeasureOptions
+) -> dict[str, Any]:
+    """Measure a bundle's entries on the pool's GPUs, and return what they took."""
+
+    def heard(run: str) -> Progress:
+        return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
+
+    gpus, begun = len(pool.gpus), time.monotonic()
+    done = measure(path, asked, out, options, pool, heard)
+    seconds = time.monotonic() - begun
+    leases = record.leases()
+    busy = [event["seconds"] for event in leases]
+    return {
+        "seconds": round(seconds, 2),
+        "an_hour": round(3600 * len(asked.entries) / seconds, 2),
+        "busy": round(sum(busy) / (seconds * gpus), 4),
+        "predicted": {n: round(predicted(busy, n), 2) for n in (1, 2, 4)},
+        "results": {
+            each.run: {
+                "status": each.measurement["status"],
+                "identity": each.identity.lowered_hash,
+                "gpu": each.measurement.get("conditions", {}).get("uuid"),
+                "seconds": each.measurement.get("seconds"),
+            }
+            for each in done.results
+        },
+        "events": record.events,
+    }
+
+
+def predicted(seconds: Sequence[float], gpus: int) -> float:
+    """The seconds that the simulation predicts for measurements of so many seconds each."""
+    runs = [[("gpu", each)] for each in seconds]
+    return simulate(runs, SimulatedResources(gpus=gpus, cores=0, places=len(runs))).seconds
+
+
+def measure_command(asked: argparse.Namespace) -> None:
+    record, gpus = Record(), len(usable_gpus())
+    executor = OnRay("auto", cores=False)
+    try:
+        pool = Pool(executor, record)
+        joined(pool, gpus)
+        found = measured(
+            pool, record, asked.bundle, chosen(asked.bundle, asked.entries), asked.results, options(asked)
+        )
+        pool.close()
+    finally:
+        executor.close()
+    write(asked.out, asked.name, found)
+
+
+def options(asked: argparse.Namespace) -> MeasureOptions:
+    return MeasureOptions(arms=tuple(asked.arms.split(",")), rounds=asked.rounds)
+
+
+# Faults
+
+
+def faults_command(asked: argparse.Namespace) -> None:
+    """Measure on a cluster of one node for each GPU. After ``--kill`` seconds kill the worker of the first
+    GPU, and after ``--take`` seconds remove the node of the second."""
+    from ray.cluster_utils import Cluster
+
+    record, gpus = Record(), usable_gpus()
+    head = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": STORE, "_system_config": HEALTH}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head | {"include_dashboard": False})
+    try:
+        nodes = {}
+        for number, gpu in enumerate(gpus):
+            seen = {"CUDA_VISIBLE_DEVICES": str(number)}
+            node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE, env_vars=seen)
+            nodes[gpu.uuid] = node
+        executor = OnRay(cluster.address, cores=False)
+        pool = Pool(executor, record)
+        joined(pool, len(gpus))
+        timers = [
+            threading.Timer(asked.kill, partial(kill_worker, pool, record, gpus[0].uuid)),
+            threading.Timer(asked.take, partial(take_node, cluster, nodes[gpus[1].uuid], record)),
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            entries = chosen(asked.bundle, asked.entries)
+            found = measured(pool, record, asked.bundle, entries, asked.results, options(asked))
+        finally:
+            for timer in timers:
+                timer.cancel()
+        pool.close()
+        executor.close()
+    finally:
+        cluster.shutdown()
+    write(asked.out, asked.name, found)
+
+
+def kill_worker(pool: Pool, record: Record, uuid: str) -> None:
+    import ray
+
+    record("fault", {"killed": uuid, "under": pool.uses[uuid].now})
+    slot: Any = pool.uses[uuid].slot
+    ray.kill(slot.actor)
+
+
+def take_node(cluster: Any, node: Any, record: Record) -> None:
+    record("fault", {"taken": node.node_id})
+    cluster.remove_node(node, allow_graceful=False)
+
+
+# Disturbance
+
+
+def own_jobs(path: Path) -> list[workers.Job]:
+    """The compiles with which tuning the bundle's entries begins."""
+    from coda_agent.primitives.compiler.probe_schedules import candidates
+    from coda_agent.primitives.runtime.tune import to_compile
+
+    jobs: list[workers.Job] = []
+    for entry in bundles.read(path).entries:
+        spec, kernel = bundles.verified(path, entry)
+        for case in (case for case in spec.cases if case.bench):
+            first = [(g.step, s) for g in kernel.lowered.gemms for s in candidates(g, case.sizes)]
+            jobs += to_compile(kernel, case.sizes, first)
+    return list(dict.fromkeys(jobs))
+
+
+def quack_jobs(path: Path) -> list[workers.Job]:
+    """The compiles with which tuning QuACK's matmuls for the bundle's entries begins. They use the GPU."""
+    from coda_agent.verifier.baselines.quack import MATMUL, admitted, to_compile
+
+    jobs: list[workers.Job] = []
+    for entry in bundles.read(path).entries:
+        spec, _ = bundles.verified(path, entry)
+        for case in (case for case in spec.cases if case.bench and MATMUL in admitted(spec, (MATMUL,))):
+            jobs += to_compile(MATMUL, spec, case.sizes)
+    return jobs
+
+
+@contextmanager
+def beside(act: Callable[[threading.Event], None]) -> Iterator[threading.Thread]:
+    """Run ``act`` in a thread during the block; its event is set when the block ends."""
+    ended = threading.Event()
+    thread = threading.Thread(target=act, args=(ended,))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ended.set()
+        thread.join()
+
+
+def controls(worker: Worker, tries: int) -> Events:
+    """The controls' intervals and the candidate's milliseconds, each on fresh inputs."""
+    found = []
+    for _ in range(tries):
+        told = worker.ask(*control_task(), patience=PATIENCE)
+        middle = median(told["samples"][CANDIDATE])
+        found.append({"milliseconds": middle, "conditions": told["conditions"], **told["controls"]})
+    return found
+
+
+def control_task() -> tuple[Task, Any]:
+    """The benchmark of an accepted kernel's case with the control arms alone, on its tuned schedules."""
+    from coda_agent.agent.artifacts import accept
+    from coda_agent.primitives.lang.schedule import by_step
+    from coda_agent.verifier.gpu.benchmark import Benchmark, score
+    from coda_agent.verifier.gpu.checks import KernelCase
+    from coda_agent.verifier.loading import load
+
+    name, wanted = CONTROL
+    spec = load(ROOT / "specs" / f"{name}.yaml")
+    accepted = accept.read(spec)
+    assert accepted is not None  # it is committed
+    (timing,) = (t for t in accepted.report.timings if t.case == wanted)
+    chosen = by_step(timing.schedules)
+    job = KernelCase(spec, accepted.kernel, wanted, timing.sizes, schedules=(chosen,))
+    return score, (job, Benchmark((), timing.rounds, controlled=True))
+
+
+def disturb_command(asked: argparse.Namespace) -> None:
+    first, second = (dict(os.environ) | {"CUDA_VISIBLE_DEVICES": gpu.uuid} for gpu in usable_gpus()[:2])
+    workers_ahead = ("coda_agent.verifier.gpu.benchmark", "quack.gemm_sm90")
+    found: dict[str, Any] = {"control": CONTROL, "tries": asked.tries}
+    jobs = own_jobs(asked.bundle)
+    os.environ.setdefault("QUACK_COMPILE_WORKERS", str(max(1, (os.cpu_count() or 1) - SPARE)))
+    with Worker(env=first, ahead=workers_ahead) as one, Worker(env=second, ahead=workers_ahead) as other:
+        for worker in (one, other):  # the kernel compiles before the clock runs
+            worker.ask(*control_task(), patience=PATIENCE)
+
+        def compiling(ended: threading.Event) -> None:
+            begun = time.monotonic()
+            done = workers.run_jobs(jobs)
+            found["compiled"] = {"jobs": len(done), "refused": done.count(False)}
+            found["compiled"]["seconds"] = round(time.monotonic() - begun, 1)
+
+        def measuring(ended: threading.Event) -> None:
+            found["neighbour"] = []
+            while not ended.is_set():
+                found["neighbour"] += controls(other, 1)
+
+        found["idle"] = controls(one, asked.tries)
+        with beside(compiling) as thread:
+            time.sleep(asked.settle)  # until the compile workers have imported
+            found["compiling"] = controls(one, asked.tries)
+            found["compiling_all_along"] = thread.is_alive()
+        with beside(measuring):
+            found["measuring"] = controls(one, asked.tries)
+    found["verdict"] = {state: verdict(found[state]) for state in ("idle", "compiling", "measuring")}
+    begun = time.monotonic()
+    found["quack"] = len(workers.run_jobs(quack_jobs(asked.bundle)))  # for the measurements that follow
+    found["quack_seconds"] = round(time.monotonic() - begun, 1)
+    write(asked.out, asked.name, found)
+
+
+def verdict(found: Events) -> dict[str, Any]:
+    """Where the controls' estimates lay, and how many processes' controls failed."""
+    same, planted = ([each[name]["estimate"] for each in found] for name in ("same", "planted"))
+    return {
+        "same": [min(same), max(same)],
+        "planted": [min(planted), max(planted)],
+        "failed": sum(bool(each["faults"]) for each in found),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_gpus")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run in (("measure", measure_command), ("faults", faults_command), ("disturb", disturb_command)):
+        command = commands.add_parser(name)
+        command.add_argument("bundle", type=Path)
+        command.add_argument("--out", type=Path, required=True, help="the folder of the JSON")
+        command.add_argument("--name", default=name, help="the name of the JSON")
+        command.set_defaults(run=run)
+        if name == "disturb":
+            command.add_argument("--tries", type=int, default=TRIES)
+            command.add_argument("--settle", type=float, default=10.0)
+            continue
+        command.add_argument("--results", type=Path, required=True, help="the results, as of measure -o")
+        command.add_argument("--entries", type=int, help="measure only so many, the last ones")
+        command.add_argument("--arms", default=",".join(DEFAULT_ARMS))
+        command.add_argument("--rounds", type=int, default=ROUNDS)
+        if name == "faults":
+            command.add_argument("--kill", type=float, default=10.0, help="seconds until a worker is killed")
+            command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is taken")
+    asked = parser.parse_args(arguments)
+    asked.run(asked)
+
+
+if __name__ == "__main__":
+    main()
