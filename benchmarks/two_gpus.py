@@ -72,11 +72,11 @@ class Record:
     events: Events = field(default_factory=list)
 
     def __call__(self, kind: str, told: dict[str, Any]) -> None:
-        self.events.append({"kind": kind, "at": round(time.monotonic(), 2), **told})
+        self.events.append({"event": kind, "at": round(time.monotonic(), 2), **told})
         print(kind, told, flush=True)
 
     def leases(self) -> Events:
-        return [event for event in self.events if event["kind"] == "lease"]
+        return [event for event in self.events if event["event"] == "lease"]
 
 
 def chosen(path: Path, entries: int | None) -> bundles.Bundle:

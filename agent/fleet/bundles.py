@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts.checkpoint import FilePieces
-from coda_agent.agent.fleet.driver import VOIDS, measured_on
+from coda_agent.agent.fleet.driver import SAME, VOIDS, measured_on
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.verifier.gates import Progress, identity
@@ -68,7 +68,8 @@ def _measured(
     voids = lost = 0
     while lost < LOSSES:
         try:
-            with pool.lease(True, f"{entry.run} measure") as slot:
+            began = (keep.load(SAME) or {}).get("gpu", "")
+            with pool.lease(True, f"{entry.run} measure", prefer=began) as slot:
                 found = measured_on(pool, slot, entry, options, keep, progress)
         except (SlotLost, Suspect):
             lost += 1

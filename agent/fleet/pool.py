@@ -86,13 +86,15 @@ class Pool:
             self._changed.notify_all()
 
     @contextmanager
-    def lease(self, gpu: bool, piece: str, deadline: float | None = None) -> Iterator[Slot]:
-        """Hold a slot in the block; who asked first gets the next free one. Raises TimeoutError if no slot is
-        free at ``deadline``, and GivenUp if the pool is closed or has had no slot of this kind for a long
-        time. If the block fails with an error that no kernel caused, raises Suspect at the first failure of
-        the piece, and GivenUp at the second."""
+    def lease(
+        self, gpu: bool, piece: str, deadline: float | None = None, *, prefer: str = ""
+    ) -> Iterator[Slot]:
+        """Hold a slot in the block, the slot named ``prefer`` if it is free. Who asked first gets the next
+        free slot. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if the pool is closed
+        or has had no slot of this kind for a long time. If the block fails with an error that no kernel
+        caused, raises Suspect at the first failure of the piece, and GivenUp at the second."""
         asked = self.clock()
-        use = self._take(gpu, piece, deadline)
+        use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"
         try:
             yield use.slot
@@ -151,7 +153,7 @@ class Pool:
                 self.left_out[slot.name] = reason
         self.record("left", {**_slot_fields(slot), "reason": reason, "stays_out": not forget})
 
-    def _take(self, gpu: bool, piece: str, deadline: float | None) -> SlotState:
+    def _take(self, gpu: bool, piece: str, deadline: float | None, prefer: str) -> SlotState:
         lonely, queue, turn = time.monotonic() + ALONE, self._queues[gpu], object()
         with self._changed, _queued(queue, turn):
             while True:
@@ -160,7 +162,8 @@ class Pool:
                 able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
                 if piece in self._suspects:  # prefer another node than the one where the piece failed
                     able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
-                use = next((use for use in able if not use.now), None)
+                free = [use for use in able if not use.now]
+                use = next((use for use in free if use.slot.name == prefer), free[0] if free else None)
                 if use and queue[0] is turn:
                     use.now, use.since = piece, self.clock()
                     self._changed.notify_all()  # it is the next one's turn

@@ -57,6 +57,12 @@ def test_who_asked_first_gets_the_next_slot() -> None:
     assert order == [*range(12)]
 
 
+def test_a_piece_gets_the_slot_that_it_prefers_if_that_is_free() -> None:
+    pool, _, _ = made(FakeSlot("a", "H100"), FakeSlot("b", "H100"))
+    with pool.lease(True, "r1 measure", prefer="b") as first, pool.lease(True, "r2", prefer="b") as second:
+        assert (first.name, second.name) == ("b", "a")
+
+
 def test_one_piece_at_a_time_on_a_slot() -> None:
     under_way, most = 0, 0
 
