@@ -47,7 +47,7 @@ TRIES = 5  # timings of the controls in each state of the neighbours
 SPARE = 4  # cores that the compiling neighbours leave alone
 PATIENCE = 300.0
 
-Events = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
 
 
 def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
@@ -66,16 +66,16 @@ def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Record:
+class PoolEvents:
     """The events of a pool, and when a stage of a measurement was last heard of."""
 
-    events: Events = field(default_factory=list)
+    events: Rows = field(default_factory=list)
 
     def __call__(self, kind: str, told: dict[str, Any]) -> None:
         self.events.append({"event": kind, "at": round(time.monotonic(), 2), **told})
         print(kind, told, flush=True)
 
-    def leases(self) -> Events:
+    def leases(self) -> Rows:
         return [event for event in self.events if event["event"] == "lease"]
 
 
@@ -95,7 +95,7 @@ def joined(pool: Pool, gpus: int) -> None:
 
 
 def measured(
-    pool: Pool, record: Record, path: Path, asked: bundles.Bundle, out: Path, options: MeasureOptions
+    pool: Pool, record: PoolEvents, path: Path, asked: bundles.Bundle, out: Path, options: MeasureOptions
 ) -> dict[str, Any]:
     """Measure a bundle's entries on the pool's GPUs, and return what they took."""
 
@@ -132,7 +132,7 @@ def predicted(seconds: Sequence[float], gpus: int) -> float:
 
 
 def measure_command(asked: argparse.Namespace) -> None:
-    record, gpus = Record(), len(usable_gpus())
+    record, gpus = PoolEvents(), len(usable_gpus())
     executor = OnRay("auto", cores=False)
     try:
         pool = Pool(executor, record)
@@ -158,7 +158,7 @@ def faults_command(asked: argparse.Namespace) -> None:
     GPU, and after ``--take`` seconds remove the node of the second."""
     from ray.cluster_utils import Cluster
 
-    record, gpus = Record(), usable_gpus()
+    record, gpus = PoolEvents(), usable_gpus()
     head = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": STORE, "_system_config": HEALTH}
     cluster: Any = Cluster(initialize_head=True, head_node_args=head | {"include_dashboard": False})
     try:
@@ -189,7 +189,7 @@ def faults_command(asked: argparse.Namespace) -> None:
     write(asked.out, asked.name, found)
 
 
-def kill_worker(pool: Pool, record: Record, uuid: str) -> None:
+def kill_worker(pool: Pool, record: PoolEvents, uuid: str) -> None:
     import ray
 
     record("fault", {"killed": uuid, "under": pool.uses[uuid].now})
@@ -197,7 +197,7 @@ def kill_worker(pool: Pool, record: Record, uuid: str) -> None:
     ray.kill(slot.actor)
 
 
-def take_node(cluster: Any, node: Any, record: Record) -> None:
+def take_node(cluster: Any, node: Any, record: PoolEvents) -> None:
     record("fault", {"taken": node.node_id})
     cluster.remove_node(node, allow_graceful=False)
 
@@ -244,7 +244,7 @@ def beside(act: Callable[[threading.Event], None]) -> Iterator[threading.Thread]
         thread.join()
 
 
-def controls(worker: Worker, tries: int) -> Events:
+def controls(worker: Worker, tries: int) -> Rows:
     """The controls' intervals and the candidate's milliseconds, each on fresh inputs."""
     found = []
     for _ in range(tries):
@@ -307,7 +307,7 @@ def disturb_command(asked: argparse.Namespace) -> None:
     write(asked.out, asked.name, found)
 
 
-def verdict(found: Events) -> dict[str, Any]:
+def verdict(found: Rows) -> dict[str, Any]:
     """Where the controls' estimates lay, and how many processes' controls failed."""
     same, planted = ([each[name]["estimate"] for each in found] for name in ("same", "planted"))
     return {
