@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.training import FUSED, PACKAGES, PLAIN, RATE, model
 from coda_agent import fused
+from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
@@ -48,7 +49,7 @@ class Sharded:
     def __init__(self, asked: argparse.Namespace, name: str, where: str, *, sharded: bool):
         torch.manual_seed(0)
         self.asked, self.where = asked, where
-        self.model: Any = model("llama", **(SMALL if asked.small else SIZES)).to(where)
+        self.model: Any = made(asked, where)
         if name == FUSED:
             fused.patch(self.model)
         if sharded:
@@ -86,6 +87,18 @@ class Sharded:
         self.step(number, range(rank, rank + 1))
         wait(self.where)
         return (time.perf_counter() - begun) * 1e3
+
+
+def made(asked: argparse.Namespace, where: str) -> Any:
+    with torch.device(where):
+        return model("llama", **(SMALL if asked.small else SIZES))
+
+
+def build(asked: argparse.Namespace) -> None:
+    """Compile in parallel what the patched model calls."""
+    patched = made(asked, "meta")
+    fused.patch(patched)
+    ahead.build(ahead.called(ahead.training(patched, asked.sequences, asked.length)))
 
 
 def wait(where: str) -> None:
@@ -159,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.scratch:
         work(asked)
         return
+    if not asked.cpu:
+        build(asked)
     with tempfile.TemporaryDirectory() as scratch:
         asked.scratch = Path(scratch)
         line = [sys.executable, "-m", "benchmarks.sharded_training", *given, "--scratch", scratch]
