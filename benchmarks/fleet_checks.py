@@ -1,10 +1,11 @@
 """Count checks per minute on Ray clusters: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
 
 It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine, on one
-node and on two nodes of one core each. Every pass starts with empty caches. A check has two pieces, which run
-in workers. The report also has the share of the pieces' time that Ray and the driver take outside the
-workers, and the seconds that ``benchmarks.fleet_simulation`` predicts from the pieces of the first pass.
-Other work on this machine distorts the figures, so the machine's load is reported with them.
+node and on two nodes, each pinned to a core of its own. Every pass starts with empty caches. A check has two
+pieces, which run in workers. The report also has the share of the pieces' time that Ray and the driver take
+outside the workers. Under ``compared`` it has the seconds that ``benchmarks.fleet_simulation`` predicts from
+the pieces of the first pass. Other work on this machine distorts the figures, so the machine's load is
+reported with them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
@@ -72,6 +74,17 @@ def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
     return [first["worker_seconds"], second["worker_seconds"]]
 
 
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """Let processes that start in the block run on one core only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict[str, Any]:
     """Run one pass over all kernels but the last on ``nodes`` one-core nodes. The last kernel only warms the
     workers."""
@@ -81,7 +94,8 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
         for node in range(nodes):
             cache = {"CODA_AGENT_CACHE": str(scratch / f"{nodes}.{node}")}
             cache["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            cluster.add_node(num_cpus=1, object_store_memory=STORE, env_vars=cache)
+            with pinned(node):
+                cluster.add_node(num_cpus=1, object_store_memory=STORE, env_vars=cache)
         events: list[dict[str, Any]] = []
         executor = OnRay(cluster.address, gpus=False)
         pool = Pool(executor, lambda kind, told: events.append(told) if kind == "lease" else None)
@@ -123,11 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work, before = kernels(options.kernels + 1), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="coda-fleet-") as scratch:
         passes = {nodes: measured(nodes, work, Path(scratch)) for nodes in (1, 2)}
+    forecast = {n: round(predicted(passes[1]["pieces"], n), 2) for n in passes}
     found = {
         "kernels": options.kernels,
         "passes": passes,
         "speedup": round(passes[2]["a_minute"] / passes[1]["a_minute"], 3),
-        "predicted": {n: round(predicted(passes[1]["pieces"], n), 2) for n in passes},
+        "compared": [
+            {"run": f"{options.kernels} checks on {n} one-core node(s)", "seconds": told["seconds"],
+             "predicted": forecast[n]}
+            for n, told in passes.items()
+        ],
         "mean_piece": round(mean(part for parts in passes[1]["pieces"] for part in parts), 3),
         "load": [before, os.getloadavg()[0]],
         "cores": os.cpu_count(),

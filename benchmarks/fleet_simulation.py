@@ -5,7 +5,9 @@ A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page an
 the numbers of attempts from the recorded runs. Simulated runs are drawn from both with replacement. A run
 authors one kernel, and holds one of the driver's places from its first question to its end. It asks its
 author, waits for a core to examine its source, then for a core to compile it, and then for a GPU. Before each
-of these stages the driver, which is a single process, works for ``--driver`` seconds.
+of these stages the driver, which is a single process, works for ``--driver`` seconds. ``--runs`` names JSON
+files of ``benchmarks.fleet_checks`` and ``benchmarks.two_gpus``, whose real runs the page compares with what
+was simulated for them.
 """
 
 from __future__ import annotations
@@ -246,6 +248,26 @@ def chart(found: dict[str, Any]) -> bytes:
         return image(figure)
 
 
+def compared(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The real runs in these files, each with its seconds and what was predicted for it."""
+    return [run for path in paths for run in json.loads(path.read_text())["compared"]]
+
+
+def _compared_page(runs: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (run["run"], f"{run['seconds']:.0f}", f"{run['predicted']:.0f}",
+         f"{run['predicted'] / run['seconds'] - 1:+.0%}")
+        for run in runs
+    ]  # fmt: skip
+    table = markdown_table(("run", "seconds", "simulated", "off by"), rows)
+    return f"""
+## Beside real runs
+
+The seconds of each piece come from the run on one node or GPU, except where there was none.
+
+{table}"""
+
+
 def page(found: dict[str, Any]) -> str:
     usual, rows = found["usual"], found["efficiency"]
     headings = ("specs and answer", *(str(n) for n in found["gpus"]))
@@ -275,15 +297,16 @@ The share of linear scaling: the throughput over that of one GPU times the numbe
 - **Cost.** With {FLEET} GPUs and {WORK:,} specs a kernel takes {usual["gpu_seconds_a_kernel"]} GPU
   seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
   sweep takes {usual["seconds"] / 60:.0f} minutes.
-"""
+{_compared_page(found["compared"]) if found["compared"] else ""}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--driver", type=float, required=True, help="seconds of the driver before each piece")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="JSON files of real runs")
     options = parser.parse_args(arguments)
-    found = results(options.driver)
+    found = results(options.driver) | {"compared": compared(options.runs)}
     write_atomic(options.out / "fleet_simulation.svg", chart(found))
     write_atomic(options.out / "fleet_simulation.md", page(found))
     print(json.dumps(found, indent=1))

@@ -76,7 +76,11 @@ class PoolEvents:
         print(kind, told, flush=True)
 
     def leases(self) -> Rows:
-        return [event for event in self.events if event["event"] == "lease"]
+        return leases_in(self.events)
+
+
+def leases_in(events: Rows) -> Rows:
+    return [event for event in events if event["event"] == "lease"]
 
 
 def chosen(path: Path, entries: int | None) -> bundles.Bundle:
@@ -95,23 +99,26 @@ def joined(pool: Pool, gpus: int) -> None:
 
 
 def measured(
-    pool: Pool, record: PoolEvents, path: Path, asked: bundles.Bundle, out: Path, options: MeasureOptions
+    pool: Pool, record: PoolEvents, entries: bundles.Bundle, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure a bundle's entries on the pool's GPUs, and return what they took."""
+    """Measure a bundle's entries on the pool's GPUs. The result has what they took, and what the simulation
+    predicts from their leases or from those in the file ``asked.pieces``."""
 
     def heard(run: str) -> Progress:
         return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
 
     gpus, begun = len(pool.gpus), time.monotonic()
-    done = measure(path, asked, out, options, pool, heard)
-    seconds = time.monotonic() - begun
-    leases = record.leases()
-    busy = [event["seconds"] for event in leases]
+    options = MeasureOptions(arms=tuple(asked.arms.split(",")), rounds=asked.rounds)
+    done = measure(asked.bundle, entries, asked.results, options, pool, heard)
+    seconds, leases = round(time.monotonic() - begun, 2), record.leases()
+    known = leases_in(json.loads(asked.pieces.read_text())["events"]) if asked.pieces else leases
+    forecast = round(predicted([event["seconds"] for event in known], gpus), 2)
+    what = f"{len(entries.entries)} kernels measured on {gpus} GPU(s)"
     return {
-        "seconds": round(seconds, 2),
-        "an_hour": round(3600 * len(asked.entries) / seconds, 2),
-        "busy": round(sum(busy) / (seconds * gpus), 4),
-        "predicted": {n: round(predicted(busy, n), 2) for n in (1, 2, 4)},
+        "seconds": seconds,
+        "an_hour": round(3600 * len(entries.entries) / seconds, 2),
+        "busy": round(sum(event["seconds"] for event in leases) / (seconds * gpus), 4),
+        "compared": [{"run": what, "seconds": seconds, "predicted": forecast}],
         "results": {
             each.run: {
                 "status": each.measurement["status"],
@@ -137,17 +144,11 @@ def measure_command(asked: argparse.Namespace) -> None:
     try:
         pool = Pool(executor, record)
         joined(pool, gpus)
-        found = measured(
-            pool, record, asked.bundle, chosen(asked.bundle, asked.entries), asked.results, options(asked)
-        )
+        found = measured(pool, record, chosen(asked.bundle, asked.entries), asked)
         pool.close()
     finally:
         executor.close()
     write(asked.out, asked.name, found)
-
-
-def options(asked: argparse.Namespace) -> MeasureOptions:
-    return MeasureOptions(arms=tuple(asked.arms.split(",")), rounds=asked.rounds)
 
 
 # Faults
@@ -177,8 +178,7 @@ def faults_command(asked: argparse.Namespace) -> None:
         for timer in timers:
             timer.start()
         try:
-            entries = chosen(asked.bundle, asked.entries)
-            found = measured(pool, record, asked.bundle, entries, asked.results, options(asked))
+            found = measured(pool, record, chosen(asked.bundle, asked.entries), asked)
         finally:
             for timer in timers:
                 timer.cancel()
@@ -332,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         command.add_argument("--results", type=Path, required=True, help="the results, as of measure -o")
         command.add_argument("--entries", type=int, help="measure only so many, the last ones")
+        command.add_argument("--pieces", type=Path, help="simulate the leases in the JSON of another run")
         command.add_argument("--arms", default=",".join(DEFAULT_ARMS))
         command.add_argument("--rounds", type=int, default=ROUNDS)
         if name == "faults":
