@@ -1,5 +1,5 @@
-"""A sweep on a real Ray cluster: a second driver is refused, the first is killed, then the cluster's head.
-The sweep ends on a new cluster, and pays for nothing twice."""
+"""A sweep on a real Ray cluster: a second driver is refused, the first is killed, then the cluster's head;
+everyone is refused by the provider; thirty requests reach the budget. Nothing is paid twice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY_KERNEL, fenced, write_toy
+from authoring import BROKEN, TOY_KERNEL, fenced, write_toy
 from checkout import ROOT
-from fake_messages import MODEL, FakeMessages, answer
+from fake_messages import COUNTED, MODEL, USAGE, FakeMessages, answer, status
 from waiting import eventually
 
 from coda_agent.agent.fleet import sweep
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.slow
 KEY = "sk-ant-fake-of-the-driver-alone"
 PATIENCE = 240.0
 SMALL = 80 << 20
+AUTHOR = ("--provider", "anthropic", "--model", MODEL, "--no-gpu")
 
 
 @contextmanager
@@ -65,12 +67,11 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     logs = []
     with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
-        author = ("--provider", "anthropic", "--model", MODEL, "--no-gpu")
         with cluster(1) as first:
             logs.append(Path(first.head_node.get_session_dir_path()))
-            with driving("sweep", toy, "--candidates", 2, *author, "--ray", first.address) as driver:
+            with driving("sweep", toy, "--candidates", 2, *AUTHOR, "--ray", first.address) as driver:
                 assert eventually(lambda: _answered() == 2, PATIENCE)
-                (name,) = (p.name for p in runs.runs_dir().iterdir() if p.name.startswith("sweep-"))
+                name = _the_sweep()
                 with pytest.raises(JournalError, match="in use by another process"):
                     sweep.reopen(name)
                 driver.send_signal(signal.SIGKILL)
@@ -94,6 +95,67 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     told = sweep_view.as_dict(name)
     assert told["compiled"] == 1 and {slot["kind"] for slot in told["slots"]} == {"CPU"}
     _expect_no_key(said, runs.runs_dir(), *logs)
+
+
+def test_a_provider_that_refuses_everyone_costs_nothing(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
+    limited = status(429, "rate_limit_error", "slow down")
+    with FakeMessages(*[limited] * 500) as api, cluster(1) as made:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        more = (*AUTHOR, "--candidates", 3, "--budget-seconds", 8, "--ray", made.address)
+        with driving("sweep", write_toy(tmp_path), *more) as driver:
+            _, errors = driver.communicate(timeout=PATIENCE)
+        assert driver.returncode == 3 and f"coda-agent resume {_the_sweep()}" in errors
+        assert len(api.requests) >= 3
+    stopped = [e.payload["stopped"] for e in sweep.read(_the_sweep())[1] if e.kind == "ended"]
+    assert len(stopped) == 3 and all("seconds used" in why for why in stopped)
+    assert all(history.past_of(name).spent.tokens == 0 for name in runs.names())
+
+
+def test_a_budget_that_thirty_requests_under_way_reach(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget has room for 30 requests at once. They use less than they reserve, so that five more and
+    then one more begin. A larger budget ends every run."""
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
+    runs_at_once, most = 30, 1024
+    together = threading.Barrier(runs_at_once, timeout=PATIENCE)
+    wrong, right = answer(fenced(BROKEN)), answer(fenced(TOY_KERNEL))
+
+    def waiting(handler: Any) -> None:
+        together.wait()
+        wrong(handler)
+
+    used = USAGE["input_tokens"] + USAGE["cache_creation_input_tokens"] + USAGE["cache_read_input_tokens"] + 7
+    budget = runs_at_once * (COUNTED + most)
+    with FakeMessages(*[waiting] * runs_at_once, *[wrong] * 6) as api, cluster(1) as made:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        many = ("--candidates", runs_at_once, "--at-once", runs_at_once, "--ray", made.address)
+        limits = ("--max-tokens", most, "--budget-tokens", budget)
+        with driving("sweep", write_toy(tmp_path), *AUTHOR, *many, *limits) as driver:
+            _, errors = driver.communicate(timeout=PATIENCE)
+        assert driver.returncode == 3 and len(api.requests) == runs_at_once + 6, errors
+        assert _tokens() == used * (runs_at_once + 6) <= budget
+        api.script.extend([right] * runs_at_once)
+        larger = ("--budget-tokens", 2 * budget, "--no-gpu", "--ray", made.address)
+        with driving("resume", _the_sweep(), *larger) as driver:
+            _, errors = driver.communicate(timeout=PATIENCE)
+        assert driver.returncode == 0, errors
+        assert len(api.requests) == 2 * runs_at_once + 6 and not api.script
+    assert [history.past_of(name).status for name in runs.names()] == ["checked"] * runs_at_once
+    assert _tokens() == used * (2 * runs_at_once + 6)
+    assert sweep_view.as_dict(_the_sweep())["compiled"] == 1
+
+
+def _tokens() -> int:
+    return sum(history.past_of(name).spent.tokens for name in runs.names())
+
+
+def _the_sweep() -> str:
+    (found,) = (path.name for path in runs.runs_dir().iterdir() if path.name.startswith("sweep-"))
+    return found
 
 
 def _answered() -> int:
