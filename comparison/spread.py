@@ -15,6 +15,7 @@ from typing import Any
 
 from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.pieces import STAGE
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.comparison import measuring
@@ -84,6 +85,7 @@ class _Spread:
     def row(self, request: ComparisonRequest) -> None:
         """Complete a row on one GPU. If that GPU is lost, repeat the row on another GPU."""
         name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
+        label = " ".join(row.operator for row in request.rows)  # cases of an operator share objects
         for _ in range(LOSSES):
             try:
                 with self.pool.lease(True, f"{name} measure") as slot:
@@ -91,7 +93,10 @@ class _Spread:
                         known = only(self.results, request.rows)
                     asked = {"request": request, "results": known.model_dump_json(by_alias=True)}
                     heard = self._heard(request.rows)
-                    told = slot.run(complete, asked | {"gpu": slot.name}, patience=SILENT, progress=heard)
+                    told = run_shared(
+                        self.pool, slot, label, complete, asked | {"gpu": slot.name},
+                        patience=SILENT, progress=heard,
+                    )  # fmt: skip
             except (SlotLost, Suspect):
                 continue
             heard(STAGE, told["results"])

@@ -20,6 +20,7 @@ from coda_agent.agent import setup
 from coda_agent.agent.artifacts import bundle, quack_tunings
 from coda_agent.agent.fleet import pieces
 from coda_agent.agent.fleet.executor import Slot, SlotLost
+from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.agent.fleet.sweep import Sweep, compile_key
 from coda_agent.agent.run import history, runs
@@ -290,7 +291,9 @@ def measured_on(
         else:
             progress(gate, words)
 
-    found = MEASUREMENT.validate_python(slot.run(pieces.measure, asked, patience=MEASURING, progress=heard))
+    label = entry.identity.spec_hash
+    told = run_shared(pool, slot, label, pieces.measure, asked, patience=MEASURING, progress=heard)
+    found = MEASUREMENT.validate_python(told)
     if isinstance(found, Unmeasured) and found.evidence.get("controls"):
         pool.leave_out(slot, f"it failed its controls: {found.reason}")
     return found

@@ -51,7 +51,8 @@ class Pool:
 
     ``left_out``: slots that must not be used, each with the reason. An earlier driver may have left them out.
     ``kind``: the name of the only GPU model that may measure, by default that of the first GPU, since times
-    of two models cannot be compared.
+    of two models cannot be compared. ``objects``: the names of compiled objects by label
+    (``agent.fleet.objects``).
     """
 
     executor: Executor
@@ -60,6 +61,7 @@ class Pool:
     kind: str = ""
     uses: dict[str, SlotState] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()

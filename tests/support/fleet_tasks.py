@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coda_agent.agent.fleet.pieces import spec_of
 from coda_agent.primitives.system.files import usable_cache, write_atomic
 from coda_agent.verifier.gpu.worker import report
 
@@ -31,6 +32,19 @@ def wait_for(path: str) -> dict[str, Any]:
 def fill_cache(size: int) -> dict[str, Any]:
     write_atomic(usable_cache() / "filled", b"0" * size)
     return {"node": os.environ.get("TEST_NODE", "")}
+
+
+def tune_toy(asked: dict[str, str]) -> dict[str, Any]:
+    """Compile what a tuning compiles of an accepted program, and count what was not compiled before."""
+    from coda_agent.primitives.compiler.kernel_source import KernelSource
+    from coda_agent.primitives.compiler.probe_schedules import PROBES
+    from coda_agent.primitives.lang.ir import Program
+    from coda_agent.primitives.runtime.tune import compile_all, to_compile
+
+    kernel = KernelSource(Program.from_json(asked["program"], spec_of(asked["spec"]).signature()))
+    wanted = [(0, schedule) for schedule in PROBES]
+    new = len(to_compile(kernel, {}, wanted))
+    return {"compiled": new, "right": compile_all(kernel, {}, wanted), "node": os.environ["TEST_NODE"]}
 
 
 def large(size: int) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Any
 import fleet_tasks
 import pytest
 import worker_tasks
-from checkout import SUPPORT
+from checkout import ROOT, SUPPORT
 from small_disk import mounted
 from waiting import eventually
 
 from coda_agent.agent.fleet import on_ray
 from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 from coda_agent.verifier.gates import silent
@@ -58,6 +59,7 @@ class Fleet:
     def add(self, name: str, cores: int = 1, gpus: int = 0, **environment: str) -> Any:
         """A node of one core, whose processes know its name."""
         known = {"TEST_NODE": name, "CODA_AGENT_CACHE": str(self.directory / name)} | environment
+        known = {"QUACK_CACHE_DIR": str(self.directory / name / "quack")} | known
         return self.cluster.add_node(
             num_cpus=cores, num_gpus=gpus, object_store_memory=SMALL, env_vars=known, wait=False
         )
@@ -128,6 +130,26 @@ def test_a_killed_worker_costs_one_piece_and_its_slot_comes_back(fleet: Fleet, t
     assert fleet.run("k check", fleet_tasks.kill_seat_once, marker) == {"marker": marker}
     assert [e["outcome"] for e in fleet.told("lease", before)] == ["void", "done"]
     fleet.here("a", "b")
+
+
+def test_objects_that_one_node_compiled_are_not_compiled_on_another(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quack import cache
+
+    monkeypatch.setattr(cache, "CACHE_DIR", str(fleet.directory / "driver"))
+    folder = ROOT / "generated_kernels"
+    asked = {"program": (folder / "gemm_rmsnorm.program.json").read_text()}
+    asked["spec"] = (ROOT / "specs" / "gemm_rmsnorm.yaml").read_text()
+    before, found = len(fleet.events), []
+    for name in ("a", "b", "a"):
+        slot = fleet.slot(name)
+        more: dict[str, Any] = {"patience": PATIENCE, "progress": silent}
+        found.append(run_shared(fleet.pool, slot, "spec", fleet_tasks.tune_toy, asked, **more))
+    assert [(each["node"], each["compiled"]) for each in found] == [("a", 2), ("b", 0), ("a", 0)]
+    assert all(each["right"] == [True, True] for each in found)
+    counted = [(e["made"], e["given"]) for e in fleet.told("objects", before)]
+    assert counted == [(2, 0), (0, 2), (0, 0)]
 
 
 def test_a_hung_piece_is_killed_and_its_node_stays(fleet: Fleet) -> None:
