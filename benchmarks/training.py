@@ -104,13 +104,15 @@ def sharing(source: nn.Module) -> Any:
 def arm(name: str, source: nn.Module, kind: str) -> LossArm:
     """Make an arm that shares a model's parameters."""
     own, code = sharing(source), _code(kind)
-    usual = rotary = code.apply_rotary_pos_emb
+    rotary = code.apply_rotary_pos_emb
     if name == LIGER:
         from liger_kernel import transformers as liger
 
         apply = {"llama": liger.apply_liger_kernel_to_llama, "qwen3": liger.apply_liger_kernel_to_qwen3}[kind]
-        apply(model=own)  # which changes the module's rotation for all models
-        rotary, code.apply_rotary_pos_emb = code.apply_rotary_pos_emb, usual
+        usual = dict(vars(code))
+        apply(model=own)  # which also changes the Python module, for all models
+        rotary = code.apply_rotary_pos_emb
+        vars(code).update(usual)
     if name.startswith(FUSED):
         fused.patch(own)
     if name.endswith(AGAIN):
