@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import re
+import threading
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.fleet.executor import Slot, SlotLost
@@ -37,8 +39,7 @@ def run_shared(
     asked = {"task": task, "argument": argument, "files": read(lacks)["files"]}
     told = slot.run(sharing, asked, patience=patience, progress=progress)
     with suppress(SlotLost, Lost, WorkerError):  # the answer counts, with or without its objects
-        new = lacking(told["made"])["names"]
-        if new:
+        if new := lacking(told["made"])["names"]:
             write(slot.run(read, new, patience=PATIENCE, progress=silent)["files"])
         pool.objects[label] = pool.objects.get(label, frozenset()) | {*told["made"]}
     counted = {"given": len(lacks), "made": len(told["made"])}
@@ -56,12 +57,12 @@ def sharing(asked: dict[str, Any]) -> dict[str, Any]:
 
 def lacking(names: list[str]) -> dict[str, Any]:
     """The objects among ``names`` that this machine lacks."""
-    return {"names": sorted({*names} - _names())}
+    return {"names": sorted({*names} - _names()) if names else []}
 
 
 def read(names: list[str]) -> dict[str, Any]:
     """The files of these objects, as zlib data in base64."""
-    data = {name: zlib.compress((objects() / name).read_bytes()) for name in names}
+    data = {name: zlib.compress((_folder() / name).read_bytes()) for name in names}
     return {"files": {name: base64.b64encode(each).decode() for name, each in data.items()}}
 
 
@@ -69,9 +70,17 @@ def write(files: dict[str, str]) -> None:
     for name, data in files.items():
         if not NAME.fullmatch(name):
             raise WorkerError(f"{name!r} is no object's name")
-        write_atomic(objects() / name, zlib.decompress(base64.b64decode(data)))
+        write_atomic(_folder() / name, zlib.decompress(base64.b64decode(data)))
 
 
 def _names() -> set[str]:
-    import_quack()
-    return {path.name for path in objects().glob("*") if NAME.fullmatch(path.name)}
+    return {path.name for path in _folder().glob("*") if NAME.fullmatch(path.name)}
+
+
+def _folder() -> Path:
+    with _importing:
+        import_quack()
+        return objects()
+
+
+_importing = threading.Lock()  # the driver's threads would import QuACK at once
