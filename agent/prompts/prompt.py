@@ -7,6 +7,7 @@ leaves out tips learned on this spec. The whole prompt fits a token budget.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
 BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and how many of them the task may use
+INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")  # how an example's input is drawn: no matter to its kernel
 CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python
 
 ROLE = """\
 You write CODA kernels for NVIDIA H100: a matrix product (GEMM) with the memory-bound operators around it
 fused into its epilogue, where the output tile is still in registers. You answer with one small Python file
-in the vocabulary below. A verifier traces it, checks it against PyTorch, compiles it for sm_90a and, on a
-GPU, measures it.
+in the vocabulary below. A verifier checks it against PyTorch, compiles it for sm_90a and, on a GPU,
+measures it.
 
 # Rules
 
@@ -40,8 +42,8 @@ GPU, measures it.
   .columns of a tile (numbers).
 - It is straight-line tensor code. Loads, stores, ragged edges and tile sizes are not yours.
 - A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector; an input of shape [] is a scalar.
-  Scalars and numbers meet anything. A vector meets vectors of its length, and a tile only through per_row,
-  per_column or per_head, which take expressions too.
+  Scalars and numbers meet tiles and vectors. A vector meets vectors of its length, and a tile only through
+  per_row, per_column or per_head, which take expressions too.
 - Each gemm starts a step. A tile expression is computed in the epilogue of the last gemm it needs. Its tiles
   have the gemm's rows, and half, once or twice its columns (pairs, join). A tile of inputs alone rides along
   in a step that loads all of them anyway; without one it is refused.
@@ -56,16 +58,17 @@ GPU, measures it.
   by themselves: multiply by the scale, no more.
 - Accuracy is judged against fp64, at tiny sizes too, over each input's whole `domain`; *finite* is any sign
   and size, without NaN and infinity. The error may be 1.25 times that of the reference in fp32, rounded once
-  (fp32 outputs: 4 times). Before rounding each value must be right to 3 %, small ones too: no form that
-  cancels near 0, no tail cut off. Where the reference overflows in fp32, so may you.
+  (fp32 outputs: 4 times). Before rounding each value must be right to 3 %, small ones too: no tail cut off,
+  no form that cancels near 0, as exp(t) - 1 or log(1 + t) does: a series there, chosen by where. Overflow
+  only where the reference in fp32 does: inputs are tried at 2**16 times their usual size.
 - Do not clamp, mask or guard where the reference does not. Each side of a choice (where, comparisons,
   maximum, minimum, abs) must change an output somewhere in the domain. Only in_columns may choose by sizes.
 - Speed: `accept` is the speedup over the best torch.compile that is needed in every case not marked `bench`.
   Fewer steps win; read each input once, compute each value once.
-- Costs are machine instructions an element of a tile; MUFU ones run at an eighth of the rate. *Exact* forms
-  serve reductions and fp32 or fp16 outputs, and what bf16 and fp8 outputs share with them. `+ - *`,
-  comparisons and `** 2` cost 1, a multiply-add 1, `/` 15 with 1 MUFU: divide vectors and statistics, which
-  is once a row or head, and multiply tiles. Loading a tile costs 5.
+- Costs are machine instructions an element of a tile; MUFU ones run at an eighth of the rate. The compiler
+  takes the *exact* form for reductions, fp32 and fp16 outputs and what others share with them, else the
+  cheap one. `+ - *`, comparisons and `** 2` cost 1, a multiply-add 1, `/` 15 with 1 MUFU: divide vectors and
+  statistics, which is once a row or head, and multiply tiles. Loading a tile costs 5.
 
 Operators: `+ - * /`, unary minus, `** 2`, comparisons (1 or 0).
 """
@@ -141,7 +144,7 @@ def examples(exclude: str = "") -> str:
 def _example(path: Path) -> str:
     """A worked example: the part of its spec that says what to compute, then its kernel."""
     spec, kernel = (p.read_text(encoding="utf-8").strip() for p in (path, path.with_suffix(".py")))
-    spec = spec[spec.index("inputs:") : spec.index("\ncases:")]
+    spec = INIT.sub("", spec[spec.index("inputs:") : spec.index("\ncases:")])
     return f"```yaml\n{spec}\n```\n\n```python\n{kernel}\n```"
 
 

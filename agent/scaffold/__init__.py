@@ -86,7 +86,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
         if n not in dims and size.value is None:
             message = f"parameter {n} is no dim of any shape and has no value"
             raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
-    static = tuple(n for n, size in function.sizes.items() if n in dims and size.static)
+    static = tuple(n for n in function.sizes if n in dims)
     made_up = TensorDraft((Dim.parse(next(iter(dims))),), "fp32")
     draft = SpecDraft(name, function, inputs, dims, static, dict.fromkeys(function.outputs, made_up))
     _index(draft, options)

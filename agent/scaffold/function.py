@@ -54,11 +54,9 @@ class TensorParameter:
 
 @dataclass(frozen=True)
 class SizeParameter:
-    """An integer parameter. It is a dim if a shape names it, else a number. ``static``: whether it is
-    keyword-only, which makes the dim static."""
+    """An integer parameter. It is a static dim if a shape names it, else a number."""
 
     value: int | None
-    static: bool
 
 
 @dataclass(frozen=True)
@@ -207,13 +205,13 @@ class _Reader:
         plain = [*args.posonlyargs, *args.args]
         absent: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
         for arg, default in zip(plain, [*absent, *args.defaults], strict=True):
-            self._parameter(arg, default, keyword=False)
+            self._parameter(arg, default)
         for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-            self._parameter(arg, default, keyword=True)
+            self._parameter(arg, default)
         if not self.tensors:
             raise self.fail(self.node, f"{self.node.name} has no tensor parameter; add one")
 
-    def _parameter(self, arg: ast.arg, default: ast.expr | None, keyword: bool) -> None:
+    def _parameter(self, arg: ast.arg, default: ast.expr | None) -> None:
         said = ast.unparse(arg.annotation) if arg.annotation else ""
         try:
             value: Any = ast.literal_eval(default) if default else None
@@ -224,7 +222,7 @@ class _Reader:
         if number and (isinstance(value, float) or said == "float"):
             self.constants[self._named(arg)] = float(value)
         elif isinstance(value, int) or (said == "int" and not default):
-            self.sizes[arg.arg] = SizeParameter(value, keyword)
+            self.sizes[arg.arg] = SizeParameter(value)
         elif none and arg.arg not in self.wanted:
             self.absent.add(arg.arg)
             remedy = f"--shape {arg.arg}=... has it as an input"

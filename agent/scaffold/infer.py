@@ -11,7 +11,7 @@ from coda_agent.agent.scaffold.draft import SpecDraft
 from coda_agent.agent.scaffold.function import Note, ScaffoldError
 from coda_agent.agent.scaffold.halves import Swap, swapped
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import DTYPES, INDICES
+from coda_agent.primitives.lang.ir import DTYPES, INDICES, WRITABLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Fou
     both = list(first.shape), list(second.shape)
     shape = tuple(_formula(draft, list(extents)) for extents in zip(*both, strict=True))
     usual = next(e.dtype for e in draft.inputs.values())
-    known = {TORCH[n]: n for n in DTYPES}
+    known = {TORCH[n]: n for n in WRITABLE.get(len(shape), DTYPES)}
     return Found(both, shape, known.get(first.dtype, usual if usual in DTYPES else "fp32"))
 
 

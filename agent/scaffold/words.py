@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 FUNCTIONAL = "torch.nn.functional"
 FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half")
+FLOATS += ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ class Words(ast.NodeTransformer):
         return made
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if self._dotted(node.func) == "math.sqrt" and len(node.args) == 1:
+        called = self._dotted(node.func) or ""
+        if called.startswith("math.") and (value := _number(called, node)) is not None:
+            return ast.Constant(value)
+        if called == "math.sqrt" and len(node.args) == 1:
             return ast.BinOp(self.visit(node.args[0]), ast.Pow(), ast.Constant(0.5))
         made = self.generic_visit(node)
         if self.casts or not isinstance(made, ast.Call):
@@ -163,6 +167,15 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float() as value)):
                 if every.count(name) == 1:
                     yield name, value
+
+
+def _number(called: str, node: ast.Call) -> float | None:
+    """The value of a call such as ``math.log(2.0)``; None if an argument is no number, or the value none."""
+    try:
+        value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args))
+    except (AttributeError, ArithmeticError, TypeError, ValueError):
+        return None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _is_cast(node: ast.Call) -> bool:

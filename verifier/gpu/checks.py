@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -107,9 +107,10 @@ class InputDraw:
     def undefined(self) -> frozenset[str]:
         """Outputs that are not judged, because on these inputs the reference itself overflows or loses too
         much in fp32."""
-        from coda_agent.verifier.numerics import error_gate
+        from coda_agent.verifier.numerics import error_gate, reference
 
-        return error_gate.undefined(self.family, self.truth, self.yardstick)
+        jittered = partial(reference.jittered, self.job.spec, self.inputs, self.job.sizes)
+        return error_gate.undefined(self.family, self.truth, self.yardstick, jittered)
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
         """Judge a plan's outputs by the error gate; return their errors. Raises Failed if an output exceeds

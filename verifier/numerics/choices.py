@@ -4,6 +4,11 @@ A choice takes one of two values, its sides. A side that no tried input selects 
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: on some inputs, the
 program must pass the error gate unchanged and fail it if the choice is forced to the other side. A sigmoid is
 a choice too, since it is constant far from zero: its bend near zero must be needed.
+
+A ``where`` may also choose between two right forms of a value, such as a polynomial near zero and 1 - exp(-t).
+The gate may pass a cancelling form near zero, because it allows what larger values lose, or because the
+reference cancels too. So the accurate form is not needed there, but it must be *judged*: the program must fail
+if this side alone is off by an eighth.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
+OFF = 9 / 8  # the factor on a side's values that the error gate must see
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
 COMPARED = ("it never holds", "it always holds")
@@ -68,6 +74,7 @@ class Seen:
     needed: str = ""  # the family of a run that failed without this side
     tries: int = 0  # runs that passed without this side
     apart: bool = False  # whether the two values ever differed where this side decided
+    judged: bool = False  # whether a run failed because this side alone was distorted
 
 
 @dataclass
@@ -105,7 +112,11 @@ class Coverage:
 
         A comparison used in arithmetic must always be needed.
         """
-        return [side for side in self.open if not self._alike(side.node)]
+        return [side for side in self.open if not self._alike(side.node) and not self.seen[side].judged]
+
+    def forms(self, side: Side) -> bool:
+        """Whether the choice may be between two forms of one value, and this side decided enough elements."""
+        return self.program.nodes[side.node].op == "where" and self.seen[side].share >= SHARE
 
     def _alike(self, node: int) -> bool:
         """Whether both sides of a choice between values decided enough elements, and always had equal
@@ -172,14 +183,24 @@ class Forcing:
     """A callback for the interpreter that removes one side, so that the choice returns the other side's
     value."""
 
-    def __init__(self, program: Program, without: Side):
-        self.program, self.without = program, without
+    def __init__(self, program: Program, side: Side):
+        self.program, self.side = program, side
 
     def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
-        if index != self.without.node:
+        if index != self.side.node:
             return value
-        _, other = _sides(self.program, index, arguments)[1 - self.without.side]
+        _, other = _sides(self.program, index, arguments)[1 - self.side.side]
         return torch.as_tensor(other, dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+class Distorting(Forcing):
+    """A callback for the interpreter that multiplies the values which one side decides by ``OFF``."""
+
+    def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+        if index != self.side.node:
+            return value
+        mask, _ = _sides(self.program, index, arguments)[self.side.side]
+        return torch.where(mask, value * OFF, value)
 
 
 def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:

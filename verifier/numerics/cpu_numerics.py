@@ -111,7 +111,8 @@ class Comparison(NamedTuple):
             message = f"its reference raises {type(error).__name__} on {run}: {error}"
             raise SpecError(f"spec {spec.name}", None, message) from error
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
-        undefined = error_gate.undefined(run.family, truth, values)
+        jittered = partial(reference.jittered, spec, inputs, run.sizes)
+        undefined = error_gate.undefined(run.family, truth, values, jittered)
         # not at long extents: they are tried for defects of kernels, which PyTorch's functions do not have
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():

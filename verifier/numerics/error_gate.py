@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -97,14 +97,20 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     return math.sqrt(stats.e2 / stats.t2) if stats.t2 else error, stats.ratio(error, lost)
 
 
-def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
+def undefined(
+    family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
+) -> frozenset[str]:
     """The outputs to leave unjudged on inputs beyond the typical, because there the reference overflows in
-    fp32 or loses more than ``LOST``. Empty for a typical family."""
+    fp32 or loses more than ``LOST``, or the truth is zero only because fp64 cancels: ``jittered`` (of
+    ``reference``) then is not zero. Empty for a typical family."""
     if family not in BEYOND:
         return frozenset()
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
     allowed = {name: max(LOST, torch.finfo(stored.dtype).eps / 2) for name, stored in yard.items()}
-    return frozenset(name for name, lost in losses.items() if not lost <= allowed[name])
+    lost = {name for name, lost in losses.items() if not lost <= allowed[name]}
+    zero = {name for name, true in truth.items() if not true.any()} - lost
+    again = jittered() if zero else {}
+    return frozenset(lost | {name for name in zero if again[name].any()})
 
 
 @dataclass

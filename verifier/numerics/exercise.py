@@ -13,7 +13,7 @@ from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.system import deadline
 from coda_agent.verifier.gates import Failed, judge
-from coda_agent.verifier.numerics.choices import Counting, Coverage, Forcing
+from coda_agent.verifier.numerics.choices import Counting, Coverage, Distorting, Forcing
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings, unrounded
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import finished
@@ -39,6 +39,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
             seen.tries += 1
             if not compared.passes(program, Forcing(program, side)):
                 seen.needed = compared.run.family
+            elif coverage.forms(side) and not seen.judged:
+                seen.judged = not compared.passes(program, Distorting(program, side))
 
 
 def reach(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import saturated
@@ -116,6 +117,15 @@ def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -
     they are large. fp8 outputs are saturated, as ``fp32`` saturates them."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
+
+
+def jittered(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """The outputs of the oracle if each operation rounds otherwise: its results are multiplied by 1 + 2**-52
+    or 1 - 2**-52 at random (Monte Carlo arithmetic). Where they differ from the oracle's, it knows no more
+    digits: z - tanh(z) is zero in fp64 below 1e-8, and here is not."""
+    outputs = dict.fromkeys(spec.outputs, torch.float64)
+    with _Jitter():
+        return _evaluate(spec, inputs, sizes, torch.float64, outputs)
 
 
 def fp32(
@@ -302,6 +312,25 @@ def _in_blocks(
         block(start, min(start + rows, total))
     summed = {n: _saturated(spec, n, t) for n, t in result.items() if not _leads(spec.outputs[n], row.name)}
     return {name: value.to(dtypes[name]) for name, value in (result | summed).items()}
+
+
+class _Jitter(_Mode):
+    """Multiply each floating result by 1 + 2**-52 or 1 - 2**-52, at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return tree_map_only(Tensor, self._off, func(*args, **(kwargs or {})))
+
+    def _off(self, value: Tensor) -> Tensor:
+        if not value.is_floating_point() or value.is_meta:
+            return value
+        up = torch.rand(value.shape, generator=self.random).to(value.device) < 0.5
+        return value * (1 + 2.0**-52 * (2 * up.to(value.dtype) - 1))
 
 
 @contextmanager

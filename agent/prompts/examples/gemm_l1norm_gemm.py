@@ -2,9 +2,9 @@ from primitives import abs, gemm, kernel, per_column, per_row, row_sums, where
 
 
 @kernel
-def gemm_l1norm_gemm(x, w1, bias, w2, slope, eps):
-    """Two steps: h is stored between them, and the row scale, final only then, rides on the second gemm."""
+def gemm_l1norm_gemm(x, w1, bias, w2, res, eps, slope):
+    """Two steps: the row scale, final only after the first, and a residual ride on the second."""
     z = gemm(x, w1.mT) + per_column(bias)
     h = where(z > 0, z, slope * z)
     scale = 1 / (row_sums(abs(h)) / h.columns + eps)
-    return {"out": gemm(h, w2.mT) * per_row(scale), "scale": scale}
+    return {"out": gemm(h, w2.mT) * per_row(scale) + res, "scale": scale}

@@ -157,8 +157,8 @@ def row_max(t: Tensor) -> Tensor:
 
 @reduces(MAX_ABS.along("row"), torch=_abs_max(1), sides=_halves(1, _abs_max(1)))
 def row_abs_max(t: Tensor) -> Tensor:
-    """The largest magnitude of each row of a tile, such as for the scale of a quantised output. NaN is
-    ignored (a row of only NaN gives 0); torch gives NaN. Final after its step, as row_sums.
+    """The largest magnitude of each row of a tile. NaN is ignored (a row of only NaN gives 0); torch gives
+    NaN. Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, else as row_sums.
     Paper: family 4, reductions.
@@ -175,8 +175,7 @@ def row_abs_max(t: Tensor) -> Tensor:
     derivative=lambda g, y, t: (apply("as_tile", apply("per_column", g), t),),
 )
 def column_sums(t: Tensor) -> Tensor:
-    """The sum of each column of a tile, over unrounded values: gradients of biases and norm weights. Final
-    after its step, as row_sums.
+    """The sum of each column of a tile, over unrounded values. Final after its step, as row_sums.
 
     Shapes: [M, N] to [N]. Dtypes: fp32. Cost: 3 instructions an element, 0.2 of them shuffles; 4 bytes a
     column and CTA tile, else as row_sums. Paper: family 4, reductions.

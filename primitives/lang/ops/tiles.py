@@ -258,7 +258,7 @@ def in_columns(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
 
 
 def column_index(t: Tensor) -> Tensor:
-    """The number of each column of a tile, from 0: for masks and one-hot rows.
+    """The number of each column of a tile, from 0.
 
     Shapes: [M, N] to [M, N]. Dtypes: fp32, exact up to 2**24. Cost: half an instruction an element.
     Paper: family 3, tiles.
