@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
 BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and how many of them the task may use
-INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")  # how an example's input is drawn: no matter to its kernel
+INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")  # does not matter to an example
 CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python
 
 ROLE = """\

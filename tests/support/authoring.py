@@ -41,6 +41,18 @@ SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / 
 SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
 ACCEPTED = [name for name in SHIPPED if (KERNELS / f"{name}.py").exists()]  # the others await an author
 
+
+def activation(folder: Path, reference: str) -> Spec:
+    """A spec of one product z [M, F] of x and w, whose only output, y in bf16, is this expression of z."""
+    text = (SPECS / "gemm_relu2.yaml").read_text(encoding="utf-8")
+    outputs, cases = text.index("outputs:"), text.index("cases:")
+    lines = ["outputs:", "  y: {shape: [M, F], dtype: bf16}", "reference: |", "  z = x @ w.mT"]
+    path = folder / "made.yaml"
+    made = "\n".join([*lines, f"  y = {reference}", text[cases:]])
+    path.write_text(text[:outputs].replace("gemm_relu2", "made") + made, encoding="utf-8")
+    return load(path, check=False)
+
+
 TOY = """\
 name: toy
 summary: Matmul with a row scale.

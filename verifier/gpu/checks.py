@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -109,7 +109,9 @@ class InputDraw:
         much in fp32."""
         from coda_agent.verifier.numerics import error_gate, reference
 
-        jittered = partial(reference.jittered, self.job.spec, self.inputs, self.job.sizes)
+        def jittered() -> dict[str, torch.Tensor]:
+            return reference.jittered(self.job.spec, self.inputs, self.job.sizes)
+
         return error_gate.undefined(self.family, self.truth, self.yardstick, jittered)
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:

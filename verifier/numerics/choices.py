@@ -5,10 +5,10 @@ a clamp beyond the drawn values looks like no clamp. So each side must be *neede
 program must pass the error gate unchanged and fail it if the choice is forced to the other side. A sigmoid is
 a choice too, since it is constant far from zero: its bend near zero must be needed.
 
-A ``where`` may also choose between two right forms of a value, such as a polynomial near zero and 1 - exp(-t).
-The gate may pass a cancelling form near zero, because it allows what larger values lose, or because the
-reference cancels too. So the accurate form is not needed there, but it must be *judged*: the program must fail
-if this side alone is off by an eighth.
+A ``where`` may also choose between two right forms of a value, such as a series near zero and 1 - exp(-t).
+The gate may pass the form that cancels, because it allows what larger values lose, or because the reference
+cancels too. Then nothing needs the accurate form, but it must be *judged*: the program must fail if this side
+alone is off by an eighth.
 """
 
 from __future__ import annotations

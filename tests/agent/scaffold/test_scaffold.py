@@ -137,6 +137,18 @@ class Done:
 Command = Callable[..., Done]
 
 
+HEADS = """\
+import math
+
+import torch
+
+
+def split(x, w, gain, H: int, G: int, W: int):
+    q, kv = (x @ w.mT).split([H * W, 2 * G * W], dim=1)
+    return math.log(2.0) * q, (kv.unflatten(1, (2 * G, W)) * gain).flatten(1)
+"""
+
+
 @pytest.fixture
 def new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -249,6 +261,11 @@ def test_numbers_become_constants_dims_or_text(new: Command) -> None:
     spec, text = made(new, "rotated")
     assert spec.static == ("P",) and all(case.sizes["P"] == 32 for case in spec.cases)
     assert "  times = 3\n" in text
+    Path("heads.py").write_text(HEADS)
+    given = ["--shape", "x=M,K", "--shape", "w=H*W+2*G*W,K", "--shape", "gain=W"]
+    assert new("heads.py:split", *given, "--no-input", "--out", "heads.yaml").status == 0
+    assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")  # what no shape tells, and heads
+    assert "0.6931471805599453 * q" in Path("heads.yaml").read_text()
     spec, text = made(new, "two")
     assert spec.constants == {"alpha": 0.5} and list(spec.outputs) == ["h", "out1"]
     spec, text = made(new, "capped_loss", "--dtype", "target=int64")
@@ -594,6 +611,11 @@ def test_an_output_may_be_fp8(new: Command) -> None:
     given = ["--shape", "x=M,K", "--shape", "w=N,K", "--shape", "scale=", "--dtype", "scale=fp32"]
     assert new("eight.py:f", *given, "--dtype", "out=fp8_e5m2", "--out", "f.yaml").status == 0
     assert load(Path("f.yaml"), check=False).outputs["out"].dtype == "fp8_e5m2"
+    cast = "import torch\ndef f(x, w, scale):\n    return ((x @ w.mT) * scale).to(torch.float8_e4m3fn)\n"
+    Path("eight.py").write_text(cast)
+    assert new("eight.py:f", *given, "--out", "g.yaml").status == 0
+    spec = load(Path("g.yaml"), check=False)
+    assert spec.outputs["out"].dtype == "fp8_e4m3" and "float8" not in spec.reference
 
 
 def test_a_file_that_exists_stays(new: Command) -> None:

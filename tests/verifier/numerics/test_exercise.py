@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import KERNELS, SPECS, program_of
+from authoring import KERNELS, SPECS, activation, program_of
 from spec_files import write_changed
 
 from coda_agent import primitives
@@ -91,6 +91,43 @@ sig = where(gate >= 0, 1 / (1 + falling), falling / (1 + falling))
 return {"preact": z, "act": gate * sig * up + 0 * rising}"""
     figures = interpreted(spec_of("gemm_swiglu"), kernel(spec_of("gemm_swiglu"), body))
     assert {choice["op"] for choice in figures["choices"]} == {"abs", "exp", "where"}
+
+
+TANHSHRINK = """
+z = gemm(x, w.mT)
+s = z * z
+near = z * s * (1 / 3 - s * (2 / 15 - s * (17 / 315 - s * (62 / 2835 - s * (1382 / 155925)))))
+return {"y": where(s < 0.25, near, z - tanh(z))}"""
+CLOGLOG = """
+t = exp(gemm(x, w.mT))
+near = t * (1 - t * (1 / 2 - t * (1 / 6 - t * (1 / 24 - t * (1 / 120 - t / 720)))))
+return {"y": where(t < 0.25, near, 1 - exp(0 - t))}"""
+
+
+@pytest.mark.parametrize(
+    ("reference", "body"),
+    [("z - tanh(z)", TANHSHRINK), ("tanhshrink(z)", TANHSHRINK), ("-torch.expm1(-exp(z))", CLOGLOG)],
+)
+def test_a_series_may_replace_a_form_that_cancels(tmp_path: Path, reference: str, body: str) -> None:
+    """The gate allows the cancelling form what larger values lose, so nothing needs the series."""
+    spec = activation(tmp_path, reference)
+    figures = interpreted(spec, kernel(spec, body))
+    assert "where" in {choice["op"] for choice in figures["choices"]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("1 / 6", "1 / 5", "numerics"),
+        ("t < 0.25", "t < 0 - 1", "idle_choice"),
+        ("where(t < 0.25, near, 1 - exp(0 - t))", "minimum(1 - exp(0 - t), 1)", "idle_choice"),
+    ],
+)
+def test_what_replaces_it_is_judged(tmp_path: Path, old: str, new: str, code: str) -> None:
+    spec = activation(tmp_path, "-torch.expm1(-exp(z))")
+    with pytest.raises(Failed) as failed:
+        interpreted(spec, kernel(spec, CLOGLOG.replace(old, new)))
+    assert failed.value.code == code
 
 
 @pytest.mark.parametrize(

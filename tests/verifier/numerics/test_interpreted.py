@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_toy
+from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, activation, program_of, write_toy
 
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, InputSettings, runs
-from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.sizes import small_sizes
 from coda_agent.verifier.numerics.stretch import STRETCHED
 from coda_agent.verifier.spec.model import Spec
@@ -222,3 +224,18 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
     (_, errors), _ = Comparison.of(spec, again).errors(program_of(spec, UNSCALED))
     assert errors[0].reason in words
     assert faults(spec, TOY_KERNEL, again) == {STORED: set(), "not rounded": set()}
+
+
+@pytest.mark.parametrize(("family", "left"), [("faint", {"y"}), ("tiny", set())])
+@pytest.mark.parametrize("scale", [2.0**-40, 0.0])
+def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
+    tmp_path: Path, family: str, left: set[str], scale: float
+) -> None:
+    """z - tanh(z) is zero in fp64 below 1e-8, and z**3 / 3 is right; where z is zero, so is the truth."""
+    spec = activation(tmp_path, "z - tanh(z)")
+    run = InputSettings({"M": 24, "D": 16, "F": 16}, family, 0)
+    drawn = draw(spec, run.sizes, 0)
+    drawn["x"] = (drawn["x"].double().sign() * scale).to(drawn["x"].dtype)
+    compared = Comparison.of(spec, run, drawn)
+    assert not compared.truth["y"].any()
+    assert compared.undefined == (left if scale else set())
