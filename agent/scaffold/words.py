@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 FUNCTIONAL = "torch.nn.functional"
-FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half")
-FLOATS += ("float8_e4m3fn", "float8_e5m2")
+FLOATS = (
+    *("bfloat16", "double", "float", "float16", "float32", "float64", "half"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
 
 
 @dataclass(frozen=True)
