@@ -197,6 +197,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
+def where(request: pytest.FixtureRequest) -> Any:
+    """Where a test of fused runs: on a GPU if a module of tests/gpu collected it."""
+    import layer_parts
+
+    return layer_parts.GPU if request.path.parent == ROOT / "tests" / "gpu" else layer_parts.CPU
+
+
+@pytest.fixture
 def nothing_beside() -> Iterator[None]:
     """No command of these tests writes into the checkout."""
     before = set(os.listdir(ROOT))

@@ -7,20 +7,29 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from layer_parts import Where
 
 from coda_agent.fused import ops, programs
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.values import trial
+from coda_agent.verifier.spec.model import Spec
 
 NAMES = sorted(programs.accepted())
 
 
-def drawn(name: str) -> tuple[Any, dict[str, Any]]:
-    """An operator and its arguments at small sizes, by name and in order."""
+def on_gpu(spec: Spec) -> dict[str, int]:
+    """Small sizes at which kernels can be launched."""
+    return {dim: {"M": 200, "H": 6, "P": 32}.get(dim, 272) for dim in spec.dims}
+
+
+def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """An operator and its arguments at small sizes, by name and in order. On a GPU the sizes are such that
+    its kernel takes them."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    inputs = trial(spec)[1]
+    inputs = draw(spec, on_gpu(spec), seed=1, device=device) if device == "cuda" else trial(spec)[1]
     given = {n: inputs[n].to(torch_dtype(t.dtype)) for n, t in spec.inputs.items()}
     op = getattr(torch.ops.coda_agent, name).default
     return op, {n: t if t.ndim else float(t) for n, t in given.items()}
@@ -42,8 +51,8 @@ def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck_passes(name: str) -> None:
-    op, inputs = drawn(name)
+def test_opcheck_passes(name: str, where: Where) -> None:
+    op, inputs = drawn(name, where.device)
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if "fp8" in name:  # the test of a schema compares its inputs by a product, which fp8 has not on a CPU
         utils.remove("test_schema")

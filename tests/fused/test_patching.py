@@ -13,11 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import small_models
 import torch
-from layer_parts import loss_of
+from layer_parts import Where, loss_of
 from small_models import FAMILIES, faults, own_operators, tokens, trained
 from torch import Tensor
 
@@ -34,8 +33,8 @@ def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @EVERY_FAMILY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_loss_and_every_gradient_pass_the_error_gate(family: str, dtype: torch.dtype) -> None:
-    model, ids = small_models.model(family, dtype), tokens(4, 24)
+def test_loss_and_every_gradient_pass_the_error_gate(family: str, dtype: torch.dtype, where: Where) -> None:
+    model, ids = small_models.model(family, dtype, device=where.device), tokens(4, 24)
     exact, usual = trained(copy.deepcopy(model).double(), ids), trained(model, ids)
     fused.patch(model)
     found = trained(model, ids)
@@ -54,8 +53,8 @@ def test_the_error_gate_sees_a_wrong_eps() -> None:
 
 
 @EVERY_FAMILY
-def test_every_part_of_a_layer_runs_fused(family: str) -> None:
-    model = small_models.model(family)
+def test_every_part_of_a_layer_runs_fused(family: str, where: Where) -> None:
+    model = small_models.model(family, where.dtype, device=where.device)
     table = fused.patch(model)
     ran = own_operators(lambda: trained(model, tokens()))
     forward = [each for each in ran if "backward" not in each]
@@ -198,6 +197,8 @@ def test_frozen_weights_have_no_gradient_and_no_product() -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "adapted first"])
 def test_lora_adapters_stand_beside(first: bool) -> None:
+    import peft  # which a GPU's machine may lack
+
     model = small_models.model("Llama")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     if first:
@@ -240,8 +241,8 @@ def test_hidden_states_and_attentions_are_recorded() -> None:
         assert all(loss_of(a, b) < 1e-5 for a, b in zip(mine, theirs, strict=True))
 
 
-def test_the_models_own_checkpointing_gives_the_same_gradients() -> None:
-    model = small_models.model("Llama")
+def test_the_models_own_checkpointing_gives_the_same_gradients(where: Where) -> None:
+    model = small_models.model("Llama", where.dtype, device=where.device)
     fused.patch(model)
     plain = trained(model, tokens(), use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})

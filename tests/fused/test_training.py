@@ -10,7 +10,7 @@ import pytest
 import small_models
 import torch
 import torch._dynamo
-from layer_parts import loss_of
+from layer_parts import Where, loss_of
 from small_models import FAMILIES, accumulated, faults, tokens, trained
 from torch import Tensor
 
@@ -41,8 +41,8 @@ def losses(model: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_converges_as_the_unpatched_model(family: str) -> None:
-    model = small_models.model(family, torch.bfloat16)
+def test_it_converges_as_the_unpatched_model(family: str, where: Where) -> None:
+    model = small_models.model(family, torch.bfloat16, device=where.device)
     patched, exact = copy.deepcopy(model), copy.deepcopy(model).float()
     fused.patch(patched)
     usual, found = losses(model), losses(patched)
@@ -57,12 +57,12 @@ def test_it_converges_as_the_unpatched_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma"])
-def test_autocast_keeps_the_stream_and_the_gradients_in_fp32(family: str) -> None:
-    model, ids = small_models.model(family), tokens(4, 24)
+def test_autocast_keeps_the_stream_and_the_gradients_in_fp32(family: str, where: Where) -> None:
+    model, ids = small_models.model(family, device=where.device), tokens(4, 24).to(where.device)
     exact = trained(copy.deepcopy(model).double(), ids)
     patched = copy.deepcopy(model)
     assert fused.patch(patched).fused
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(where.device, torch.bfloat16):
         usual, found = trained(model, ids), trained(patched, ids)
         assert patched.model(ids).last_hidden_state.dtype == torch.float32
     assert {t.dtype for t in found.values()} == {torch.float32}
@@ -105,17 +105,18 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
         assert loss_of(parameter.grad, torch.stack([found[name] for found in each]).sum(0)) < 1e-6, name
 
 
-def test_a_model_compiles_whole_for_any_length() -> None:
-    model = small_models.model("Llama", num_hidden_layers=1)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_model_compiles_whole_for_any_length(backend: str, where: Where) -> None:
+    model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1)
     plain = copy.deepcopy(model)
     fused.patch(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.compile(backend="aot_eager", fullgraph=True)
+    model.compile(backend=backend, fullgraph=True)
     for length in (8, 12, 16, 20, 28):
         ids = tokens(2, length)
         found, usual = (trained(each, ids, use_cache=False) for each in (model, plain))
-        assert max(loss_of(found[name], usual[name]) for name in usual) < 1e-5
+        assert max(loss_of(found[name], usual[name]) for name in usual) < 10 * where.close
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first length, and any
 
 

@@ -12,6 +12,18 @@ from torch.nn import functional as nn_f
 from coda_agent.fused import functional
 
 EPS = 1e-3
+
+
+class Where(NamedTuple):
+    """A device, the widest dtype of a fused part's matrices there, and how close two ways to compute the same
+    values in it are, relative."""
+
+    device: str
+    dtype: torch.dtype
+    close: float
+
+
+CPU, GPU = Where("cpu", torch.float32, 1e-6), Where("cuda", torch.bfloat16, 2e-2)
 D, F, A, WIDTH, QUERIES, KEYS, VOCABULARY = 16, 24, 32, 8, 3, 1, 40
 TURNED = (QUERIES + KEYS) * WIDTH
 Function = Callable[..., Tensor]
@@ -24,15 +36,15 @@ class Part(NamedTuple):
     ours: Function
     plain: Function
 
-    def drawn(self, rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    def drawn(self, rows: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
         """Leaves that want gradients."""
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(0)
         found = {}
         for name, shape in self.shapes.items():
             sizes = [rows if size == "M" else size for size in shape]
             scale = 1.0 if "M" in shape else sizes[-1] ** -0.5
             value = torch.randn(sizes, generator=random) * scale + (1.0 if name == "gamma" else 0.0)
-            found[name] = value.to(dtype).requires_grad_()
+            found[name] = value.to(device, dtype).requires_grad_()
         return found
 
 
@@ -82,7 +94,7 @@ def before_attention(bias: bool, rotates: bool) -> Part:
     columns = TURNED + KEYS * WIDTH
 
     def table(x: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(x.shape[0] * WIDTH // 2).view(-1, WIDTH // 2) * 0.1
+        angles = torch.arange(x.shape[0] * WIDTH // 2, device=x.device).view(-1, WIDTH // 2) * 0.1
         both = torch.cat((angles, angles), -1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
@@ -140,7 +152,7 @@ PARTS = {
 def gradients(function: Function, given: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     """The result and the gradient of each leaf that wants one, of a random weighting of the result."""
     result = function(**given)
-    weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result.dtype)
+    weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result)
     wanted = {n: t for n, t in given.items() if t.requires_grad}
     found = torch.autograd.grad((result * weight).sum(), list(wanted.values()))
     return {"result": result.detach(), **dict(zip(wanted, found, strict=True))}

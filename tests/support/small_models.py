@@ -28,7 +28,9 @@ SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LIMITS = replace(limits.USUAL, slope=limits.FEW.slope, shared=limits.UNROUNDED.shared)
 
 
-def model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
+def model(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu", **more: Any
+) -> Any:
     """A causal model of two layers with random weights, norms and biases included, in training."""
     library = importlib.import_module(f"transformers.models.{family.lower()}")
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -41,7 +43,7 @@ def model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    return made.to(dtype).train()
+    return made.to(device, dtype).train()
 
 
 def tokens(rows: int = 2, length: int = 12, seed: int = 1) -> Tensor:
@@ -59,6 +61,7 @@ def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
 
 def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
     """The loss of one step, whose gradients are added to those of the parameters. One target is ignored."""
+    ids = ids.to(next(model.parameters()).device)
     labels = ids.clone()
     labels[0, 3] = -100
     loss: Tensor = model(input_ids=ids, labels=labels, **more).loss
