@@ -114,6 +114,13 @@ WIDE_REPEAT = (
     "as join(a * per_head(v), b * per_head(u))"
 )
 TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is another value"
+GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets cannot have
+    "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a PyTorch op",
+    "heads": "its rows have no heads. Use per_column(v) of a vector with an entry a column",
+    "range": "it stores whole rows. Return the whole tile, of which the caller takes the columns",
+    "narrow": "an expert's rows may begin at any address, which 16-bit vectors cannot. Let the spec declare "
+    "the vector fp32",
+}
 REPEATED = (
     ". per_head of an input [M, W] repeats its W columns for each head. One value a head, [M, H], spreads "
     "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"

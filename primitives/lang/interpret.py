@@ -173,12 +173,16 @@ class _Run:
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Compute a value of the epilogue or the sweep, unless the sweep has already computed it."""
+        import torch
+
         node = self.nodes[index]
         if index in values:
             return
         if node.op == "gemm":
-            a, b = (self.operand(i) for i in node.args)
-            values[index] = a @ b
+            a, b, *offsets = node.args
+            product, rows = OPERATIONS["gemm"].torch, [self.memory[i] for i in offsets]
+            assert product is not None  # tiles.py gives it one
+            values[index] = product(torch, self.operand(a), self.operand(b), *rows)
         else:
             values[index] = self.compute(index, self.with_shapes(node, values))
 

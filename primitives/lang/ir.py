@@ -25,8 +25,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 EIGHTS = ("fp8_e4m3", "fp8_e5m2")  # stored tiles saturate: a value beyond the range becomes its nearest end
 OPERANDS = ("fp8_e4m3",)  # only gemm reads these
 INDICES = ("int32", "int64")  # vectors of targets and positions
-READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # dtypes of inputs, by rank
-WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS}  # dtypes of outputs, by rank
+READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS, 3: DTYPES[:2]}  # of inputs, by rank
+WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS, 3: DTYPES}  # dtypes of outputs, by rank
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
@@ -36,10 +36,11 @@ FORMAT = 2
 
 
 class TensorType(NamedTuple):
-    """The symbolic shape (rank 0 to 2) and dtype of a tensor outside the kernel.
+    """The symbolic shape (rank 0 to 3) and dtype of a tensor outside the kernel.
 
     Inputs and outputs may be bf16, fp16 or fp32. Matrices that only gemm reads may also be fp8_e4m3, and
     output tiles fp8_e4m3 or fp8_e5m2. Vectors of targets or positions are int32 or int64. A scalar is fp32.
+    Rank 3 is one matrix for each expert, which only gemm reads, in bf16 or fp16.
     """
 
     shape: tuple[Dim, ...]
@@ -47,14 +48,14 @@ class TensorType(NamedTuple):
 
     def type(self) -> Type:
         """The type of the tensor inside a kernel."""
-        return Type(("scalar", "vector", "tile")[len(self.shape)], self.shape)
+        return Type(("scalar", "vector", "tile", "experts")[len(self.shape)], self.shape)
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": [str(d) for d in self.shape], "dtype": self.dtype}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorType:
-        if len(data["shape"]) > 2:
+        if len(data["shape"]) > 3:
             raise ValueError(f"a tensor of rank {len(data['shape'])}")
         return cls(tuple(Dim.parse(d) for d in data["shape"]), str(data["dtype"]))
 
@@ -148,11 +149,14 @@ def _writable(tensor: TensorType) -> bool:
     return tensor.dtype in WRITABLE.get(len(tensor.shape), ())
 
 
-Kind = Literal["tile", "range", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
+Kind = Literal[
+    "tile", "range", "operand", "experts", "vector", "row", "column", "scalar", "head", "spread", "repeated"
+]  # fmt: skip
 
 
 class Type(NamedTuple):
-    """The type of a node: a tile [M, N], a ``range`` of a tile's columns, a gemm operand x.mT, a vector [M],
+    """The type of a node: a tile [M, N], a ``range`` of a tile's columns, a gemm operand x.mT, a matrix for
+    each of several ``experts`` [E, N, K], a vector [M],
     a vector spread over a tile by per_row (``row``) or per_column (``column``), or a scalar. Three kinds have
     heads of ``period`` columns: a statistic [M, heads] (``head``), a statistic spread over the heads' columns
     (``spread``), and a vector [period] or a tile [M, period] that is ``repeated`` for each head."""
@@ -225,7 +229,7 @@ Derivative = Callable[..., tuple[Any, ...]]
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-IN_STEP = ("tile", "range", "head", "spread", "repeated")  # kinds that live in one step's registers
+IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")  # kinds that live in one step's registers
 
 
 def reduction(node: Node) -> Reduction | None:
@@ -298,7 +302,7 @@ class Program(NamedTuple):
             raise ProgramError("dim", f"node {index}: the size {text!r} is written {str(size)!r}")
 
     def _check_reading(self, node: Node, line: int | None) -> None:
-        """Check that only gemm reads fp8, and that indices are inputs with an integer dtype."""
+        """Check that only gemm reads fp8, and that indices and offsets are inputs with an integer dtype."""
         for argument in node.args:
             given = self.input_tensor(argument)
             if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
@@ -308,6 +312,10 @@ class Program(NamedTuple):
                     f"input {name!r} is {given.dtype}: only gemm reads that; scale its product instead",
                     line,
                 )
+        if node.op == "gemm" and len(node.args) > 2:
+            known = self.input_tensor(node.args[2])
+            if known is None or known.dtype != "int32":
+                raise ProgramError("dtype", "gemm's offsets are an input of int32, [E + 1]", line)
         if (how := reduction(node)) and how.selects:
             known = self.input_tensor(node.args[1])
             if known is None or known.dtype not in INDICES:
@@ -426,8 +434,8 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
 def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
     """Raise ProgramError if a value of type ``got`` cannot be the output ``name``."""
     expected = signature.outputs[name]
-    if got.kind not in ("tile", "range", "vector", "head") or got.shape != expected.shape:
-        want = "tile" if len(expected.shape) == 2 else "vector"
+    if got.kind not in ("tile", "range", "experts", "vector", "head") or got.shape != expected.shape:
+        want = expected.type().kind
         part = got.kind == want == "tile" and got.shape[0] == expected.shape[0]
         raise ProgramError(
             "output_shape",

@@ -100,6 +100,7 @@ class _Cutter:
         # Later steps come first, because earlier steps must store the tiles that later steps read back.
         for step in reversed(self.steps):
             self.collect(step)
+            self.check_grouped(step)
         if not self.steps:
             raise ProgramError("homeless", "the kernel calls no gemm, so there is no epilogue to fuse into")
         self.check_updates()
@@ -168,7 +169,7 @@ class _Cutter:
 
     def operands(self, step: GemmStep) -> None:
         """Check that the operands' dtypes agree. A tile operand is stored in the other operand's dtype."""
-        sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
+        sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args[:2]]
         given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
         for source in sources:
@@ -185,7 +186,7 @@ class _Cutter:
                 "or both fp8_e4m3",
                 step.gemm,
             )
-        a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args)
+        a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args[:2])
         own = all(map(self.program.input_tensor, sources))
         if given[0] in EIGHTS and not (own and (a, b) == ("input", "transpose")):
             raise self.fail(
@@ -197,7 +198,7 @@ class _Cutter:
     def any_operand(self) -> str:
         """The dtype of the inputs that GEMMs read (else bf16), for stored tiles without a declared dtype."""
         for gemm in self.placed.gemms:
-            for operand in self.nodes[gemm].args:
+            for operand in self.nodes[gemm].args[:2]:
                 given = self.program.input_tensor(untransposed(self.program, operand))
                 if given and given.dtype in DTYPES:
                     return given.dtype
@@ -295,6 +296,25 @@ class _Cutter:
                     next(i for i in sorted(step.statistics) if self.made_of(i, nodes)),
                 )
 
+    def check_grouped(self, step: GemmStep) -> None:
+        """Check that a product with offsets has no epilogue that would cross from an expert's rows into the
+        next expert's."""
+        if len(self.nodes[step.gemm].args) < 3:
+            return
+        vectors = {i: self.nodes[i].args[0] for i in step.vectors if self.nodes[i].op == "per_row"}
+        known = {i: self.program.input_tensor(v) for i, v in vectors.items()}
+        dtypes = {i: t.dtype if t else self.dtypes.get(vectors[i], "fp32") for i, t in known.items()}
+        found = {
+            "columns": [i for i in step.reductions if self.types[i].shape != self.types[step.gemm].shape[:1]],
+            "heads": [*step.statistics, *step.repeats],
+            "range": [i for i in step.stores if self.types[i].kind == "range"],
+            "narrow": [i for i, dtype in dtypes.items() if dtype in ("bf16", "fp16")],
+        }
+        for why, nodes in found.items():
+            if nodes:
+                op = self.nodes[nodes[0]].op
+                raise self.fail("grouped", f"{op} of a gemm with offsets: {diagnostics.GROUPED[why]}", nodes[0])
+
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
         """Whether a value depends on one of ``wanted`` within its step."""
         seen, pending = set[int](), [root]
@@ -331,6 +351,8 @@ class _Cutter:
             if self.comes_loaded(index, step):
                 step.loads.append(index)
                 return ()
+        elif kind == "experts":
+            self.width[step.index, index] = 1
         elif kind == "range":
             self.check_range(index, step)
         elif kind in ("head", "spread") and self.placed.home[index] not in (-1, step.index):

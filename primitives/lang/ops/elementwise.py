@@ -34,6 +34,8 @@ def _meet(name: str, a: Type, b: Type) -> Type:
             "broadcast",
             f"{name}: {b} is an output's alone; compute over the whole tile, and cut it last",
         )
+    if "experts" in (a.kind, b.kind):
+        raise ProgramError("broadcast", f"{name}: a matrix for each expert is an operand of gemm only")
     if a.kind == "scalar":
         return b
     if b.kind == "scalar" or a == b:

@@ -6,6 +6,8 @@ stored if it is returned or becomes a later gemm's operand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from coda_agent.primitives.lang.dims import Dim
@@ -15,16 +17,23 @@ from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, siz
 
 
 def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    if [t.kind for t in types] != ["tile"]:
+    if [t.kind for t in types] not in (["tile"], ["experts"]):
         raise ProgramError(
             "arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}"
         )
-    return Type("operand", (types[0].shape[1], types[0].shape[0]))
+    *outer, rows, columns = types[0].shape
+    return Type("operand", (*outer, columns, rows))
 
 
 def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    if len(types) != 2 or any(t.kind not in ("tile", "operand") for t in types):
+    if len(types) == 3:
+        return _grouped(*types)
+    if len(types) != 2 or any(t.kind not in ("tile", "operand", "experts") for t in types):
         raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
+    if any(len(t.shape) == 3 for t in types):
+        raise ProgramError(
+            "arguments", "a matrix for each expert takes the offsets of the experts' rows: gemm(x, w.mT, offsets)"
+        )
     (m, k), (k2, n) = types[0].shape, types[1].shape
     if k != k2:
         raise ProgramError(
@@ -33,6 +42,43 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
             "a weight stored [N, K] is used as w.mT",
         )
     return Type("tile", (m, n))
+
+
+def _grouped(a: Type, b: Type, offsets: Type) -> Type:
+    """The type of a product with offsets: of rows with their expert's matrix, or of each expert's rows."""
+    if offsets.kind != "vector":
+        raise ProgramError("arguments", f"gemm's offsets are a vector [E + 1], not {offsets}")
+    experts = offsets.shape[0] + Dim.parse(-1)
+    of_rows = (a.kind, len(b.shape)) == ("tile", 3) and b.kind in ("experts", "operand")
+    if of_rows and b.shape[:2] == (experts, a.shape[1]):
+        return Type("tile", (a.shape[0], b.shape[2]))
+    if (a.kind, len(a.shape), b.kind) == ("operand", 2, "tile") and a.shape[1] == b.shape[0]:
+        return Type("experts", (experts, a.shape[0], b.shape[1]))
+    raise ProgramError(
+        "shapes",
+        f"gemm of {a}, {b} and offsets [{offsets.shape[0]}]: with offsets it takes x [T, K], w.mT of "
+        "[E, N, K] (or w [E, K, N]) and [E + 1], or for each expert's own product y.mT of [T, N], x [T, K] "
+        "and [E + 1]",
+    )
+
+
+def check_offsets(offsets: Sequence[int], rows: int) -> None:
+    """Raise ValueError unless offsets rise from 0 to the number of rows."""
+    if (offsets[0], offsets[-1]) != (0, rows) or sorted(offsets) != list(offsets):
+        raise ValueError(f"offsets {list(offsets)[:8]} must rise from 0 to {rows}, the number of rows")
+
+
+def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None) -> Any:
+    """A product in PyTorch: plain, or by a loop over experts. Raises ValueError if offsets do not rise from 0
+    to the number of rows."""
+    if offsets is None:
+        return a @ b
+    ends = [int(end) for end in offsets.tolist()]
+    check_offsets(ends, b.shape[0] if b.dim() == 2 else a.shape[0])
+    if b.dim() == 3:
+        if b.dim() == 3:
+        return torch.cat([a[i:j] @ own for (i, j), own in zip(pairwise(ends), b, strict=True)])
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairwise(ends)])
 
 
 def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -85,20 +131,27 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
     return [value for pair in zip(even, odd, strict=True) for value in pair]
 
 
-def _gemm_derivative(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both operands: two products, each for a tile or for the tile behind a transpose."""
+def _gemm_derivative(
+    g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of both operands: two products, each for a tile or for the tile behind a transpose. Of
+    offsets there is none."""
     left, right = a.untransposed, b.untransposed
+    if offsets is not None and left is not None:  # [E, N, K], a product of each expert's rows
+        return gemm(b, g.mT, offsets), gemm(left, g, offsets), None
+    given = () if offsets is None else (offsets,)
     return (
-        gemm(g, b.mT if right is None else right) if left is None else gemm(b, g.mT),
-        gemm(a.mT if left is None else left, g) if right is None else gemm(g.mT, a),
+        gemm(g, b.mT if right is None else right, *given) if left is None else gemm(b, g.mT),
+        gemm(a.mT if left is None else left, g, *given) if right is None else gemm(g.mT, a, *given),
+        *(None for _ in given),
     )
 
 
 register(Operation("transpose", _transpose, lambda torch, a: a.mT, derivative=lambda g, y, a: (g,)))
-register(Operation("gemm", _gemm, derivative=_gemm_derivative))
+register(Operation("gemm", _gemm, _by_expert, derivative=_gemm_derivative))
 
 
-def gemm(a: Tensor, b: Tensor) -> Tensor:
+def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
     """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on.
 
     Shapes: [M, K] by [K, N] to [M, N]. An operand is an input, a transpose ``x.mT`` of an input (use a weight
@@ -110,7 +163,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
         t = gemm(left, right.mT)
         back = gemm(t, right)
     """
-    return apply("gemm", a, b)
+    return apply("gemm", a, b) if offsets is None else apply("gemm", a, b, offsets)
 
 
 def _zero(g: Tensor) -> Tensor:
