@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.target import TARGET
 
 BULK = "bulk_copy"  # the error code for a bulk copy that a GPU would refuse
+PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of a plain product
+GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")  # of a product with offsets
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ def inspect_cubin(
     schedule: dict[str, Any] | None,
     stages: tuple[int, int, int] | None,
     seconds: float,
+    grouped: bool = False,
 ) -> Resources:
     """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
     the code BULK for bulk copies that a GPU would refuse at run time."""
     found = usage(cubin)
     sass = tool("nvdisasm", "-c", str(cubin))
-    check_bulk(sass)
+    check_bulk(sass, GROUPED if grouped else PLAIN)
 
     def count(mnemonic: str) -> int:
         return len(re.findall(rf"\b{mnemonic}\b", sass))
@@ -65,12 +69,13 @@ def inspect_cubin(
     )
 
 
-def check_bulk(sass: str) -> None:
-    """Raise CompileError unless each bulk copy moves a tile of a matrix. QuACK describes a tensor without a
-    batch as rows of many problems, with a third axis and an address far from the tensor's own. A GPU refuses
-    such a copy as an illegal instruction."""
-    if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.(?!2D)[1-5]D", sass))):
-        raise CompileError(f"{', '.join(wrong)}: bulk copies here move tiles of two axes", BULK)
+def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
+    """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, of a tile of a matrix.
+    QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address far
+    from the tensor's own. A GPU refuses such a copy as an illegal instruction, unless the kernel has offsets.
+    Then it is the only store that ends with an expert's rows."""
+    if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
+        raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 
 
 def usage(cubin: Path) -> dict[str, int]:

@@ -77,11 +77,12 @@ class StepWriter(Writer):
 
     def shape(self) -> tuple[Dim, Dim]:
         """The GEMM's rows and columns."""
-        rows, columns = self.steps.types[self.step.gemm].shape
+        *_, rows, columns = self.steps.types[self.step.gemm].shape
         return rows, columns
 
     def kernel(self) -> GemmKernel:
-        operands = self.nodes[self.step.gemm].args
+        *operands, = self.nodes[self.step.gemm].args
+        offsets = operands.pop() if len(operands) > 2 else None
         a, b = (untransposed(self.program, i) for i in operands)
         a_transposed, b_transposed = (self.nodes[i].op == "transpose" for i in operands)
         return GemmKernel(
@@ -101,6 +102,7 @@ class StepWriter(Writer):
             self.resources.sums[1] if self.resources.sums else None,
             self.resources.starts(),
             tuple((first, past) for _, first, past in self.resources.bounds()),
+            offsets,
         )
 
     # The class
@@ -117,6 +119,7 @@ class StepWriter(Writer):
             )
         adds = ", adds=True" if self.resources.sums else ""
         base = "TableGemm" if any(map(self.resources.tables, self.step.repeats)) else "FusedGemm"
+        base = "GroupedGemm" if self.resources.grouped else base
         return (
             f"class @@Step{self.step.index}({base}):\n"
             f"    _epi_ops = (\n{made}    )\n"

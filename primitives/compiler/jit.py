@@ -154,9 +154,9 @@ def _gemm_key(
         schedule.pingpong,
         True,  # persistent
         False,  # statically scheduled
+        kernel.offsets is not None,
         False,
-        False,
-        False,  # unbatched
+        kernel.offsets is not None,  # batched
         not kernel.b_transposed,
         tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
     )
@@ -168,9 +168,12 @@ def _attributes(
     """Attributes of the step's class that its object also depends on."""
     starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
     bounds = (("column_bounds", kernel.column_bounds(sizes)),) if kernel.bounds else ()
+    # A kernel that starts before its predecessor ends would read offsets that are not bounded yet.
+    alone = (("use_pdl", False),) if kernel.offsets is not None else ()
     return (
         *starts,
         *bounds,
+        *alone,
         ("deep", schedule.deep),
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),
@@ -276,6 +279,8 @@ def _compile_vector(
     for role, dtype, rank in arguments:
         if role in ("scalar", "extent"):
             fakes.append(cutlass.Float32(1.0))
+        elif role == "count":
+            fakes.append(cutlass.Int32(1))
         elif role == "pointer":
             fakes.append(make_fake_tensor(numeric(dtype), (1,)))
         elif rank == 3:

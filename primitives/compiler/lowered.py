@@ -40,6 +40,8 @@ Role = Literal[
     "extent",
     "vector",
     "out",
+    "count",
+    "bounds",
 ]
 
 
@@ -50,7 +52,8 @@ class Argument:
     ``load`` and ``store`` are tiles that move through TMA, and ``range`` is a further range of a store's
     columns. ``memory`` is a tile that threads address themselves, and ``table`` a tile that each head reads
     again. ``row`` and ``column`` are vectors, ``index`` a vector of integers, ``head`` the width of heads,
-    ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile whose number of columns is passed.
+    ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile whose number of columns is passed,
+    ``count`` one whose number of rows is. ``bounds``: offsets that are sure to rise from 0 to that number.
     ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: the number of one
     of the two partials of a tile with twice the GEMM's columns. ``period``: the width of heads.
     """
@@ -76,7 +79,8 @@ class GemmKernel:
     further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
     widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's columns, including
     some heads' widths. ``adds``: the input to which D is added in place. ``starts``: the first columns
-    of ranges, by name. ``bounds``: the first column of each ``in_columns``, and the column past its last."""
+    of ranges, by name. ``bounds``: the first column of each ``in_columns``, and the column past its last.
+    ``offsets``: the input with the experts' first rows, if rows have experts."""
 
     step: int
     name: str
@@ -94,11 +98,12 @@ class GemmKernel:
     adds: int | None = None
     starts: tuple[tuple[str, Dim], ...] = ()
     bounds: tuple[tuple[Dim, Dim], ...] = ()
+    offsets: int | None = None
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
         """Whether a schedule's tile holds whole heads and whole pairs, and each range begins with a subtile.
-        ``sizes`` contains the static dims."""
-        if self.narrow(sizes) or self.torn(sizes):
+        Experts' rows are one launch's. ``sizes`` contains the static dims."""
+        if self.narrow(sizes) or self.torn(sizes) or (schedule.split and self.offsets is not None):
             return False
         return not any(schedule.tile_n % grain(sizes) for grain in self.grains)
 

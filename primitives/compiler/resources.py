@@ -21,6 +21,7 @@ class StepResources(Writer):
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
         self.step = step
+        self.grouped = len(self.nodes[step.gemm].args) > 2
         self.sums = self.accumulated()
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()
@@ -45,8 +46,10 @@ class StepResources(Writer):
 
     def accumulated(self) -> tuple[int, int, int] | None:
         """Find an fp32 output that overwrites an input with the input plus a value. Return the three nodes:
-        output, input and value. The store then adds in memory, so the input is not loaded."""
-        for output, name in self.program.signature.updates.items():
+        output, input and value. The store then adds in memory, so the input is not loaded. With offsets QuACK
+        has no such store."""
+        updates = {} if self.grouped else self.program.signature.updates
+        for output, name in updates.items():
             index = self.program.outputs[output]
             node = self.nodes[index]
             if index not in self.step.stores or node.op != "add" or self.dtype(index) != "fp32":
@@ -67,6 +70,11 @@ class StepResources(Writer):
             if self.steps.types[index].kind == "range":
                 found.setdefault((self.nodes[index].args[0], self.dtype(index)), []).append(index)
         return {members[0]: members for members in found.values()}
+
+    @property
+    def memory(self) -> str:
+        """The resource for a matrix that threads address themselves."""
+        return "Rows" if self.grouped else "Memory"
 
     def starts(self) -> tuple[tuple[str, Dim], ...]:
         """The name and the first column of each range."""
@@ -121,7 +129,7 @@ class StepResources(Writer):
         """The arguments and constructors of all resources except C and D."""
         for load in self.loads:
             if load is not self.c:
-                kind = "TileLoad" if load.role == "load" else "Memory"
+                kind = "TileLoad" if load.role == "load" else self.memory
                 yield load, f'{kind}("{load.name}")'
         for index in self.step.vectors:
             yield self.vector(index)
@@ -135,7 +143,7 @@ class StepResources(Writer):
             yield head, self.statistic(index).resource.format(name=head.name)
         for store in self.stores:
             if store.role == "memory":
-                yield store, f'Memory("{store.name}")'
+                yield store, f'{self.memory}("{store.name}")'
             elif store.role == "range":
                 yield store, f'Range("{store.name}")'
             elif store.node in self.ranges:
@@ -173,4 +181,5 @@ class StepResources(Writer):
             chosen = self.nodes[index].args[1]
             yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            yield partial, how.resource.format(name=partial.name, index=given)
+            rank = min(partial.rank, 2) if self.grouped else partial.rank  # QuACK's rows of experts have no batch
+            yield replace(partial, rank=rank), how.resource.format(name=partial.name, index=given)

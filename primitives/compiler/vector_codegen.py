@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coda_agent.primitives.compiler.lowered import Argument, VectorKernel, Writer, literal
+from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.ir import Program, reduction
 from coda_agent.primitives.lang.partition import Steps
 
@@ -18,11 +19,41 @@ def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
     ]
 
 
+def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
+    """The kernels that bound offsets, one for each input of offsets and each number of rows."""
+    found: dict[int, BoundsWriter] = {}
+    for step in steps.gemms:
+        if len(program.nodes[step.gemm].args) > 2:
+            a, _, offsets = program.nodes[step.gemm].args
+            rows = untransposed(program, a)  # [T, ...], whichever product it is
+            found.setdefault(offsets, BoundsWriter(program, steps, offsets, rows))
+    return [found[offsets] for offsets in sorted(found)]
+
+
 def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
     lengths: dict[str, list[int]] = {}
     for index in members:
         lengths.setdefault(str(steps.types[index].shape[0]), []).append(index)
     return [lengths[key] for key in sorted(lengths)]
+
+
+class BoundsWriter(Writer):
+    """The kernel that makes an input of offsets safe to use, before all steps."""
+
+    def __init__(self, program: Program, steps: Steps, offsets: int, rows: int):
+        super().__init__(program, steps)
+        self.offsets, self.rows = offsets, rows
+
+    def kernel(self) -> VectorKernel:
+        arguments = (
+            Argument(f"v{self.offsets}", "vector", self.offsets, "int32"),
+            Argument(f"c{self.rows}", "count", self.rows, "int32", rank=0),
+            Argument(f"o{self.offsets}", "bounds", self.offsets, "int32"),
+        )
+        return VectorKernel(-1, f"Bounds{self.offsets}", self.offsets, arguments)
+
+    def text(self) -> str:
+        return f"class @@Bounds{self.offsets}(Bounds):\n    pass\n"
 
 
 class FinishWriter(Writer):

@@ -230,20 +230,20 @@ def _resources(
         found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
-    return _resources_of(
-        scratch, kernel.name, fields, partial(compile_kernel, lowered, kernel, schedule, sizes)
-    )
+    grouped = isinstance(kernel, GemmKernel) and kernel.offsets is not None
+    build = partial(compile_kernel, lowered, kernel, schedule, sizes)
+    return _resources_of(scratch, kernel.name, fields, build, grouped)
 
 
 def _resources_of(
-    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]
+    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any], grouped: bool
 ) -> Resources:
     start = time.monotonic()
     with noting_stages() as stages:
         build()
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
-    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds)
+    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, grouped)
     cubin.unlink()  # the next configuration's cubin has the same name
     return found
 

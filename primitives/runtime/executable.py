@@ -24,6 +24,7 @@ from coda_agent.primitives.runtime.turns import CudaStreams, Turns
 if TYPE_CHECKING:
     import torch
 
+NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
 GAP = 4096  # unused bytes before and after each tensor of a workspace, where a check finds stray writes
 
 
@@ -48,6 +49,10 @@ class _Slots:
     def at(self, key: Hashable) -> int:
         """The slot of a named or fixed value."""
         return self._index[key]
+
+    def value(self, key: Hashable) -> Any:
+        """A fixed value."""
+        return self.fixed[self._index[key] - self._given]
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
         """The slot of a view of another slot. Each call takes the view again, but a view of a fixed slot is
@@ -76,6 +81,10 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[0]
 
 
 def _listed(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +165,7 @@ class Plan:
             self._like[name] = tuple(like.shape), like.stride(), like.dtype
         self._fresh = [(n, like) for n, like in self._like.items() if n not in program.signature.updates]
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
-        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in ("scalar", "extent")}
+        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in NUMBERS}
         fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
         for key, value in fixed.items():
             self._slots.fix(key, value)
@@ -206,7 +215,9 @@ class Plan:
                     values["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
         for vector in self.lowered.vectors:
             for a in vector.arguments:
-                if a.role == "out" and a.node not in self._names:
+                if a.role == "bounds":
+                    values["bounds", a.node] = (self._shape(a.node), a.dtype)
+                elif a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
         # The offsets of ``values`` do not depend on the tiles, because the plans of one tuning share a
         # buffer: a plan may run a step on results that another plan left there.
@@ -236,10 +247,12 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The value of a scalar argument: the size that the node names or, for the role ``extent``, the
-        node's number of columns."""
-        from cutlass import Float32
+        """The value of a scalar argument: the size that the node names or, for the roles ``extent`` and
+        ``count``, the node's number of columns and of rows."""
+        from cutlass import Float32, Int32
 
+        if role == "count":
+            return Int32(self._shape(node)[0])
         named = role == "scalar"
         size = (
             Dim.parse(str(self.program.nodes[node].attribute)) if named else self._steps.types[node].shape[1]
@@ -254,10 +267,13 @@ class Plan:
         the kernel takes."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return self._slots.nothing
-        if argument.role in ("scalar", "extent"):
+        if argument.role in NUMBERS:
             return self._slots.at((argument.role, argument.node))
         if argument.role == "partial":
-            return self._slots.at(("partial", argument.node, argument.part))
+            slot = self._slots.at(("partial", argument.node, argument.part))
+            return self._slots.derive(slot, _unbatched) if argument.rank == 2 else slot
+        if argument.role == "bounds":
+            return self._slots.at(("bounds", argument.node))
         slot = self._value(argument.node)
         if argument.role == "pointer":
             return self._slots.derive(slot, pointer)
@@ -304,6 +320,8 @@ class Plan:
         operands = _picker([a, self._value(kernel.b), *tiles])
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)
+        if kernel.offsets is not None:
+            varlen = make_varlen_args(self._slots.value(("bounds", kernel.offsets)), None, None)
 
         def launch(slots: Sequence[Any]) -> None:
             compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)

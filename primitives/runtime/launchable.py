@@ -34,8 +34,8 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
             del tensors[name]
     found = []
     for name, (shape, dtype) in tensors.items():
-        if len(shape) == 2:
-            extent = shape[1](sizes)
+        if len(shape) >= 2:
+            extent = shape[-1](sizes)
             if extent * ITEM_BYTES[dtype] % ALIGNMENT:
                 found.append(f"{name}: rows of {extent} {dtype} are not a multiple of {ALIGNMENT} bytes")
     return found

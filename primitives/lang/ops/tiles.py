@@ -76,7 +76,6 @@ def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None) -> Any:
     ends = [int(end) for end in offsets.tolist()]
     check_offsets(ends, b.shape[0] if b.dim() == 2 else a.shape[0])
     if b.dim() == 3:
-        if b.dim() == 3:
         return torch.cat([a[i:j] @ own for (i, j), own in zip(pairwise(ends), b, strict=True)])
     return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairwise(ends)])
 
