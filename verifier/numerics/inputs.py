@@ -13,7 +13,7 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
-from coda_agent.verifier.numerics.values import DTYPES, Sizes, values_of
+from coda_agent.verifier.numerics.values import DTYPES, ROUTINGS, Sizes, values_of
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import TensorSpec
 
@@ -91,10 +91,11 @@ def _zeros(of: _Drawn) -> Tensor:
 def _low_rank(of: _Drawn) -> Tensor:
     """Replace matrices by ones of rank 4 to 8, whose products have correlated errors. Their factors are
     bounded, since a product of several normals could exceed an exponential's range."""
-    if of.values.dim() != 2:
+    if of.values.dim() < 2:
         return of.values
     rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
-    left, right = (_uniform((n, rank), of.own, -(3**0.5), 3**0.5) for n in of.values.shape)
+    *outer, rows, columns = of.values.shape
+    left, right = (_uniform((*outer, n, rank), of.own, -(3**0.5), 3**0.5) for n in (rows, columns))
     return (left @ right.mT).mul_(of.std * rank**-0.5)
 
 
@@ -195,8 +196,10 @@ def _draw(
 ) -> Tensor:
     own, init = _generator(f"{seed}/{name}", device), tensor.init
     shape, dtype = [d(sizes) for d in tensor.shape], DTYPES[tensor.dtype]
-    values = values_of(init, shape, sizes, own)
+    values = values_of(init, shape, sizes, own, routing(family))
     fp8 = dtype == torch.float8_e4m3fn
+    if init.offsets is not None:
+        return values.to(dtype)  # any other integers would be no offsets
     if family in STRETCHED:
         values = stretched(_typical(tensor, values, sizes, own), family)
     elif init.normal:
@@ -208,6 +211,12 @@ def _draw(
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
     return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)  # not every cast saturates
+
+
+def routing(family: str) -> str:
+    """How a family shares rows among experts: evenly in the first one, which is measured, and otherwise also
+    so that experts have no row, one row or all of them."""
+    return ROUTINGS[(*EVERY, *ON_CPU).index(family) % len(ROUTINGS)]
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:

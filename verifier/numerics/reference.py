@@ -292,6 +292,7 @@ def _in_blocks(
 ) -> dict[str, Tensor]:
     cut = {name for name, t in spec.inputs.items() if _leads(t, row.name)}
     common = {name: cast(t, dtype) for name, t in inputs.items() if name not in cut}
+    offsets = [name for name, t in spec.inputs.items() if t.init.offsets is not None]
     device = next(iter(inputs.values())).device
     result: dict[str, Tensor] = {}
     for name, output in spec.outputs.items():
@@ -300,6 +301,7 @@ def _in_blocks(
 
     def block(start: int, stop: int) -> None:  # a function, so that its temporaries are freed when it returns
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
+        part |= {name: (inputs[name] - start).clamp(0, stop - start) for name in offsets}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
             if _leads(spec.outputs[name], row.name):

@@ -47,11 +47,14 @@ def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dic
     }
     inputs = {}
     for name, tensor in spec.drawn.items():
+        if tensor.init.offsets is not None:
+            inputs[name] = typical(tensor, name, sizes, seed).values.to(DTYPES[tensor.dtype])
+            continue
         of, way = typical(tensor, name, sizes, seed), random.choice(list(ways))
         values = far(of) if name == farthest else ways[way](of)
         if single and values.dim() > 1:
             values = values.clone()
-            values[:, 1:] = 0
+            values[..., 1:] = 0
         inputs[name] = legal(of, values).to(DTYPES[tensor.dtype])
     return inputs
 

@@ -26,6 +26,7 @@ SHORT = 24  # extents of the other dims if one is long; larger if the rows' alig
 MEDIUM = 120  # the same if that one is short, because a few values make poor statistics
 ELEMENTS = 1 << 21  # most elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
+EXPERTS = 12  # most experts of hidden sizes
 HEAD = 16  # columns of the narrowest head
 TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
 DOUBLINGS = 8  # how often the largest extent may be doubled then
@@ -62,6 +63,7 @@ def hidden(
             known = random.choice(spec.cases).sizes if spec.static else {}
             static = {dim: known[dim] for dim in spec.static}
             fixed = static | (dict.fromkeys(leading, rows) if rows else {})
+            fixed |= {dim: random.randint(1, EXPERTS) for dim in sorted(_experts(spec) - static.keys())}
             key = tuple(static.values())
             if key not in reaches:
                 reaches[key] = {dim: max(_reach(spec, dim, static), 1) for dim in spec.dims}
@@ -172,9 +174,10 @@ def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     random, rows, found = Random(seed), row_dims(spec), set()
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
-        free = [dim for dim in spec.dims if dim not in rows and dim not in kept]
-        common = math.gcd(*(case.sizes[dim] for dim in free))
         few = {dim: random.randint(SHORT, 2 * SHORT) for dim in rows}
+        few |= {dim: random.randint(1, EXPERTS) for dim in sorted(_experts(spec) - kept.keys())}
+        free = [dim for dim in spec.dims if dim not in few and dim not in kept]
+        common = math.gcd(*(case.sizes[dim] for dim in free))
         for divisor in (n for n in range(common, 0, -1) if common % n == 0):
             sizes = kept | few | {dim: case.sizes[dim] // divisor for dim in free}
             sizes = {dim: sizes[dim] for dim in spec.dims}
@@ -226,7 +229,8 @@ def row_dims(spec: Spec) -> frozenset[str]:
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}
-    return frozenset(name for name, tensors in leading.items() if tensors > 1 and name not in inner)
+    found = {name for name, tensors in leading.items() if tensors > 1 and name not in inner}
+    return frozenset(found - _experts(spec))
 
 
 def _tensors(spec: Spec) -> list[TensorSpec | OutputSpec]:
@@ -238,10 +242,17 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """The dims that multiply a static dim, or a number as large as a head's width."""
+    """The dims that multiply a static dim, or a number as large as a head's width, and those that count
+    experts."""
     static = set(spec.static)
     products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
-    return {n for names, number in products if names & static or number >= HEAD for n in names - static}
+    heads = {n for names, number in products if names & static or number >= HEAD for n in names - static}
+    return heads | (_experts(spec) - static)
+
+
+def _experts(spec: Spec) -> set[str]:
+    """The dims that count experts, of which each has a matrix."""
+    return {name for t in _tensors(spec) if len(t.shape) == 3 for name in t.shape[0].names}
 
 
 def _drawn(
@@ -290,7 +301,7 @@ def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
     """Whether the inputs' ranges of integers contain any integers at these sizes."""
     try:
         for tensor in spec.drawn.values():
-            if tensor.init.integers or tensor.init.count is not None:
+            if tensor.init.form in ("integers", "count", "offsets"):
                 tensor.init.range_at(sizes)
     except ValueError:
         return False

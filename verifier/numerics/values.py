@@ -18,10 +18,17 @@ Sizes = Mapping[str, int]
 DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *EIGHTS, *INDICES)}
 
 
-def values_of(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator) -> Tensor:
+ROUTINGS = ("balanced", "empty", "single", "one")
+
+
+def values_of(
+    init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator, routing: str = "balanced"
+) -> Tensor:
     """The init's values before they are cast: fp64 for a geometric series, int64 for integers, fp32 for the
-    rest."""
+    rest. ``routing``: how rows are shared among experts if the values are offsets."""
     device = generator.device
+    if init.offsets is not None:
+        return _offsets(init.range_at(sizes)[1], shape[0] - 1, generator, routing)
     if init.integers:
         low, high = init.range_at(sizes)
         values = torch.randint(low, high + 1, shape, generator=generator, device=device)
@@ -43,6 +50,23 @@ def values_of(init: Init, shape: list[int], sizes: Sizes, generator: torch.Gener
     return values.normal_(std=init.normal.at(sizes) if init.normal else 1.0, generator=generator)
 
 
+def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) -> Tensor:
+    """The first row of each expert, and the number of rows. Each row draws one of all experts ("balanced"),
+    or of about half of them ("empty"), or all go to one; for "single" one expert has just one row."""
+    device = generator.device
+    some, other = torch.randint(experts, (2,), generator=generator, device=device).tolist()
+    drawn = torch.randint(experts, (rows,), generator=generator, device=device)
+    if routing == "one":
+        drawn.fill_(some)
+    elif routing == "empty":
+        drawn = torch.where(drawn % 2 == some % 2, drawn, some)
+    elif routing == "single":
+        drawn[drawn == some] = other if other != some else (some + 1) % experts
+        drawn[0] = some
+    ends = torch.bincount(drawn, minlength=experts).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends])
+
+
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
     """Put both ends of an integer range somewhere among the values, if there are at least two values. A
     mistake in a comparison shows at a vocabulary's first or last word, and these are hardly ever drawn."""
@@ -57,9 +81,11 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
     return series.expand(shape).contiguous() if shape else series[0].clone()
 
 
-def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[str, Tensor]]:
+def trial(
+    spec: Spec, odd: Collection[str] = (), times: int = 1
+) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Tiny sizes, and inputs at these sizes. The sizes are distinct, so that equal numbers hide no mistake,
-    and even except for the ``odd`` dims.
+    and even except for the ``odd`` dims, all of them ``times`` as large.
 
     Integers are drawn as the spec says, and if it ignores a value, the last of them have that value. All
     other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if the
@@ -67,7 +93,7 @@ def trial(spec: Spec, odd: Collection[str] = ()) -> tuple[dict[str, int], dict[s
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))
-    sizes = {dim: n if dim in odd else 2 * n for dim, n in numbers.items()}
+    sizes = {dim: times * (n if dim in odd else 2 * n) for dim, n in numbers.items()}
     generator = torch.Generator().manual_seed(0)
     return sizes, {name: _trial_values(t, name, sizes, generator) for name, t in spec.drawn.items()}
 

@@ -35,7 +35,8 @@ class Init(Model):
     normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over the
     integers from low to high - 1, where low and high are arithmetic over dims; with ``ignored``, about one
     value in ten has that value instead. count: S, arithmetic over dims: value (or row) i is i % S. geometric:
-    [low, high]: value j of n along the last axis is low * (high / low)**(j / n).
+    [low, high]: value j of n along the last axis is low * (high / low)**(j / n). offsets: T, arithmetic over
+    dims: integers that rise from 0 to T, the first row of each expert and the end of the last one's rows.
     """
 
     normal: Normal | None = None
@@ -44,6 +45,7 @@ class Init(Model):
     count: int | str | None = None
     geometric: tuple[float, float] | None = None
     ignored: int | None = None
+    offsets: int | str | None = None
 
     @property
     def form(self) -> str:
@@ -51,8 +53,10 @@ class Init(Model):
         return next(iter(self._forms()))
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
-        """The least and largest integers that ``integers`` or ``count`` draw at these sizes, except
+        """The least and largest integers that ``integers``, ``count`` or ``offsets`` draw at these sizes, except
         ``ignored``. Raises ValueError if the arithmetic gives no such range."""
+        if self.offsets is not None:
+            return 0, _integer(self.offsets, sizes, least=1)
         if self.count is not None:
             return 0, _integer(self.count, sizes, least=1) - 1
         low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
@@ -74,7 +78,7 @@ class Init(Model):
         return self.range_at(sizes)
 
     def _forms(self) -> list[str]:
-        forms = ("normal", "uniform", "integers", "count", "geometric")
+        forms = ("normal", "uniform", "integers", "count", "geometric", "offsets")
         return [form for form in forms if getattr(self, form) is not None]
 
     @model_validator(mode="after")
@@ -82,7 +86,7 @@ class Init(Model):
         if len(self._forms()) != 1:
             raise fault(
                 "init takes one form: {normal: {std: D**-0.5}}, {uniform: [0.5, 1.5]}, {integers: [0, V]}, "
-                "{count: 8192} or {geometric: [1.0, 1.0e-4]}"
+                "{count: 8192}, {geometric: [1.0, 1.0e-4]} or {offsets: T}"
             )
         if self.ignored is not None and self.integers is None:
             raise fault("ignored stands beside integers: {integers: [0, V], ignored: -100}", "ignored")

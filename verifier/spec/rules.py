@@ -18,7 +18,7 @@ from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # a case's keys other than its sizes
-KINDS = ("scalar", "vector", "matrix")  # by rank
+KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by rank
 PARTS = "_parts"  # the suffix of an output whose sum is a gradient
 
 
@@ -82,7 +82,7 @@ def _check_kinds(spec: Declared) -> None:
     for name, output in spec.outputs.items():
         rank = len(output.shape)
         if rank not in WRITABLE:
-            raise fault(f"output {name} has {rank} axes; give it one or two", "outputs", name, "shape")
+            raise fault(f"output {name} has {rank} axes; give it one, two or three", "outputs", name, "shape")
         if output.dtype not in WRITABLE[rank]:
             known = ", ".join(WRITABLE[rank])
             message = f"output {name} is a {KINDS[rank]} of {output.dtype}; it may be {known}"
@@ -108,8 +108,8 @@ def _check_operands(spec: Declared) -> None:
 
 def _check_rank(name: str, tensor: TensorSpec) -> None:
     rank, dtype = len(tensor.shape), tensor.dtype
-    if rank > 2:
-        raise fault(f"input {name} has {rank} axes; give it at most two", "inputs", name, "shape")
+    if rank not in READABLE:
+        raise fault(f"input {name} has {rank} axes; give it at most three", "inputs", name, "shape")
     if dtype not in READABLE[rank]:
         kind = KINDS[rank]
         message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(READABLE[rank])}"
@@ -119,12 +119,14 @@ def _check_rank(name: str, tensor: TensorSpec) -> None:
 def _check_init(name: str, tensor: TensorSpec) -> None:
     form, place = tensor.init.form, ("inputs", name, "init")
     if tensor.dtype in INDICES:
-        if form not in ("integers", "count"):
-            message = f"input {name} is {tensor.dtype}: give init {{integers: [0, V]}} or {{count: 8192}}"
-            raise fault(message, *place)
-    elif form == "integers":
-        message = f"input {name} is {tensor.dtype}: integers are for {' and '.join(INDICES)}"
-        raise fault(f"{message}; use normal or uniform", *place, "integers")
+        if form not in ("integers", "count", "offsets"):
+            message = f"input {name} is {tensor.dtype}: give init {{integers: [0, V]}}, {{count: 8192}} or"
+            raise fault(f"{message} {{offsets: T}}", *place)
+        if form == "offsets" and (len(tensor.shape), tensor.dtype) != (1, "int32"):
+            raise fault(f"input {name} has offsets: it is a vector of int32", *place, "offsets")
+    elif form in ("integers", "offsets"):
+        message = f"input {name} is {tensor.dtype}: {form} are for {' and '.join(INDICES)}"
+        raise fault(f"{message}; use normal or uniform", *place, form)
 
 
 def _check_solvable(spec: Declared) -> None:
@@ -203,7 +205,7 @@ def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
     try:
         if init.normal:
             init.normal.at(case.sizes)
-        elif init.form in ("integers", "count"):
+        elif init.form in ("integers", "count", "offsets"):
             bounds = *init.range_at(case.sizes), init.ignored or 0
             limit = 1 << (31 if tensor.dtype == "int32" else 63)
             if tensor.dtype in INDICES and not all(-limit <= value < limit for value in bounds):
