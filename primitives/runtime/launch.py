@@ -27,6 +27,7 @@ from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launchable import (
     Familiar,
     LaunchError,
+    check_offsets,
     check_sizes,
     check_tensors,
     check_updates,
@@ -56,6 +57,9 @@ class Kernel:
     do the graph's replays. So never let replays overlap each other or other calls, and do not call from
     another thread during a capture. An external stream must stay alive until the next call from another
     stream. A copied or unpickled Kernel plans again.
+
+    Offsets of experts' rows are read, and refused if they are wrong, in the first call with tensors of a kind.
+    Later calls do not wait for the GPU: with wrong offsets they give wrong results, but touch no other memory.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class Kernel:
         plan needs."""
         taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
         plan = self.plan(taken, given)
+        check_offsets(self.program, taken, given)
         if (familiar := Familiar(self._in_order(taken)))(self._in_order(inputs)):
             self._familiar = ((familiar, given, plan), *self._familiar[: FAMILIAR - 1])
         return plan, taken

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ops.tiles import check_offsets as rising
 from coda_agent.primitives.lang.partition import cut
 
 if TYPE_CHECKING:
@@ -93,6 +94,21 @@ def check_tensors(
         return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def check_offsets(
+    program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows. Reads them, so it waits for the
+    GPU. Kernels check nothing, but bound their offsets, so that wrong ones reach no other memory."""
+    types, grouped = program.types(), [n for n in program.nodes if n.op == "gemm" and len(n.args) > 2]
+    for a, b, offsets in (node.args for node in grouped):
+        sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
+        name = str(program.nodes[offsets].attribute)
+        try:
+            rising(inputs[name].tolist(), types[a if types[a].kind == "tile" else b].shape[0](sizes))
+        except ValueError as error:
+            raise LaunchError(f"input {name!r}: {error}") from None
 
 
 class Familiar:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cheats import blind, contract, documents, eights, graphs, heads, mathematics, sandbox, takeover
+from cheats import blind, contract, documents, eights, graphs, grouped, heads, mathematics, sandbox, takeover
 
 THEMES = {
     "sandbox": sandbox.CHEATS,
@@ -13,6 +13,7 @@ THEMES = {
     "mathematics": mathematics.CHEATS,
     "eights": eights.CHEATS,
     "heads": heads.CHEATS,
+    "grouped": grouped.CHEATS,
     "blind": blind.CHEATS,
 }
 PROGRAMS = (*THEMES["graphs"], *THEMES["documents"])  # JSON that bypasses the tracer

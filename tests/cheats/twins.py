@@ -31,6 +31,14 @@ z = gemm(x, w.mT) * per_row(rstd)
 gate, up = pairs(z)
 return {"preact": z, "act": silu(gate) * up}
 """)  # fmt: skip
+GROUPED_SWIGLU = twin("gemm_grouped_swiglu", "x, w, offsets", """
+z = gemm(x, w.mT, offsets)
+gate, up = pairs(z)
+return {"preact": z, "act": silu(gate) * up}
+""")  # fmt: skip
+GROUPED_DOWN = twin("gemm_grouped_down", "act, w, offsets, routed", """
+return {"y": gemm(act, w.mT, offsets) * per_row(routed)}
+""")  # fmt: skip
 GELU = twin("gemm_bias_gelu", "x, w, bias", """
 z = gemm(x, w.mT) + per_column(bias)
 return {"preact": z, "act": gelu(z)}

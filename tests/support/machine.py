@@ -18,7 +18,7 @@ from merged import MERGED
 from coda_agent.primitives.compiler.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
 
 Tensors = dict[str, torch.Tensor]
 PAST = 4  # rows and lanes beyond the matrix
@@ -257,7 +257,7 @@ def _resource(kind: str) -> Callable[..., tuple[Any, ...]]:
 
 
 LANGUAGE: dict[str, Any] = {
-    "FusedGemm": object, "TableGemm": object, "Float32": fp32,
+    "FusedGemm": object, "GroupedGemm": object, "TableGemm": object, "Float32": fp32, "Bounds": object,
     "arguments": lambda resources, adds=False: adds,
     "cutlass": types.SimpleNamespace(
         range=lambda n, unroll_full: range(n), min=min, BFloat16="bf16", Float16="fp16"
@@ -281,7 +281,7 @@ LANGUAGE: dict[str, Any] = {
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
         "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadAbsMax", "HeadSums", "HeadTable",
-        "Memory", "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Scalar", "TileLoad",
+        "Memory", "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Rows", "Scalar", "TileLoad",
         "TileStore",
     )},
 }  # fmt: skip
@@ -333,7 +333,11 @@ class Machine:
 
     def gemm(self, kernel: GemmKernel) -> None:
         a, b = (self.memory[i].float() for i in (kernel.a, kernel.b))
-        product = (a.mT if kernel.a_transposed else a) @ (b.mT if kernel.b_transposed else b)
+        offsets = [] if kernel.offsets is None else [self.memory[kernel.offsets]]
+        multiply = OPERATIONS["gemm"].torch
+        assert multiply is not None
+        a, b = a.mT if kernel.a_transposed else a, b.mT if kernel.b_transposed else b
+        product = multiply(torch, a, b, *offsets)
         made, place = self.module[kernel.name](), Place(*product.shape)
         made.head_widths, made.cta_tile_shape_mnk = kernel.head_widths(self.sizes), (128, 128, 64)
         made.column_bounds = kernel.column_bounds(self.sizes)
@@ -362,7 +366,7 @@ class Machine:
         if kernel.d and kernel.adds is not None:  # in memory, where the sum so far lies
             self.memory[kernel.d.node] += self.memory[kernel.adds]
         for argument in kernel.arguments:
-            if argument.role == "partial" and argument.rank == 3:
+            if argument.role == "partial" and argument.rank > 1:
                 self.keep(argument, resources[argument.name], place)
 
     def resource(self, argument: Argument, kind: tuple[Any, ...], kernel: GemmKernel, place: Place) -> Any:
@@ -439,6 +443,8 @@ class Machine:
     # Between steps
 
     def vectors(self, kernel: VectorKernel) -> None:
+        if kernel.name.startswith("Bounds"):
+            return  # the offsets are right
         given = [self.given(argument) for argument in kernel.arguments]
         (length,) = self.shape(kernel.length)
         for row in range(length + 3):  # a grid ends past the last value

@@ -109,7 +109,7 @@ def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[
 class Product(NamedTuple):
     """A matmul of a formulation: a [M, K] and b [K, N] with any strides, and its output's dtype.
 
-    For fp8 operands, ``scales`` are those of a and b, and ``fast_accum`` is as the formulation requests.
+    With ``ends``, rows up to each of these have a matrix each, b [E, K, N]. For fp8 operands, ``scales`` are those of a and b, and ``fast_accum`` is as the formulation requests.
     """
 
     a: Tensor
@@ -117,16 +117,19 @@ class Product(NamedTuple):
     dtype: torch.dtype
     scales: tuple[Tensor, Tensor] | None = None
     fast_accum: bool = False
+    ends: Tensor | None = None
 
     def out(self) -> Tensor:
         """An empty output, [M, N]."""
-        return self.a.new_empty(self.a.shape[0], self.b.shape[1], dtype=self.dtype)
+        return self.a.new_empty(self.a.shape[0], self.b.shape[-1], dtype=self.dtype)
 
     def into(self, out: Tensor) -> None:
-        """Compute only this product again, into ``out``."""
+        """Compute only this product again, into ``out`` if PyTorch's function takes one."""
         import torch
 
-        if self.scales is not None:
+        if self.ends is not None:
+            torch._grouped_mm(self.a, self.b, offs=self.ends, out_dtype=self.dtype)
+        elif self.scales is not None:
             fast, (a, b) = self.fast_accum, self.scales
             torch._scaled_mm(self.a, self.b, a, b, out_dtype=self.dtype, use_fast_accum=fast, out=out)
         elif self.dtype != self.a.dtype:
@@ -232,6 +235,9 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
             if func in plain:
                 a, b = args[plain[func] :][:2]
                 found.append(Product(a, b, result.dtype))
+            elif func is aten._grouped_mm.default and args[1].dim() == 3:
+                ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+                found.append(Product(args[0], args[1], result.dtype, ends=ends))
             elif func is aten._scaled_mm.default:
                 bound = dict(zip((x.name for x in func._schema.arguments), args, strict=False))
                 bound |= kwargs or {}

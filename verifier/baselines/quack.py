@@ -57,8 +57,8 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
     ``beside_kept``: also leave out QuACK's bare matmul, because an edited text is compared with an accepted
     kernel. That comparison says more, and tuning the matmul would take longer than tuning the edited text.
     """
-    fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
-    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
+    alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
+    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
     return tuple(name for name in arms if there.get(name, True))
 
 

@@ -306,7 +306,7 @@ def abs(a):
     derivative=lambda g, y, a: (g * y,),
 )
 def exp(a):
-    """``e ** a``, by the hardware's ex2: about 2 ulp of fp32.
+    """``e ** a``, to about 2 ulp of fp32.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
     Paper: family 1, elementwise.
@@ -322,7 +322,7 @@ def exp(a):
     derivative=lambda g, y, a: (g / a,),
 )
 def log(a):
-    """Natural logarithm, by the hardware's lg2.
+    """Natural logarithm.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
     Paper: family 1, elementwise.
@@ -354,7 +354,7 @@ def sqrt(a):
     derivative=lambda g, y, a: (-0.5 * g * (y * y * y),),
 )
 def rsqrt(a):
-    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp.
+    """``1 / sqrt(a)``, to about 2 ulp.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, a MUFU.
     Paper: family 1, elementwise.
@@ -442,7 +442,7 @@ def sigmoid(a):
     derivative=lambda g, y, a: _silu_derivative(g, a),
 )
 def silu(a):
-    """``a * sigmoid(a)``, also called swish.
+    """``a * sigmoid(a)``.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 4 instructions an element, 1 of them MUFU; exact, 7
     with 2 MUFU. Paper: family 1, elementwise.

@@ -151,13 +151,15 @@ register(Operation("gemm", _gemm, _by_expert, derivative=_gemm_derivative))
 
 
 def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on.
+    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. With
+    offsets, an int32 input [E + 1], rows offsets[e] to offsets[e + 1] of ``a`` meet matrix e of ``b``; the
+    epilogue then has no heads, column sums or ranges, and per_row takes fp32.
 
-    Shapes: [M, K] by [K, N] to [M, N]. An operand is an input, a transpose ``x.mT`` of an input (use a weight
-    [N, K] as ``w.mT``), or a tile of an earlier step, which is stored once, rounded to the other operand's
-    dtype. Dtypes: both have one 16-bit dtype, or both are fp8_e4m3: then ``a`` is an input and ``b`` the
-    transpose of an input (both contiguous along K). Cost: 2*M*N*K FLOPs and a kernel; a tile of an earlier
-    step is written and read again, 4 bytes an element. Paper: family 3, tiles.
+    Shapes: [M, K] by [K, N] to [M, N]; with offsets by [E, K, N], or y.mT of [M, N] by [M, K] to [E, N, K],
+    each expert's own, an output. An operand is an input, its transpose (use a weight [N, K], or [E, N, K], as
+    ``w.mT``), or a tile of an earlier step. Dtypes: one 16-bit dtype, or fp8_e4m3 in gemm(x, w.mT) of inputs.
+    Cost: 2*M*N*K FLOPs and a kernel; a tile of an earlier step is also written and read. Paper: family 3,
+    tiles.
 
         t = gemm(left, right.mT)
         back = gemm(t, right)

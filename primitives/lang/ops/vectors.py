@@ -81,8 +81,8 @@ register(
 
 
 def per_row(v: Tensor) -> Tensor:
-    """Spread a vector over a tile: one value a row. It must be final before the tile's step runs: an input,
-    or made from reductions of an *earlier* gemm.
+    """Spread a vector over a tile: one value a row. It is an input, or made from reductions of an *earlier*
+    gemm.
 
     Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load an element. Paper: family 2, vectors.
 

@@ -314,7 +314,7 @@ HOSTILE_SIGNATURES: dict[str, Edit] = {
     "update over another dtype": put("signature/updates", {"rstd": "gamma"}),
     "update over nothing": put("signature/updates", {"h": None}),
     "updates over one input": put("signature/updates", {"h": "x", "hg": "x"}),
-    "rank 3": put("signature/inputs/x/shape", ["M", "N", "K"]),
+    "rank 4": put("signature/inputs/x/shape", ["M", "N", "K", "K"]),
     "dtype unknown": put("signature/inputs/x/dtype", "fp64"),
     "dtype missing": put("signature/inputs/x", {"shape": ["M", "N"]}),
     "constant not a number": put("signature/constants/eps", "nan"),
