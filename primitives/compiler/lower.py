@@ -68,9 +68,10 @@ def _written(
     in the cache's key because 0.0 equals -0.0 and a proposed primitive changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
-    finishes = [*bounds_writers(program, steps), *finish_writers(program, steps)]
-    body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
-    return _header(body), body, tuple(w.kernel() for w in writers), tuple(w.kernel() for w in finishes)
+    bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps)
+    vectors = [(w.text(), w.kernel()) for w in bounds] + [(w.text(), w.kernel()) for w in finishes]
+    body = "\n\n".join([w.text() for w in writers] + [text for text, _ in vectors])
+    return _header(body), body, tuple(w.kernel() for w in writers), tuple(kernel for _, kernel in vectors)
 
 
 def _digest(meant: Iterable[str]) -> str:

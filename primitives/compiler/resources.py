@@ -181,5 +181,6 @@ class StepResources(Writer):
             chosen = self.nodes[index].args[1]
             yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            rank = min(partial.rank, 2) if self.grouped else partial.rank  # QuACK's rows of experts have no batch
+            # QuACK's rows of experts have no batch.
+            rank = min(partial.rank, 2) if self.grouped else partial.rank
             yield replace(partial, rank=rank), how.resource.format(name=partial.name, index=given)

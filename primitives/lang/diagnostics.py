@@ -115,7 +115,8 @@ WIDE_REPEAT = (
 )
 TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is another value"
 GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets cannot have
-    "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a PyTorch op",
+    "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a "
+    "PyTorch op",
     "heads": "its rows have no heads. Use per_column(v) of a vector with an entry a column",
     "range": "it stores whole rows. Return the whole tile, of which the caller takes the columns",
     "narrow": "an expert's rows may begin at any address, which 16-bit vectors cannot. Let the spec declare "

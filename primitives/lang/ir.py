@@ -229,7 +229,7 @@ Derivative = Callable[..., tuple[Any, ...]]
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")  # kinds that live in one step's registers
+IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")  # kinds of one step's registers
 
 
 def reduction(node: Node) -> Reduction | None:

@@ -313,7 +313,8 @@ class _Cutter:
         for why, nodes in found.items():
             if nodes:
                 op = self.nodes[nodes[0]].op
-                raise self.fail("grouped", f"{op} of a gemm with offsets: {diagnostics.GROUPED[why]}", nodes[0])
+                message = f"{op} of a gemm with offsets: {diagnostics.GROUPED[why]}"
+                raise self.fail("grouped", message, nodes[0])
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
         """Whether a value depends on one of ``wanted`` within its step."""

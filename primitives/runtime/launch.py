@@ -58,8 +58,9 @@ class Kernel:
     another thread during a capture. An external stream must stay alive until the next call from another
     stream. A copied or unpickled Kernel plans again.
 
-    Offsets of experts' rows are read, and refused if they are wrong, in the first call with tensors of a kind.
-    Later calls do not wait for the GPU: with wrong offsets they give wrong results, but touch no other memory.
+    Offsets of experts' rows are read, and refused if they are wrong, in the first call with tensors of a
+    kind. Later calls do not wait for the GPU: with wrong offsets they give wrong results, but touch no other
+    memory.
     """
 
     def __init__(

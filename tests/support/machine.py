@@ -281,8 +281,8 @@ LANGUAGE: dict[str, Any] = {
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
         "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadAbsMax", "HeadSums", "HeadTable",
-        "Memory", "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Rows", "Scalar", "TileLoad",
-        "TileStore",
+        "Memory", "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Rows", "Scalar",
+        "TileLoad", "TileStore",
     )},
 }  # fmt: skip
 

@@ -109,7 +109,8 @@ def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[
 class Product(NamedTuple):
     """A matmul of a formulation: a [M, K] and b [K, N] with any strides, and its output's dtype.
 
-    With ``ends``, rows up to each of these have a matrix each, b [E, K, N]. For fp8 operands, ``scales`` are those of a and b, and ``fast_accum`` is as the formulation requests.
+    With ``ends``, rows up to each of these have a matrix each, b [E, K, N]. For fp8 operands, ``scales`` are
+    those of a and b, and ``fast_accum`` is as the formulation requests.
     """
 
     a: Tensor

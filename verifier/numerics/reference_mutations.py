@@ -66,14 +66,15 @@ def slips(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_experts(spec: Spec, text: str) -> Texts:
-    """Begin each expert one row early or late, give all rows to the first, drop each expert's last row, or take
-    the experts' matrices in another order."""
+    """Begin each expert one row early or late, give all rows to the first, drop each expert's last row, or
+    take the experts' matrices in another order."""
     for name in (n for n, t in spec.inputs.items() if t.init.offsets is not None):
         ends = f"cat([{name}[:1], {{}}, {name}[-1:]])"
         late, early = f"({name}[1:-1] + 1).clamp(max={name}[-1])", f"({name}[1:-1] - 1).clamp(min=0)"
         yield f"{name} one row late", f"{name} = {ends.format(late)}\n{text}"
         yield f"{name} one row early", f"{name} = {ends.format(early)}\n{text}"
-        yield f"{name} of one expert", f"{name} = {ends.format(f'{name}[-1:].expand(len({name}) - 2)')}\n{text}"
+        whole = f"{name}[-1:].expand(len({name}) - 2)"
+        yield f"{name} of one expert", f"{name} = {ends.format(whole)}\n{text}"
         for output in (n for n, t in spec.outputs.items() if len(t.shape) == 2):
             last = f"{name}[1:][{name}.diff() > 0] - 1"
             yield f"{output} without each expert's last row", f"{text}\n{output}[{last}] = 0"

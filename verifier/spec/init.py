@@ -53,8 +53,8 @@ class Init(Model):
         return next(iter(self._forms()))
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
-        """The least and largest integers that ``integers``, ``count`` or ``offsets`` draw at these sizes, except
-        ``ignored``. Raises ValueError if the arithmetic gives no such range."""
+        """The least and largest integers that ``integers``, ``count`` or ``offsets`` draw at these sizes,
+        except ``ignored``. Raises ValueError if the arithmetic gives no such range."""
         if self.offsets is not None:
             return 0, _integer(self.offsets, sizes, least=1)
         if self.count is not None:

@@ -32,7 +32,7 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
         raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
     if any(len(t.shape) == 3 for t in types):
         raise ProgramError(
-            "arguments", "a matrix for each expert takes the offsets of the experts' rows: gemm(x, w.mT, offsets)"
+            "arguments", "a matrix for each expert takes the offsets of their rows: gemm(x, w.mT, offsets)"
         )
     (m, k), (k2, n) = types[0].shape, types[1].shape
     if k != k2:

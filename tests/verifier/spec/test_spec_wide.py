@@ -95,7 +95,7 @@ def test_static_dims_and_updates_reach_the_signature(write):
         ("[M], dtype: int64", "[M, N], dtype: int64", 8, "target is a matrix of int64; a matrix may be"),
         ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: bf16", 7, "scalar may be fp32"),
         ("[N], dtype: fp32", "[N], dtype: fp8_e4m3", 10, "series is a vector of fp8_e4m3; a vector may be"),
-        ("series: {shape: [N]", "series: {shape: [N, N, N, N]", 10, "series has 4 axes; give it at most three"),
+        ("series: {shape: [N]", "series: {shape: [N, N, N, N]", 10, "series has 4 axes; give it at most"),
         (", init: {count: 4*K}", "", 9, "position is int32: give init {integers: [0, V]}, {count: 8192} or"),
         ("{count: 4*K}", "{uniform: [0, 9]}", 9, "position is int32: give init"),
         ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: fp32, init: {integers: [0, 2]}", 7,
