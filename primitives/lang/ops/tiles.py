@@ -157,8 +157,8 @@ def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
 
     Shapes: [M, K] by [K, N] to [M, N]; with offsets by [E, K, N], or y.mT of [M, N] by [M, K] to [E, N, K],
     each expert's own, an output. An operand is an input, its transpose (use a weight [N, K], or [E, N, K], as
-    ``w.mT``), or a tile of an earlier step. Dtypes: one 16-bit dtype, or fp8_e4m3 in gemm(x, w.mT) of inputs.
-    Cost: 2*M*N*K FLOPs and a kernel; a tile of an earlier step is also written and read. Paper: family 3,
+    ``w.mT``), or an earlier step's tile. Dtypes: one 16-bit dtype, or fp8_e4m3 in gemm(x, w.mT) of inputs.
+    Cost: 2*M*N*K FLOPs and a kernel; an earlier step's tile is also written and read. Paper: family 3,
     tiles.
 
         t = gemm(left, right.mT)
