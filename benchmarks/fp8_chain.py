@@ -39,7 +39,7 @@ OURS, BF16, ROWWISE, EXACT = "fused", "bf16", "torchao, row-wise", "torchao, row
 Call = Callable[[], Any]
 
 
-class Mlp(nn.Module):
+class PlainMlp(nn.Module):
     """x [tokens, D] normalised and stream [tokens, D] -> the next ones, in bf16."""
 
     def __init__(self, width: int, ffn: int):
@@ -53,22 +53,22 @@ class Mlp(nn.Module):
         return rmsnorm(stream, self.gamma), stream
 
 
-def by_torchao(mlp: Mlp, fast: bool) -> nn.Module:
+def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
     """The same module with torchao's row-wise fp8 products, its weights quantised."""
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
-    made = Mlp(mlp.gamma.numel(), mlp.down.in_features).to(mlp.gamma)
+    made = PlainMlp(mlp.gamma.numel(), mlp.down.in_features).to(mlp.gamma)
     made.load_state_dict(mlp.state_dict())
     sums = Float8MMConfig(use_fast_accum=fast)
     quantize_(made, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), mm_config=sums))
     return made
 
 
-class Fused:
+class Fp8Mlp:
     """The same MLP by fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
 
-    def __init__(self, mlp: Mlp, x: Tensor, stream: Tensor):
+    def __init__(self, mlp: PlainMlp, x: Tensor, stream: Tensor):
         up = mlp.up.weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)  # gate and up side by side
         self.up, self.down, self.gamma = rows(up), rows(mlp.down.weight), mlp.gamma.detach()
         self.x, self.stream = rows(x), stream
@@ -94,16 +94,16 @@ def arms(width: str) -> tuple[dict[str, Call], dict[str, float]]:
     d, ffn = WIDTHS[width]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        mlp = Mlp(d, ffn).bfloat16().requires_grad_(False)
+        mlp = PlainMlp(d, ffn).bfloat16().requires_grad_(False)
         x, stream = torch.randn(TOKENS, d).bfloat16(), torch.randn(TOKENS, d).bfloat16()
-        wide = Mlp(d, ffn).requires_grad_(False)
+        wide = PlainMlp(d, ffn).requires_grad_(False)
     wide.load_state_dict(mlp.state_dict())
     exact = wide(x.float(), stream.float())[0]
     del wide
-    fused = Fused(mlp, x, stream)
+    fused = Fp8Mlp(mlp, x, stream)
     calls: dict[str, Call] = {OURS: fused}
     for name, module in {BF16: mlp, ROWWISE: by_torchao(mlp, True), EXACT: by_torchao(mlp, False)}.items():
-        compiled = torch.compile(module, mode="max-autotune-no-cudagraphs")
+        compiled = torch.compile(module)
         calls[name] = partial(compiled, x, stream)
     made = fused()
     found = {OURS: made["hg"].float() * made["factor"][:, None]}
