@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "OMP_NUM_THREADS", "1"
     )  # workers side by side: PyTorch's threads would wait in turn
     # Tests kill the heads of clusters. Ray would end this process a minute later.
-    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
     _watch_candidates(session / "audit")
 
 
