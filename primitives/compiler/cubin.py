@@ -14,7 +14,8 @@ from coda_agent.primitives.target import TARGET
 
 BULK = "bulk_copy"  # the error code for a bulk copy that a GPU would refuse
 PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of a plain product
-GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")  # of a product with offsets
+GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")  # of rows with their experts' matrices
+OWN = ("UTMALDG.4D", "UTMASTG.3D")  # of each expert's own product
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ def inspect_cubin(
     schedule: dict[str, Any] | None,
     stages: tuple[int, int, int] | None,
     seconds: float,
-    grouped: bool = False,
+    copies: Collection[str] = PLAIN,
 ) -> Resources:
     """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
     the code BULK for bulk copies that a GPU would refuse at run time."""
     found = usage(cubin)
     sass = tool("nvdisasm", "-c", str(cubin))
-    check_bulk(sass, GROUPED if grouped else PLAIN)
+    check_bulk(sass, copies)
 
     def count(mnemonic: str) -> int:
         return len(re.findall(rf"\b{mnemonic}\b", sass))

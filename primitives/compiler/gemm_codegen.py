@@ -103,6 +103,7 @@ class StepWriter(Writer):
             self.resources.starts(),
             tuple((first, past) for _, first, past in self.resources.bounds()),
             offsets,
+            self.resources.own,
         )
 
     # The class
@@ -119,7 +120,7 @@ class StepWriter(Writer):
             )
         adds = ", adds=True" if self.resources.sums else ""
         base = "TableGemm" if any(map(self.resources.tables, self.step.repeats)) else "FusedGemm"
-        base = "GroupedGemm" if self.resources.grouped else base
+        base = "GroupedGemm" if self.resources.grouped and not self.resources.own else base
         return (
             f"class @@Step{self.step.index}({base}):\n"
             f"    _epi_ops = (\n{made}    )\n"

@@ -114,9 +114,16 @@ def cached_gemm(
 ) -> Callable[..., Any]:
     """A step's kernel, loaded from QuACK's cache or compiled into it. Its operands are as in
     ``primitives.runtime.compile``."""
+    return _gemm(_compiler(kernel), lowered, kernel, schedule, sizes)
+
+
+def _compiler(kernel: GemmKernel) -> Callable[..., Any]:
+    """The cached function that compiles a step from its ``_gemm_key``."""
+    if kernel.own:
+        return _cached("own", _compile_own)
     from quack.gemm_runtime.host import _compile_gemm_epi
 
-    return _gemm(_compile_gemm_epi, lowered, kernel, schedule, sizes)
+    return _compile_gemm_epi
 
 
 def _gemm(
@@ -185,7 +192,7 @@ def _attributes(
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
     """The vector kernel between steps, loaded from QuACK's cache or compiled into it."""
     load_module(lowered)
-    return _cached_vector()(*_vector_key(lowered, kernel))
+    return _cached("vector", _compile_vector)(*_vector_key(lowered, kernel))
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
@@ -226,12 +233,11 @@ def _objects(
 ) -> list[Path]:
     """The object files of a step in QuACK's cache, one per launch."""
     from quack.cache import jit
-    from quack.gemm_runtime.host import _compile_gemm_epi
 
     attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
     folder = objects()
     keys = (_gemm_key(lowered, kernel, each, sizes) for each in schedule.launches)
-    name = _compile_gemm_epi.__qualname__
+    name = _compiler(kernel).__qualname__
     return [folder / f"{jit._key_to_hash((name, *key, attributes))}.o" for key in keys]
 
 
@@ -249,22 +255,57 @@ def compile_kernel(
     if isinstance(kernel, VectorKernel):
         load_module(lowered)
         return _compile_vector(*_vector_key(lowered, kernel))
-    from quack.gemm_runtime.host import _compile_gemm_epi
-
     assert schedule is not None
-    return _gemm(_compile_gemm_epi.__wrapped__, lowered, kernel, schedule, sizes)
+    return _gemm(_compiler(kernel).__wrapped__, lowered, kernel, schedule, sizes)  # type: ignore[attr-defined]
 
 
-def _cached_vector() -> Callable[..., Any]:
-    global _vector_cache
-    if _vector_cache is None:
+def _cached(name: str, compile_it: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this module with QuACK's cache, which imports QuACK."""
+    if name not in _caches:
         from quack.cache import jit_cache
 
-        _vector_cache = jit_cache(_compile_vector)
-    return _vector_cache
+        _caches[name] = jit_cache(compile_it)
+    return _caches[name]
 
 
-_vector_cache: Callable[..., Any] | None = None
+_caches: dict[str, Callable[..., Any]] = {}
+
+
+def _compile_own(
+    reference: Any,
+    capability: Any,
+    dtype: Any,
+    _: Any,
+    d_dtype: Any,
+    c_dtype: Any,
+    a_major: str,
+    b_major: str,
+    d_major: str,
+    c_major: None,
+    tile: tuple[int, int],
+    cluster: tuple[int, int, int],
+    pingpong: bool,
+    *unused: Any,
+    post_init_attrs: tuple[tuple[str, Any], ...] = (),
+) -> Callable[..., Any]:
+    """Compile each expert's own product: QuACK's ``varlen_k``, which its own compiler of epilogues leaves
+    out. The arguments are that compiler's."""
+    from quack import gemm_tvm_ffi_utils as host
+    from quack.gemm_runtime.identity import resolve_gemm_class
+
+    def post_init(gemm: Any) -> None:
+        for name, value in post_init_attrs:
+            setattr(gemm, name, value)
+
+    made, majors = resolve_gemm_class(reference), (a_major, b_major, d_major, c_major)
+    *tensors, _m, _n, _k, experts = host.make_fake_gemm_tensors(
+        dtype, dtype, d_dtype, c_dtype, *majors, varlen_k=True
+    )
+    return host.compile_gemm_kernel(
+        made, dtype, tile, cluster, pingpong, True, False, False, capability, *tensors,
+        made.EpilogueArguments(), host.make_fake_scheduler_args(False, False, experts),
+        host.make_fake_varlen_args(False, True, False, None), post_init=post_init,
+    )  # fmt: skip
 
 
 def _compile_vector(

@@ -80,7 +80,8 @@ class GemmKernel:
     widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's columns, including
     some heads' widths. ``adds``: the input to which D is added in place. ``starts``: the first columns
     of ranges, by name. ``bounds``: the first column of each ``in_columns``, and the column past its last.
-    ``offsets``: the input with the experts' first rows, if rows have experts."""
+    ``offsets``: the input with the experts' first rows, if rows have experts. ``own``: whether the product is
+    each expert's own, over its rows."""
 
     step: int
     name: str
@@ -99,6 +100,7 @@ class GemmKernel:
     starts: tuple[tuple[str, Dim], ...] = ()
     bounds: tuple[tuple[Dim, Dim], ...] = ()
     offsets: int | None = None
+    own: bool = False
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
         """Whether a schedule's tile holds whole heads and whole pairs, and each range begins with a subtile.

@@ -22,6 +22,7 @@ class StepResources(Writer):
         super().__init__(program, steps)
         self.step = step
         self.grouped = len(self.nodes[step.gemm].args) > 2
+        self.own = self.steps.types[step.gemm].kind == "experts"
         self.sums = self.accumulated()
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
-from coda_agent.primitives.compiler.cubin import Resources, inspect_cubin
+from coda_agent.primitives.compiler.cubin import GROUPED, OWN, PLAIN, Resources, inspect_cubin
 from coda_agent.primitives.compiler.jit import (
     cached_gemm,
     cached_vector,
@@ -231,19 +231,20 @@ def _resources(
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
     grouped = isinstance(kernel, GemmKernel) and kernel.offsets is not None
+    own = isinstance(kernel, GemmKernel) and kernel.own
     build = partial(compile_kernel, lowered, kernel, schedule, sizes)
-    return _resources_of(scratch, kernel.name, fields, build, grouped)
+    return _resources_of(scratch, kernel.name, fields, build, OWN if own else GROUPED if grouped else PLAIN)
 
 
 def _resources_of(
-    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any], grouped: bool
+    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any], copies: Collection[str]
 ) -> Resources:
     start = time.monotonic()
     with noting_stages() as stages:
         build()
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
-    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, grouped)
+    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, copies)
     cubin.unlink()  # the next configuration's cubin has the same name
     return found
 

@@ -317,11 +317,14 @@ class Plan:
         a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
         a = self._slots.derive(a, _Span(0, *rows)) if rows else a
         tiles = [self._rows(each, schedule, rows) for each in (kernel.d, kernel.c)]
-        operands = _picker([a, self._value(kernel.b), *tiles])
+        b = self._value(kernel.b)
+        b = self._slots.derive(b, _transposed) if kernel.own else b  # as QuACK takes it, [N, K]
+        operands = _picker([a, b, *tiles])
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)
         if kernel.offsets is not None:
-            varlen = make_varlen_args(self._slots.value(("bounds", kernel.offsets)), None, None)
+            bounds = self._slots.value(("bounds", kernel.offsets))
+            varlen = make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)
 
         def launch(slots: Sequence[Any]) -> None:
             compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
