@@ -256,7 +256,8 @@ def compile_kernel(
         load_module(lowered)
         return _compile_vector(*_vector_key(lowered, kernel))
     assert schedule is not None
-    return _gemm(_compiler(kernel).__wrapped__, lowered, kernel, schedule, sizes)  # type: ignore[attr-defined]
+    uncached = _compiler(kernel).__wrapped__  # type: ignore[attr-defined]
+    return _gemm(uncached, lowered, kernel, schedule, sizes)
 
 
 def _cached(name: str, compile_it: Callable[..., Any]) -> Callable[..., Any]:

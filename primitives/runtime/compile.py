@@ -230,14 +230,23 @@ def _resources(
         found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
-    grouped = isinstance(kernel, GemmKernel) and kernel.offsets is not None
-    own = isinstance(kernel, GemmKernel) and kernel.own
     build = partial(compile_kernel, lowered, kernel, schedule, sizes)
-    return _resources_of(scratch, kernel.name, fields, build, OWN if own else GROUPED if grouped else PLAIN)
+    return _resources_of(scratch, kernel.name, fields, build, _bulk_copies(kernel))
+
+
+def _bulk_copies(kernel: GemmKernel | VectorKernel) -> tuple[str, ...]:
+    """The bulk copies that a kernel may have."""
+    if not isinstance(kernel, GemmKernel) or kernel.offsets is None:
+        return PLAIN
+    return OWN if kernel.own else GROUPED
 
 
 def _resources_of(
-    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any], copies: Collection[str]
+    scratch: Path,
+    name: str,
+    schedule: dict[str, Any] | None,
+    build: Callable[[], Any],
+    copies: Collection[str],
 ) -> Resources:
     start = time.monotonic()
     with noting_stages() as stages:

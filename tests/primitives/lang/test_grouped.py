@@ -10,7 +10,7 @@ import torch
 from kernels import Tensors, signature, tensor, trace
 
 from coda_agent.primitives.compiler.compile_error import CompileError
-from coda_agent.primitives.compiler.cubin import GROUPED, check_bulk
+from coda_agent.primitives.compiler.cubin import GROUPED, OWN, check_bulk
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower, lower_edited
 from coda_agent.primitives.lang.errors import ProgramError
@@ -31,7 +31,7 @@ UP_LINES = (
     "return {'act': act, 'sums': row_sums(act)}",
 )
 AS_IT_IS = signature({"x": X, "w": tensor("E, K, N"), "offsets": OFFSETS}, {"y": tensor("T, N", "fp32")})
-OWN = signature({"d": tensor("T, N"), "x": X, "offsets": OFFSETS}, {"dw": tensor("E, N, K", "fp32")})
+OWN_PRODUCT = signature({"d": tensor("T, N"), "x": X, "offsets": OFFSETS}, {"dw": tensor("E, N, K", "fp32")})
 COUNTS = [[4, 7, 5], [0, 16, 0], [1, 0, 15], [0, 0, 0, 16], [16], [1] * 16, [5, 0, 0, 11, 0]]
 
 
@@ -81,7 +81,7 @@ def test_each_experts_own_product_is_of_its_rows_alone(counts: list[int]) -> Non
     d, x, expected = inputs["d"].double(), inputs["x"].double(), torch.zeros(len(counts), 16, 24).double()
     for row, expert in enumerate(expert_of(inputs["offsets"])):
         expected[expert] += torch.outer(d[row], x[row])
-    got = run(trace(OWN, "return {'dw': gemm(d.mT, x, offsets)}"), inputs)
+    got = run(trace(OWN_PRODUCT, "return {'dw': gemm(d.mT, x, offsets)}"), inputs)
     torch.testing.assert_close(got["dw"].double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -110,7 +110,7 @@ WRONG = {"backwards": [0, 9, 4, 16], "short": [0, 4, 9, 15], "long": [0, 4, 9, 1
 @pytest.mark.parametrize("offsets", WRONG.values(), ids=WRONG)
 def test_offsets_that_lie_are_refused(offsets: list[int]) -> None:
     inputs = drawn([4, 5, 7]) | {"offsets": torch.tensor(offsets, dtype=torch.int32)}
-    for program in (trace(UP, *UP_LINES), trace(OWN, "return {'dw': gemm(d.mT, x, offsets)}")):
+    for program in (trace(UP, *UP_LINES), trace(OWN_PRODUCT, "return {'dw': gemm(d.mT, x, offsets)}")):
         with pytest.raises(ValueError, match="must rise from 0 to 16"):
             run(program, inputs)
         with pytest.raises(LaunchError, match="'offsets': .* must rise from 0 to 16"):
@@ -177,8 +177,12 @@ def test_nobody_edits_its_text() -> None:
 
 def test_only_a_store_that_ends_with_an_experts_rows_is_compiled() -> None:
     check_bulk("UTMALDG.3D [UR8] ; UTMALDG.2D [UR12] ; UTMASTG.3D [UR28] ;", GROUPED)
-    with pytest.raises(CompileError, match=r"UTMASTG\.2D"):
-        check_bulk("UTMALDG.3D [UR8] ; UTMASTG.2D [UR28] ;", GROUPED)
+    for wrong in ("UTMASTG.2D", "UTMAREDG.3D", "UTMALDG.4D"):
+        with pytest.raises(CompileError, match=wrong):
+            check_bulk(f"UTMALDG.3D [UR8] ; {wrong} [UR28] ;", GROUPED)
+    check_bulk("UTMALDG.4D [UR8] ; UTMASTG.3D [UR28] ;", OWN)
+    with pytest.raises(CompileError, match="UTMALDG.2D"):  # it would read the next expert's rows
+        check_bulk("UTMALDG.2D [UR8] ; UTMASTG.3D [UR28] ;", OWN)
 
 
 @pytest.mark.slow
@@ -201,4 +205,14 @@ def test_every_kind_of_load_and_store_compiles_without_spills(names: tuple[str, 
     assert not gemm.admits(Schedule(128, 128, True, 4, 1, split=True), {})
     found = report(KernelSource(program), {})
     assert {r.kernel[:5] for r in found} >= {"Step0", "Bound"}
+    assert not any(r.spill_loads or r.spill_stores for r in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_each_experts_own_product_compiles_without_spills(dtype: str) -> None:
+    own = OWN_PRODUCT._replace(outputs={"dw": tensor("E, N, K", dtype)})
+    program = trace(own, "return {'dw': gemm(d.mT, x, offsets)}")
+    found = report(KernelSource(program), {})
+    assert [r.kernel[:5] for r in found] == ["Step0", "Step0", "Bound"] and found[0].hgmma
     assert not any(r.spill_loads or r.spill_stores for r in found)

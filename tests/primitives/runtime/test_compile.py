@@ -198,7 +198,7 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         compiling,
         "_resources_of",
-        lambda scratch, name, raw, build: Resources(name, raw, 0, 0, None, *[0] * 6),
+        lambda scratch, name, raw, build, copies: Resources(name, raw, 0, 0, None, *[0] * 6),
     )
     monkeypatch.setattr(compiling, "_run_child", in_this_process)
     wanted = (Schedule(), Schedule(128, 192), Schedule(128, 208))
