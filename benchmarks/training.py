@@ -2,10 +2,11 @@
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
 parameters. The arms are the model as it is, under ``torch.compile``, with Liger's kernels, and patched by
-``fused.patch`` with and without ``torch.compile``; then, eager, with and without the patch, each layer
-computed again in the backward. All arms share one set of parameters and one optimizer, and take turns in
-random order; a step is forward, backward and AdamW. Then the model and the patched model train from the same
-start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+``fused.patch``, module-local and whole stack, with and without ``torch.compile``; then, eager, with and
+without the patch, each layer computed again in the backward. All arms share one set of parameters and one
+optimizer, and take turns in random order; a step is forward, backward and AdamW. Then the model and the
+patched model train from the same start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any
+machine.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ PLAIN, COMPILED, LIGER, FUSED, BOTH = (
     "fused",
     "fused, torch.compile",
 )
+STACK, STACK_COMPILED = f"{FUSED}, whole stack", f"{FUSED}, whole stack, torch.compile"
 AGAIN = ", recompute"
-ARMS = (COMPILED, BOTH, PLAIN, FUSED, LIGER, PLAIN + AGAIN, FUSED + AGAIN)  # first those that matter most
+# First those that matter most.
+ARMS = (COMPILED, BOTH, STACK_COMPILED, PLAIN, FUSED, STACK, LIGER, PLAIN + AGAIN, FUSED + AGAIN)
 THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
 SHORT = 1024  # tokens of a sequence while the losses are compared
@@ -114,10 +117,10 @@ def arm(name: str, source: nn.Module, kind: str) -> LossArm:
         rotary = code.apply_rotary_pos_emb
         vars(code).update(usual)
     if name.startswith(FUSED):
-        fused.patch(own)
+        fused.patch(own, stack=name in (STACK, STACK_COMPILED))
     if name.endswith(AGAIN):
         own.activation_checkpointing_enable()
-    run = torch.compile(own) if name in (COMPILED, BOTH) else own
+    run = torch.compile(own) if name in (COMPILED, BOTH, STACK_COMPILED) else own
     return LossArm(lambda ids: run(input_ids=ids, labels=ids).loss, rotary)
 
 
@@ -266,7 +269,7 @@ def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
     """Compile in parallel what the patched model calls; return the number of programs."""
     with torch.device("meta"):
         patched = model(kind, **changed)
-    fused.patch(patched)
+    fused.patch(patched, stack=True)  # whose programs include those of the other mode
     steps = [ahead.training(patched, sizes.batch, length) for length in (sizes.length, sizes.short)]
     return len(ahead.build([bound for step in steps for bound in ahead.called(step)]))
 

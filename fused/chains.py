@@ -34,12 +34,19 @@ SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
 
 
-def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first part of a norm of a stream [M, D]: x * gamma in ``dtype``, and the reciprocal RMS [M] in
-    fp32. Autograd does not see it."""
+class Begun(NamedTuple):
+    """The first part of a norm of a stream [M, D]: the stream times the norm's weight, and the reciprocal RMS
+    [M] in fp32. Autograd does not see it."""
+
+    hg: Tensor
+    rstd: Tensor
+
+
+def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
+    """Begin a norm of a stream [M, D] in PyTorch, with ``hg`` in ``dtype``."""
     with torch.no_grad():
         wide = x.float()
-        return (wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+        return Begun((wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps))
 
 
 class Remade(NamedTuple):
@@ -91,19 +98,32 @@ def forget(*of: Tensor) -> None:
 class Link:
     """A chain's operators. ``results``: the outputs that a caller gets, and whose gradients the backward
     takes. ``rows``: the most rows that the backward processes at a time, which keeps the tensors between its
-    products small."""
+    products small. ``beside``: further outputs that a caller gets, which autograd does not see. ``plain``:
+    the link without them, whose backward this link has."""
 
-    def __init__(self, name: str, chain: Chain, results: tuple[str, ...], rows: int = 0):
+    def __init__(
+        self,
+        name: str,
+        chain: Chain,
+        results: tuple[str, ...],
+        rows: int = 0,
+        beside: tuple[str, ...] = (),
+        plain: Link | None = None,
+    ):
         self.name, self.results, self.rows = name, results, rows
+        self.returned, self.plain = results + beside, plain
         self.whole = chain.program(name)
         forward = _forward(self.whole, tuple(self.whole.outputs))
         declared = self.whole.signature.inputs | forward.signature.inputs
         self.inputs = tuple(declared)
         self.floats = {n for n, t in self.whole.signature.inputs.items() if t.dtype in DTYPES and t.shape}
-        self.outputs = (*results, *(n for n in forward.signature.outputs if n not in results))
+        self.outputs = (*self.returned, *(n for n in forward.signature.outputs if n not in self.returned))
         self.op = ops.define(forward, Order(self.inputs, self.outputs), name, declared)
         self.inference = ops.define(
-            _forward(self.whole, results), Order(self.inputs, results), f"{name}_inference", declared
+            _forward(self.whole, self.returned),
+            Order(self.inputs, self.returned),
+            f"{name}_inference",
+            declared,
         )
         self._backwards: dict[tuple[str, ...], Derived] = {}
         self._deriving = threading.Lock()
@@ -112,16 +132,20 @@ class Link:
         )
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """The chain's results. The tensors from ``begun`` are passed as ``hg`` and under the chain's own name
-        for rstd."""
+        """The chain's results and the outputs beside them. The tensors from ``begun`` are passed as ``hg``
+        and under the chain's own name for rstd."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         found = self.op(*given) if wanted else self.inference(*given)
-        return found[: len(self.results)] if isinstance(found, tuple) else (found,)
+        found = found if isinstance(found, tuple) else (found,)
+        beside = found[len(self.results) : len(self.returned)]
+        return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def derived(self, wrt: tuple[str, ...]) -> Derived:
         """The backward for the gradients of these inputs, which is derived once. Its program of products
         becomes an operator, which is called ``NAME_backward_`` and the inputs' names."""
+        if self.plain:
+            return self.plain.derived(wrt)
         with self._deriving:
             if wrt not in self._backwards:
                 found = derive(self.whole, SIZES, wrt=wrt, of=self.results)
@@ -142,7 +166,7 @@ class Link:
         return program._replace(signature=signature._replace(outputs=outputs))
 
     def backward_name(self, wrt: tuple[str, ...]) -> str:
-        return "_".join((self.name, "backward", *wrt))
+        return "_".join((self.plain.name if self.plain else self.name, "backward", *wrt))
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds an element

@@ -9,12 +9,12 @@ that parameters, their gradients and checkpoints keep their own order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coda_agent.fused.chains import NORMED, Link, begun
+from coda_agent.fused.chains import NORMED, Begun, Link, begun
 from coda_agent.primitives.derive import chains
 
 LOSS_ROWS = 4096  # the backward of a loss holds the logits' gradients of this many rows at a time
@@ -29,6 +29,16 @@ BARE_MLP = {
 BLOCK = {
     name: Link(f"block_{name}", chains.attention_out().then(chains.mlp(name), h="h"), ("out",))
     for name in chains.ACTIVATIONS
+}
+BLOCK_NEXT_NORM = {
+    name: Link(
+        f"block_{name}_next_norm",
+        chains.attention_out().then(chains.mlp(name), h="h").then(chains.next_norm(), out="out"),
+        ("out",),
+        beside=("next_hg", "next_rstd"),
+        plain=BLOCK[name],
+    )
+    for name in GATED
 }
 ATTENTION_IN = {
     (bias, rotates): Link(
@@ -95,16 +105,24 @@ def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     """The part of a layer after attention, in one program: ``h + mlp(norm(h))`` with ``h = x + a @ out'``."""
-    (made,) = _known(BLOCK, activation)(
-        a=a.flatten(0, -2),
-        x=x.flatten(0, -2),
-        w_o=out,
-        gamma=norm.weight,
-        w_up=up,
-        w_down=down,
-        eps=norm.eps,
-    )
+    (made,) = _known(BLOCK, activation)(**_block(a, x, norm, out, up, down))
     return made.view_as(x)
+
+
+def after_attention_with_next_norm(
+    a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
+) -> tuple[Tensor, Begun]:
+    """The result of ``after_attention``, and the next layer's norm begun on it, for ``before_attention``. No
+    gradient passes through what is begun: ``before_attention`` computes the whole norm's."""
+    given = _block(a, x, norm, out, up, down)
+    given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
+    made, hg, rstd = _known(BLOCK_NEXT_NORM, activation)(**given)
+    return made.view_as(x), Begun(hg, rstd)
+
+
+def _block(a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor) -> dict[str, Any]:
+    given = {"a": a.flatten(0, -2), "x": x.flatten(0, -2), "w_o": out, "gamma": norm.weight}
+    return given | {"w_up": up, "w_down": down, "eps": norm.eps}
 
 
 def before_attention(
@@ -114,13 +132,15 @@ def before_attention(
     bias: Tensor | None = None,
     table: Tensor | None = None,
     turned: int = 0,
+    begun_norm: Begun | None = None,
 ) -> Tensor:
     """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates the
-    first ``turned`` columns, whose pairs are adjacent (``rotary_pairs``). It cannot be used with a bias."""
+    first ``turned`` columns, whose pairs are adjacent (``rotary_pairs``). It cannot be used with a bias.
+    ``begun_norm``: this norm of ``x``, if ``after_attention_with_next_norm`` began it."""
     if bias is not None and table is not None:
         raise ValueError("a bias stands between the product and its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
-    hg, rstd = begun(flat, norm.weight, norm.eps, weight.dtype)
+    hg, rstd = begun_norm or begun(flat, norm.weight, norm.eps, weight.dtype)
     stream = flat.to(weight.dtype)
     given = {"out": stream, "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps, "b_qkv": bias}
     if table is not None:

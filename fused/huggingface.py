@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
-from coda_agent.fused import functional
-from coda_agent.fused.chains import kept, remade
+from coda_agent.fused import functional, stack
+from coda_agent.fused.chains import Begun, kept, remade
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -41,7 +41,7 @@ PARTS = {
 class Settings(NamedTuple):
     """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
     are rotated directly after their product. ``keeps``: weights in a kernel's order are kept between calls
-    without gradients."""
+    without gradients. ``next_norm``: the first norm of the layer after this one, if this layer begins it."""
 
     activation: str
     centered: bool
@@ -50,6 +50,7 @@ class Settings(NamedTuple):
     rotate: Callable[..., tuple[Tensor, Tensor]]
     eager_attention: Callable[..., Any]
     attentions: Any
+    next_norm: Any = None
 
 
 def family(module: nn.Module, suffix: str) -> str:
@@ -158,7 +159,8 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache is of no use under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        run = partial(_layer, layer, how, usual, **kwargs)
+        # A layer that is computed again begins its norm itself, which rounds in another way.
+        run = partial(_layer, layer, how._replace(next_norm=None), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)
 
@@ -182,13 +184,14 @@ def _layer(
         "use_cache": use_cache,
         "position_embeddings": position_embeddings,
     }
+    begun = stack.take(hidden_states, layer)
     why = _unfit(hidden_states, (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight))
     if why:
         _warn(why)
         return usual(hidden_states, **own, **kwargs)
     if _watched(layer.self_attn):
         return usual(hidden_states, **own, **kwargs)
-    attended = _attended(layer, how, hidden_states, **own, **kwargs)
+    attended = _attended(layer, how, hidden_states, begun, **own, **kwargs)
     return _rest(layer, how, attended, hidden_states)
 
 
@@ -208,6 +211,7 @@ def _attended(
     layer: Any,
     how: Settings,
     x: Tensor,
+    begun: Begun | None,
     attention_mask: Any,
     cache: Any,
     position_embeddings: Any,
@@ -217,7 +221,7 @@ def _attended(
     attention = layer.self_attn
     cos, sin = position_embeddings
     rotated = how.rotates and cos.shape[-1] == attention.head_dim and not refusal(layer, how, "in")
-    projected = _projected(layer, how, x, cos, sin, rotated)
+    projected = _projected(layer, how, x, begun, cos, sin, rotated)
     q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
     if rotated and cache is not None:  # a cache needs the model's own order, whoever reads it next
         q, k = functional.rotary_halves(q), functional.rotary_halves(k)
@@ -248,7 +252,7 @@ def _attended(
 
 
 def _projected(
-    layer: Any, how: Settings, x: Tensor, cos: Tensor, sin: Tensor, rotated: bool
+    layer: Any, how: Settings, x: Tensor, begun: Begun | None, cos: Tensor, sin: Tensor, rotated: bool
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values, [..., heads * width] each."""
     attention = layer.self_attn
@@ -265,7 +269,7 @@ def _projected(
         table = functional.angles(cos, sin, x.shape[:-1]).to(dtype)
     norm = _norm(layer.input_layernorm, how.centered)
     packed = _reordered(how, partial(_packed, dtype=dtype, width=width if rotated else 0), *weights)
-    made = functional.before_attention(x, norm, packed, bias, table, sum(sizes[:2]))
+    made = functional.before_attention(x, norm, packed, bias, table, sum(sizes[:2]), begun)
     return made.split(sizes, -1)
 
 
@@ -300,11 +304,25 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
     up = _reordered(how, partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
     down = mlp.down_proj.weight.to(dtype)
     if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
-        return functional.after_attention(a, x, norm, out.weight, up, down, how.activation)
+        given = (a, x, norm, out.weight, up, down, how.activation)
+        if not _begins_next(layer, how):
+            return functional.after_attention(*given)
+        following = _norm(how.next_norm, how.centered)
+        made, begun = functional.after_attention_with_next_norm(*given, following)
+        return stack.hand_over(made, how.next_norm, begun)
     h = x + out(a)
     if h.dtype == dtype:
         return functional.feed_forward(h, norm, up, down, how.activation)
     return h + functional.feed_forward(h, norm, up, down, how.activation, residual=False)
+
+
+def _begins_next(layer: Any, how: Settings) -> bool:
+    """Whether the layer begins the next layer's norm, in whole-stack mode."""
+    if how.next_norm is None:
+        return False
+    if why := stack.refusal(layer, how.next_norm):
+        _warn(why)
+    return not why
 
 
 def loss_refusal(model: Any, sharded: bool = False) -> str:

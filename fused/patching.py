@@ -7,12 +7,14 @@ are the model's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from coda_agent.fused import chains, huggingface, versions
+from coda_agent.fused import stack as whole_stack
 from coda_agent.fused.huggingface import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -64,10 +66,11 @@ class PatchedForward:
         return self.run(self.module, *own, self.usual, *args, **kwargs)
 
 
-def patch(model: nn.Module, keep_reordered: bool = False) -> Table:
+def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
     """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
     Qwen2, Qwen3 and Gemma, wherever they occur in ``model``; nothing else changes. A patched model is patched
-    again.
+    again. With ``stack``, each layer also begins the norm of the next layer, where that norm's weight is at
+    hand; otherwise each layer begins its own.
 
     ``keep_reordered``, for serving: weights that a kernel wants in another order are reordered once, not in
     each call without gradients. These copies take memory, most of what the layers' weights take, until
@@ -80,9 +83,10 @@ def patch(model: nn.Module, keep_reordered: bool = False) -> Table:
     unpatch(model)
     found: dict[PatchedPart, list[str]] = {}
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    following = dict(_following(model)) if stack else {}
     for name, module in list(model.named_modules()):
         if huggingface.family(module, "DecoderLayer"):
-            rows = _layer(module, sharded, keep_reordered and not sharded)
+            rows = _layer(module, sharded, keep_reordered and not sharded, following.get(module))
         elif huggingface.family(module, "ForCausalLM"):
             rows = _causal(module, sharded)
         else:
@@ -103,14 +107,41 @@ def unpatch(model: nn.Module) -> None:
                 module.forward = own.previous
 
 
-def _layer(layer: Any, sharded: bool, keeps: bool) -> list[PatchedPart]:
+def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Each decoder layer with the next one, where Hugging Face's own code passes the stream from one to the
+    other."""
+    for module in model.modules():
+        if huggingface.family(module, "Model") and "forward" not in vars(module):
+            layers: Any = module.layers
+            yield from pairwise(layers)
+
+
+def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
+    """Why a layer does not begin the norm of the following layer; empty if it does."""
+    if not huggingface.family(following, "DecoderLayer"):
+        return f"the next layer is a {type(following).__name__}"
+    if own := why["out"] or why["mlp"]:
+        return own
+    how = huggingface.settings(following)
+    if other := huggingface.refusal(following, how, "in", sharded):
+        return f"in the next layer, {other}"
+    if type(following).__name__.startswith("FSDP"):
+        return "the next layer is sharded by itself"
+    return whole_stack.refusal(layer, following.input_layernorm, sharded)
+
+
+def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> list[PatchedPart]:
     versions.expect("transformers")
     how = huggingface.settings(layer, keeps)
     why = {part: huggingface.refusal(layer, how, part, sharded) for part in huggingface.PARTS}
+    no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
+    if following is not None and not no_next:
+        how = how._replace(next_norm=following.input_layernorm)
     layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
+    after += "_next_norm" * (how.next_norm is not None)
     unturned = "a head's norm precedes it" if not bias else "a bias precedes it"
     return [
         _row(layer, "norm, queries, keys, values", before, why["in"]),
@@ -118,7 +149,7 @@ def _layer(layer: Any, sharded: bool, keeps: bool) -> list[PatchedPart]:
         _row(layer, "attention", "", "the model's own"),
         _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
         _row(layer, "norm, MLP, residual", after, why["mlp"]),
-    ]
+    ] + [_row(layer, "first part of the next layer's norm", after, no_next)] * (following is not None)
 
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:

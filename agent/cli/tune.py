@@ -61,10 +61,13 @@ def build(
             help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
         ),
     ],
+    stack: Annotated[
+        bool, typer.Option("--stack", help="What a model calls that is patched with stack=True.")
+    ] = False,
 ) -> None:
     """Compile what fused calls at these sizes, so that its first call loads it. Needs no GPU."""
     model = (what / "config.json").is_file()
-    wanted = _of_model(what, sizes) if model else _of_kernel(what, sizes)
+    wanted = _of_model(what, sizes, stack) if model else _of_kernel(what, sizes)
     from coda_agent.fused import ahead
     from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -87,7 +90,7 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
     return [Bound(program, each) for each in wanted]
 
 
-def _of_model(folder: Path, sizes: list[str]) -> list[Bound]:
+def _of_model(folder: Path, sizes: list[str], stack: bool) -> list[Bound]:
     """The programs that a patched model with 16-bit weights runs in training and in inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
@@ -105,7 +108,7 @@ def _of_model(folder: Path, sizes: list[str]) -> list[Bound]:
     dtype = torch.float16 if config.dtype == torch.float16 else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(dtype)
-    if not fused.patch(model).fused:
+    if not fused.patch(model, stack=stack).fused:
         raise InvalidInput(f"{folder}: nothing of a {type(model).__name__} runs fused")
     shapes = [(int(each[1]), int(each[2])) for each in found if each]
     return [

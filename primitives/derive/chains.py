@@ -177,6 +177,17 @@ def loss() -> Chain:
     return Chain(inputs, {"lse": "M: fp32", "target_logit": "M: fp32"}, body)
 
 
+def next_norm() -> Chain:
+    """Begin the norm after the residual stream ``out``: ``out`` times its weight, and its row scale. The next
+    chain's first product multiplies the one and scales its rows by the other."""
+
+    def body(out: Any, next_gamma: Any, next_eps: Any) -> dict[str, Any]:
+        return {"next_hg": out * per_column(next_gamma), "next_rstd": _normed(out, next_eps)}
+
+    inputs = {"out": "M, D", "next_gamma": "D", "next_eps": SCALAR}
+    return Chain(inputs, {"next_hg": "M, D", "next_rstd": "M: fp32"}, body)
+
+
 def head(cap: bool = False) -> Chain:
     """The final norm of the residual stream ``h``, and the cross-entropy as the logits' log-sum-exp and the
     target's logit, with soft-capped logits if ``cap``. The logits are not stored: the backward computes them

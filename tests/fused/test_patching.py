@@ -24,6 +24,7 @@ from coda_agent import fused
 from coda_agent.fused import chains, huggingface
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+BOTH_MODES = pytest.mark.parametrize("stack", [False, True], ids=["module-local", "whole stack"])
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +33,14 @@ def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @EVERY_FAMILY
+@BOTH_MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_loss_and_every_gradient_pass_the_error_gate(family: str, dtype: torch.dtype, where: Where) -> None:
+def test_loss_and_every_gradient_pass_the_error_gate(
+    family: str, stack: bool, dtype: torch.dtype, where: Where
+) -> None:
     model, ids = small_models.model(family, dtype, device=where.device), tokens(4, 24)
     exact, usual = trained(copy.deepcopy(model).double(), ids), trained(model, ids)
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     found = trained(model, ids)
     assert found.keys() == {"loss", *(n for n, _ in model.named_parameters())}
     assert faults(found, exact, usual) == []
@@ -53,29 +57,33 @@ def test_the_error_gate_sees_a_wrong_eps() -> None:
 
 
 @EVERY_FAMILY
-def test_every_part_of_a_layer_runs_fused(family: str, where: Where) -> None:
+@BOTH_MODES
+def test_every_part_of_a_layer_runs_fused(family: str, stack: bool, where: Where) -> None:
     model = small_models.model(family, where.dtype, device=where.device)
-    table = fused.patch(model)
+    table = fused.patch(model, stack=stack)
     ran = own_operators(lambda: trained(model, tokens()))
     forward = [each for each in ran if "backward" not in each]
     activation = "geglu" if family == "Gemma" else "swiglu"
     before = {"Qwen2": "attention_in_bias", "Qwen3": "attention_in"}.get(family, "attention_in_rotated")
-    assert forward == [before, f"block_{activation}"] * 2 + ["loss"]
+    after = f"block_{activation}"
+    assert forward == [before, after + "_next_norm" * stack, before, after, "loss"]
     assert len(ran) == 2 * len(forward)
     said = {row.part: row.runs for row in table}
     assert said["norm, MLP, residual"] == said["norm, queries, keys, values"] == "fused"
+    assert said.get("first part of the next layer's norm") == ("fused" if stack else None)
     assert said["rotation"] == ("PyTorch" if family in ("Qwen2", "Qwen3") else "fused")
     assert said["attention"] == "PyTorch" and "the model's own" in str(table)
 
 
 @EVERY_FAMILY
-def test_generate_gives_the_same_tokens(family: str) -> None:
+@BOTH_MODES
+def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
     model = small_models.model(family).eval()
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, :4] = 0  # a shorter prompt
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     usual = model.generate(tokens(2, 9), **how)
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     ran = own_operators(lambda: model.generate(tokens(2, 9), **how))
     assert torch.equal(model.generate(tokens(2, 9), **how), usual)
     assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
@@ -140,10 +148,11 @@ def test_scaled_rotations_are_the_models() -> None:
 
 
 @EVERY_FAMILY
-def test_unpatched_it_is_bitwise_what_it_was(family: str) -> None:
+@BOTH_MODES
+def test_unpatched_it_is_bitwise_what_it_was(family: str, stack: bool) -> None:
     model = small_models.model(family)
     before = trained(model, tokens())
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     fused.unpatch(model)
     after = trained(model, tokens())
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -156,14 +165,15 @@ def saved(model: Any, folder: Path) -> dict[str, bytes]:
 
 
 @EVERY_FAMILY
-def test_checkpoints_are_byte_for_byte_the_models(family: str, tmp_path: Path) -> None:
+@BOTH_MODES
+def test_checkpoints_are_byte_for_byte_the_models(family: str, stack: bool, tmp_path: Path) -> None:
     model = small_models.model(family)
     plain, state = saved(model, tmp_path / "plain"), model.state_dict()
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     assert saved(model, tmp_path / "patched") == plain
     assert list(model.state_dict()) == list(state)
     other = small_models.model(family, seed=5)
-    fused.patch(other)
+    fused.patch(other, stack=stack)
     other.load_state_dict(state)
     loaded = type(model).from_pretrained(tmp_path / "patched").train()
     for again in (other, loaded):
@@ -182,12 +192,13 @@ def test_an_optimizer_made_before_patching_goes_on() -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.05
 
 
-def test_frozen_weights_have_no_gradient_and_no_product() -> None:
+@BOTH_MODES
+def test_frozen_weights_have_no_gradient_and_no_product(stack: bool) -> None:
     model = small_models.model("Llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     exact = trained(copy.deepcopy(model).double(), tokens())
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     found = trained(model, tokens())
     assert found.keys() == exact.keys() == {"loss", *(n for n, _ in model.named_parameters() if "norm" in n)}
     assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
@@ -219,9 +230,10 @@ def test_lora_adapters_stand_beside(first: bool) -> None:
     assert ran.count("block_swiglu") == 2 and "attention_in_rotated" not in ran
 
 
-def test_a_hook_on_a_projection_is_called() -> None:
+@BOTH_MODES
+def test_a_hook_on_a_projection_is_called(stack: bool) -> None:
     model = small_models.model("Llama")
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     seen: list[int] = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(0))
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append(1))
@@ -229,22 +241,25 @@ def test_a_hook_on_a_projection_is_called() -> None:
     assert seen == [0, 1]
 
 
-def test_hidden_states_and_attentions_are_recorded() -> None:
+@BOTH_MODES
+def test_hidden_states_and_attentions_are_recorded(stack: bool) -> None:
     model = small_models.model("Llama", attn_implementation="eager").eval()
     asked = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         usual = model(tokens(), **asked)
-        fused.patch(model)
+        fused.patch(model, stack=stack)
         found = model(tokens(), **asked)
     for mine, theirs in ((found.hidden_states, usual.hidden_states), (found.attentions, usual.attentions)):
         assert len(mine) == len(theirs)
         assert all(loss_of(a, b) < 1e-5 for a, b in zip(mine, theirs, strict=True))
 
 
-def test_the_models_own_checkpointing_gives_the_same_gradients(where: Where) -> None:
+@BOTH_MODES
+def test_the_models_own_checkpointing_gives_the_same_gradients(stack: bool, where: Where) -> None:
     model = small_models.model("Llama", where.dtype, device=where.device)
     fused.patch(model)
     plain = trained(model, tokens(), use_cache=False)
+    fused.patch(model, stack=stack)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     ran = own_operators(lambda: trained(model, tokens(), use_cache=False))
     again = trained(model, tokens(), use_cache=False)

@@ -9,6 +9,7 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ fully_shard: Any = torch.distributed.fsdp.fully_shard
 LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["loss"]
 
 
-def sharded(patched_first: bool, seed: int = 0, **more: Any) -> Any:
+def sharded(patched_first: bool, seed: int = 0, stack: bool = False, **more: Any) -> Any:
     model = small_models.model("Llama", seed=seed)
     if patched_first:
-        fused.patch(model)
+        fused.patch(model, stack=stack)
     for layer in model.model.layers:
         fully_shard(layer, **more)
     fully_shard(model, **more)
@@ -87,6 +88,22 @@ def in_bf16() -> None:
         assert loss_of(found, exact[name]) < 1.5 * loss_of(usual[name], exact[name]), name
 
 
+def whole_stack() -> None:
+    """A layer begins the next one's norm only if all layers are gathered together. Else each begins its
+    own."""
+    plain = trained(small_models.model("Llama"), tokens(), use_cache=False)
+    together, apart = small_models.model("Llama"), sharded(True, stack=True)
+    fused.patch(fully_shard(together), stack=True)
+    for model, wanted in ((together, 1), (apart, 0)):
+        ran = own_operators(partial(trained, model, tokens(), use_cache=False))
+        assert ran.count("block_swiglu_next_norm") == wanted
+        found: dict[str, Any] = trained(model, tokens(), use_cache=False)
+        for name in plain.keys() - {"loss"}:
+            assert loss_of(found[name].full_tensor(), plain[name]) < 1e-5, name
+    (row,) = (row for row in fused.patch(apart, stack=True) if "next layer" in row.part)
+    assert row.why == "the next layer is sharded by itself"
+
+
 def both(folder: Path) -> None:
     """Two processes, in one of which this returns."""
     child = os.fork()
@@ -96,6 +113,7 @@ def both(folder: Path) -> None:
     for patched_first in (True, False):
         work(rank, folder / str(patched_first), patched_first)
     in_bf16()
+    whole_stack()
     dist.destroy_process_group()
     if child:
         assert os.waitpid(child, 0)[1] == 0

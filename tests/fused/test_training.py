@@ -105,11 +105,13 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
         assert loss_of(parameter.grad, torch.stack([found[name] for found in each]).sum(0)) < 1e-6, name
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_model_compiles_whole_for_any_length(backend: str, where: Where) -> None:
-    model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("backend", "stack"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+)
+def test_a_model_compiles_whole_for_any_length(backend: str, stack: bool, where: Where) -> None:
+    model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1 + stack)
     plain = copy.deepcopy(model)
-    fused.patch(model)
+    fused.patch(model, stack=stack)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.compile(backend=backend, fullgraph=True)

@@ -124,6 +124,24 @@ def before_attention(bias: bool, rotates: bool) -> Part:
     return Part(shapes, ours, plain)
 
 
+def between_attentions(activation: str) -> Part:
+    """The stream after one layer, beside the next layer's projections of its norm."""
+    first, last = after_attention(activation), before_attention(False, False)
+
+    def ours(w: Tensor, next_gamma: Tensor, gamma: Tensor, **given: Tensor) -> Tensor:
+        norm, following = functional.Norm(gamma, EPS), functional.Norm(next_gamma, EPS)
+        out, begun = functional.after_attention_with_next_norm(
+            norm=norm, activation=activation, next_norm=following, **given
+        )
+        return torch.cat((out, functional.before_attention(out, following, w, begun_norm=begun)), -1)
+
+    def plain(w: Tensor, next_gamma: Tensor, **given: Tensor) -> Tensor:
+        out = first.plain(**given)
+        return torch.cat((out, last.plain(out, next_gamma, w)), -1)
+
+    return Part({**first.shapes, "w": last.shapes["w"], "next_gamma": (D,)}, ours, plain)
+
+
 def loss() -> Part:
     def target(h: Tensor) -> Tensor:
         rows = torch.arange(h.shape[0], device=h.device)
@@ -145,6 +163,7 @@ PARTS = {
     "before attention": before_attention(False, False),
     "before attention, rotated": before_attention(False, True),
     "before attention, bias": before_attention(True, False),
+    **{f"between attentions {each}": between_attentions(each) for each in functional.GATED},
     "loss": loss(),
 }
 

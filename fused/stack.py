@@ -1,0 +1,59 @@
+"""Whole-stack mode: the kernel that ends a layer also begins the next layer's norm, and so saves a pass.
+
+What is begun is an attribute of the residual stream that a layer returns. The next layer takes it off, and
+uses it if it was begun for that layer's own norm. For a stream without it, such as one that a hook made, a
+layer begins its own norm, as in module-local mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from coda_agent.fused.chains import Begun
+
+_ATTRIBUTE = "_coda_agent_begun_norm"
+
+
+class BegunFor(NamedTuple):
+    """A norm's module, and what is begun of its norm of a stream."""
+
+    norm: nn.Module
+    begun: Begun
+
+
+def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
+    setattr(stream, _ATTRIBUTE, BegunFor(norm, begun))
+    return stream
+
+
+def take(stream: Tensor, layer: Any) -> Begun | None:
+    """What was begun of the layer's first norm of the stream, which then no longer keeps it alive."""
+    found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
+    if found is None:
+        return None
+    setattr(stream, _ATTRIBUTE, None)
+    same = found.norm is layer.input_layernorm and not _change(layer._forward_pre_hooks)
+    return found.begun if same else None
+
+
+def _change(hooks: Mapping[int, Any]) -> bool:
+    """Whether any of these hooks may change a stream in place. Those of transformers only record it."""
+    return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks.values())
+
+
+def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
+    """Why a layer cannot begin the next layer's norm; empty if it can. ``sharded``: the weights are shards
+    while the layer does not run, as with FSDP."""
+    own, other = layer.post_attention_layernorm.weight, norm.weight
+    if _change(layer._forward_hooks):
+        return "the layer has hooks"
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+        return "the next layer's norm has hooks"
+    if type(other) not in (nn.Parameter, Tensor) and not sharded:
+        return f"the next layer's norm has a {type(other).__name__} as weight"
+    if other.device != own.device:
+        return f"the next layer's norm is on {other.device}, this layer on {own.device}"
+    return ""
