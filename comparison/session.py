@@ -1,4 +1,4 @@
-"""Time the comparison's columns on one operator: a task for a GPU worker."""
+"""Time all arms of the comparison on one operator. This is a task for a GPU worker."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """An output's true values. For outputs with few bits fp32 suffices and saves memory: a 70B model's
-        logits take 8 GB."""
+        """An output's true values. For 8-bit and 16-bit outputs, fp32 is precise enough, and it saves memory:
+        a 70B model's logits take 8 GB in fp32."""
         return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
@@ -115,7 +115,7 @@ class _Operator(Stage):
 
 
 def prepare(arm: str, request: OperatorArms, inputs: Mapping[str, Tensor]) -> Prepared:
-    """Prepare a column's arm on one set of inputs. Raises whatever its library raises."""
+    """Prepare one arm on one set of inputs. Raises whatever its library raises."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 

@@ -3,7 +3,7 @@ the gates before them.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
 (``verifier.gpu.worker``), in stages that are stored, so that an interrupted measurement can continue. One
-worker tunes and checks; several fresh workers time, each on its own inputs.
+worker tunes and checks the kernel. Then several fresh workers measure its time, each on its own inputs.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from coda_agent.verifier.spec.parts import Case
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # per process, at most
 FEW_FLOPS = 5e10  # up to here the oracle is fast, and every family of inputs is tried
-ROUTINE = ("normal", "positive")  # families of larger cases
+ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
 SINGLE_ROW = ("integers",)  # the family for a single row: exact bits say more than statistics do
-# The case whose time is nearest to this has the controls, since a launch is a small part of it and many
-# rounds fit.
+# The controls run on the case whose time is nearest to this: long enough that a launch is a small part of it,
+# and short enough for many rounds.
 CONTROL_SECONDS = 1e-3
-RETRIES = 2  # processes with failed controls before the measurement is invalid
-# Seconds of silence after which a worker counts as hung. The limit is high because tuning compiles and
-# max-autotune searches.
+RETRIES = 2  # how many processes may fail their controls before the measurement is invalid
+# Seconds of silence after which a worker counts as hung. The limit is high because a worker is silent while
+# tuning compiles kernels and while max-autotune searches.
 PATIENCE = 300.0
 # Modules that workers import early; the worker that checks needs no torch.compile.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
@@ -77,9 +77,9 @@ SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "qu
 @dataclass(frozen=True)
 class MeasureOptions:
     """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
-    ``verifier.baselines.quack.ARMS``. QuACK's arms are left out if QuACK cannot compute the spec; the
-    decision needs torch.compile. ``rounds``: rounds per process, which are fewer for long kernels.
-    ``sanitize``: run small sizes again under compute-sanitizer."""
+    ``verifier.baselines.quack.ARMS``. QuACK's arms are left out if QuACK cannot compute the spec. The
+    torch.compile arm must be there, because the decision compares with it. ``rounds``: rounds per process,
+    which are fewer for long kernels. ``sanitize``: run small sizes again under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -109,10 +109,10 @@ def measure(
 ) -> Measurement:
     """Run the GPU gates on every case of the spec.
 
-    ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel), which
-    the decision compares with in addition to the baseline. An edited text without known schedules is tuned
-    over the finalists of ``kept``'s tuning. ``quack``: known schedules of QuACK's arms, by case. ``ahead``:
-    workers from ``start_workers``, which this function closes.
+    ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel). The
+    decision compares the candidate with it as well as with the baseline. If an edited text has no known
+    schedules, tuning tries only the finalists of ``kept``'s tuning. ``quack``: known schedules of QuACK's
+    arms, by case. ``ahead``: workers from ``start_workers``, which this function closes.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -252,8 +252,9 @@ class _Session:
         return found
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise InvalidMeasurement if an arm other than the candidate lost the worker. This was so if the arm
-        was being prepared, or if memory ran out during timing, when the candidate's calls allocate none."""
+        """Raise InvalidMeasurement if the worker died because of an arm other than the candidate. Another arm
+        is to blame if the worker died while preparing it, or if memory ran out during timing, because the
+        candidate allocates none then."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(
@@ -301,7 +302,7 @@ class _Session:
             self.workers.pop(process).close()
 
     def _expect_clean_gpu(self) -> None:
-        """Check after the loss of a worker that a fresh worker finds a working GPU."""
+        """After a worker is lost, start a fresh one and check that the GPU works."""
         with Worker() as fresh:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
@@ -378,8 +379,8 @@ class _Session:
         raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The kernel's ratio to itself over the valid processes, for information only, since each process was
-        judged alone."""
+        """The kernel's time over its own time, repeated, from all valid processes. It is only reported: the
+        controls judged each process by itself."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
@@ -542,8 +543,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of each QuACK arm that has the same finalists in every process. They differ if the cache
-    was emptied between two processes."""
+    """The finalists of each QuACK arm that has the same finalists in every process. An arm's finalists differ
+    between processes if QuACK's cache was emptied in between."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-RAW_GATES = ("edit", *GATES[1:])  # gates of a text edited by an author, whose program exists already
+RAW_GATES = ("edit", *GATES[1:])  # gates for an edited text; its program was traced before
 # gates of a primitive's functions
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
@@ -89,11 +89,11 @@ class Timing(_ReportModel):
     """One measured case: schedules by step, each arm's median, and each arm's ratio to the candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
-    timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: if there are several
-    parts, the milliseconds of each part run alone, named as in the roofline. ``finalists``: by step, the last
-    candidates of tuning, fastest first. ``kept_schedules``: the tuned schedules, in the same measurement, of
-    the text that the candidate was to replace. ``quack``: the ``finalists`` of each QuACK arm, by stage; the
-    arm ran on the first of them.
+    timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: if the kernel has
+    several parts, the milliseconds of each part when it runs alone, under the roofline's names.
+    ``finalists``: by step, the last candidates of tuning, fastest first. ``kept_schedules``: the schedules to
+    which the kernel that the candidate would replace was tuned in this measurement. ``quack``: the
+    ``finalists`` of each QuACK arm, by stage; the arm ran on the first of them.
     """
 
     case: str
@@ -139,7 +139,7 @@ class Authorship(_ReportModel):
 
 
 class Rejected(_ReportModel):
-    """A candidate that failed a gate: the reason for the author, the evidence, and the gates that it passed
+    """A candidate that failed a gate: a message that tells the author why, the evidence, and the gates passed
     before."""
 
     status: Literal["rejected"] = "rejected"
@@ -224,7 +224,7 @@ MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field
 
 
 def join(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Join the result of the gates without a GPU with the GPU's measurement of the same identity.
+    """Combine the result of the gates that need no GPU with the GPU's measurement of the same kernel.
 
     Raises ValueError if their identities differ.
     """

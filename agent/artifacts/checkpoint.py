@@ -29,7 +29,8 @@ class FilePieces:
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of exactly this kernel, spec, options and ``more`` dependencies."""
+        """The store for the stages of a measurement with exactly this identity, these options and the other
+        dependencies in ``more``."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
@@ -66,10 +67,10 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Give the block a function that opens the folder for the stages of a kernel's measurement on this card,
-    and locks the GPU against our other commands. Stages of an interrupted measurement are reused, unless
-    ``again`` starts over. After the block all stages are deleted, whatever the result, because the next
-    measurement draws its own inputs. If the block raises an exception, the stages stay."""
+    """Yield a function. When called, it locks the GPU against our other commands, and opens the folder that
+    holds the stages of a kernel's measurement on this card. Stages of an interrupted measurement are reused,
+    unless ``again`` starts over. After the block all stages are deleted, whatever the result, because the
+    next measurement draws its own inputs. If the block raises an exception, the stages stay."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

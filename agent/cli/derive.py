@@ -102,7 +102,8 @@ def derive(
 
 
 def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
-    """The kernel's file and its spec. For a spec: the kernel beside it, else the accepted one."""
+    """The kernel's file and its spec. If ``given`` is a spec, return the kernel next to it, or otherwise the
+    accepted kernel of that name."""
     if given.suffix not in (".yaml", ".yml"):
         return arguments.accepted_file(given, "program.json"), spec
     if spec:
@@ -133,7 +134,8 @@ def _names(given: str | None) -> list[str] | None:
 
 
 def _summary(derived: Derived, spec: Spec) -> list[str]:
-    """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and what is left."""
+    """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and the inputs without a
+    gradient."""
     from coda_agent.primitives.derive import NEXT, NEXT_SIZE, all_sizes, ledger
     from coda_agent.primitives.lang.partition import cut
 
@@ -183,7 +185,7 @@ def _step(program: Program, step: Any) -> str:
 
 
 def _written(derived: Derived, made: Pair | None, out: Path) -> list[str]:
-    """Write the files; a line for each."""
+    """Write the files, and return one line per file."""
     from coda_agent.primitives.derive.reference import reference
 
     texts: dict[str, str] = {}

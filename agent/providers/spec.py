@@ -1,8 +1,8 @@
 """The description that each provider's file exports as ``SPEC``.
 
-Options, budgets, doctor, ``auto`` and the journal's header read this description, so adding a provider takes
-only one file in this package. ``--help`` imports that file, so the file must import its SDK only inside the
-functions that need it.
+The command line, the budgets, ``doctor``, ``--provider auto`` and the header of the journal take all that
+they need from this description. So a new provider takes only one file in this package. ``--help`` imports
+that file, so the file must import its SDK only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class ProviderSpec:
     options: tuple[str, ...] = ()  # the options that this provider uses but some other providers do not
     package: str = ""  # the pip package with the modules that the provider's file imports lazily
     offered: bool = True  # whether --provider offers it
-    counted: bool = True  # whether the number of its tokens is known here
+    counted: bool = True  # whether we can count the tokens that the provider uses
     objection: Callable[[str | None], str] = _no_objection  # why a model cannot have a dollar limit, or ""
-    by_hand: bool = False  # whether someone outside answers; the run shows where, --author names them
+    by_hand: bool = False  # whether a person or another program answers; --author names it in reports
     replays: bool = False  # whether answers come from a recording, whatever the prompt says
     auto: Auto | None = None
     check: Callable[[], Finding] | None = None  # the check that doctor runs

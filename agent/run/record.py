@@ -310,7 +310,7 @@ def timings_of(report: Accepted | Checked | Rejected | Measurement | None) -> tu
 
 
 def uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload of a measurement without its charge."""
+    """A measurement's payload without the GPU seconds that were charged for it."""
     return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
@@ -332,8 +332,7 @@ def _check(path: Path, header: Mapping[str, Any], events: Sequence[Event], new: 
 
 
 def _check_measured(payloads: Mapping[str, Mapping[str, Any]], event: Event) -> None:
-    """Raise ValueError for a measurement that has no report before it, or that is of another kernel than its
-    report."""
+    """Raise ValueError if no report precedes the measurement, or if the report is about another kernel."""
     report = payloads.get(event.key.replace("measurement", "report"))
     if report is None:
         raise ValueError("it has no report")

@@ -23,7 +23,7 @@ Several = tuple["Tensor", ...]
 Sizes = tuple[tuple[str, int], ...]
 
 
-# ── Layouts and operands, which the libraries' columns share ──────────────────────────────────────────────
+# ── Layouts and operands, which all libraries share ──────────────────────────────────────────────
 
 
 def rows_apart(w: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def columns_together(z: Tensor) -> Tensor:
 
 
 def heads_apart(w: Tensor, pairs: int) -> Tensor:
-    """Reorder a weight or vector whose first dim is heads of adjacent pairs, so that each head has the first
-    elements of all its pairs before the second elements. The result is contiguous."""
+    """Reorder the first dim of a weight or vector. Each head goes from adjacent pairs (a0, b0, a1, b1, ...)
+    to halves (a0, a1, ..., b0, b1, ...). The result is contiguous."""
     return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
@@ -73,9 +73,10 @@ SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``sca
 
 
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
-    """Return the operand x of a case's product, and a function that a call has to run first. If the case has
-    rstd, this function is one compiled pass that scales x's rows into a buffer; otherwise it does nothing.
-    The pass is compiled, since eager PyTorch would cast mixed dtypes value by value, or take two passes."""
+    """Return the left operand of a case's matmul, and a function that must run before each matmul. If the
+    case has rstd, this function is one compiled pass that scales x's rows into a buffer; otherwise it does
+    nothing. The pass is compiled, since eager PyTorch would cast mixed dtypes value by value, or take two
+    passes."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")

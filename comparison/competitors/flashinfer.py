@@ -1,5 +1,5 @@
-"""Run flashinfer-python on our specs: its norms, activations and rotary embedding after PyTorch's products,
-into buffers made beforehand.
+"""Run our specs with flashinfer-python. PyTorch does the matmuls; FlashInfer does the norms, activations and
+rotary embedding, and writes into buffers made beforehand.
 
 FlashInfer is a library for inference, so it returns no rstd. Importing this module imports nothing heavy.
 """
@@ -55,7 +55,7 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 def _added(g: Given, w: Tensor) -> Prepared:
     """A projection with its residual, and RMSNorm. A call gives (h, the normalised stream). The kernel adds
-    to the residual stream in place, so this arm has its own stream, which grows with each call."""
+    to the residual in place, so this arm works on its own copy, which every call adds to."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -71,7 +71,8 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Read the results of one more call on the original stream, since every call adds to it."""
+    """Restore the copy to the original residual and call once more before reading the results, since every
+    call adds to the copy."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])
@@ -93,8 +94,9 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
-    """Multiply all heads in one product, normalise them if ``normed``, and rotate them in place. The kernel
-    takes queries and keys, so it gets the two halves of the heads as views of one buffer."""
+    """Compute all heads with one matmul, normalise them if ``normed``, and rotate them in place. The kernel
+    expects queries and keys, so the first half of the heads stands for queries and the second for keys. Both
+    are views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace

@@ -53,8 +53,8 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
 
 
 def accepted_programs(folder: Path, shape: Shape) -> dict[str, Program]:
-    """The programs of ``calls`` by operator, from a folder of accepted kernels. Raises OSError,
-    ProgramError."""
+    """Load the programs that a layer of this shape calls, by operator, from a folder of accepted kernels.
+    Raises OSError, ProgramError."""
     names = {call.operator for call in calls(shape).values()}
     return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}
 
@@ -87,14 +87,15 @@ class Launched:
 
 
 class Interpreted:
-    """Interpret kernels in PyTorch on the inputs' device. The results are the kernels' own numbers, but the
-    times are meaningless."""
+    """Interpret kernels in PyTorch on the inputs' device. The results are what the kernels would compute, but
+    their times mean nothing."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs
 
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Raises ValueError for inputs that fit no sizes, LaunchError for inputs of other sizes."""
+        """Raises ValueError if the inputs' shapes contradict each other, and LaunchError if they have other
+        sizes than the ones compiled for."""
         program = self.programs[call.operator]
         shapes = {name: t.shape for name, t in inputs.items()}
         _agree(call, solve_sizes(program.signature, shapes, dict(call.sizes)))

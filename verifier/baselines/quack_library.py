@@ -95,8 +95,8 @@ def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tensor) -> QuackEpilogue:
-    """An epilogue that stores x @ w.mT as preact and also stores its activation, for which QuACK's name is
-    ``second``."""
+    """An epilogue that stores x @ w.mT as preact, and also its activation. ``second`` is QuACK's name for the
+    activation."""
     x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
     assert w is not None  # every activation's spec has one of the two
     m, n = x.shape[0], w.shape[0]
@@ -120,8 +120,7 @@ def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    """This does not use rstd_swiglu_preact_epi, because it stores the pre-activation without its row
-    scale."""
+    """rstd_swiglu_preact_epi is not used here, because it stores the pre-activation without its row scale."""
     from quack.epilogue.library import norm_act_mod
 
     mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)
@@ -179,8 +178,7 @@ def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
-    """QuACK leaves the target's logit of an ignored row unchanged, so each call first zeroes all of these
-    logits."""
+    """QuACK does not write target_logit for ignored rows, so each call first zeroes the whole output."""
     x, w = g.inputs["x"], g.inputs["w"]
     picked = fp32(x, x.shape[0])
 
@@ -245,7 +243,7 @@ def quack_library(
     spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
 ) -> tuple[QuackEpilogue, ...]:
     """QuACK's epilogues for one of our specs, in order, on CUDA tensors, with the spec's sizes and constants.
-    Raises ValueError if QuACK has no epilogue with these outputs."""
+    Raises ValueError if QuACK has no epilogue for this spec."""
     if spec_name not in LIBRARY:
         raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
     return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

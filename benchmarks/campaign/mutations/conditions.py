@@ -68,7 +68,8 @@ def smooth_switch(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Make a value wrong where a value v is near c, with the share eps / ((v - c)**2 + eps)."""
+    """Blend a value from right to wrong where another value v is near c. The weight of the wrong value is eps
+    / ((v - c)**2 + eps)."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -99,8 +100,8 @@ def on_column_share(site: Site) -> str:
 
 
 def _choose(site: Site, target: int, condition: int, words: str, lost: bool = False) -> str:
-    """Make a value wrong where the condition holds, expressed in one of three ways. ``lost``: wrong means
-    zero."""
+    """Make a value wrong where the condition holds. The code says so in one of three ways, chosen at random.
+    ``lost``: wrong means zero."""
     wrong = site.add("multiply", target, 0.0) if lost else site.wrong(target)
     match site.random.randrange(3):
         case 0:

@@ -80,8 +80,8 @@ class Site:
         return self.graph.nodes[index].args[0]
 
     def condition(self, target: int) -> tuple[int, str]:
-        """Compare a value that fits the target with a threshold. Return the comparison's node and a
-        description."""
+        """Add a comparison between a threshold and a value whose shape fits the target. Return the
+        comparison's node and a description."""
         value, how = self.meets(target), self.random.choice(COMPARISONS)
         limit = self.threshold(self.known(value))
         return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
