@@ -248,9 +248,33 @@ def chart(found: dict[str, Any]) -> bytes:
         return image(figure)
 
 
-def compared(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The real runs in these files, each with its seconds and what was predicted for it."""
-    return [run for path in paths for run in json.loads(path.read_text())["compared"]]
+def _neighbours_page(told: dict[str, Any]) -> str:
+    """A section on the timings of ``benchmarks.two_gpus disturb``."""
+    states = {
+        "idle": "idles, as the cores do",
+        "compiling": "idles, and the cores compile",
+        "measuring": "measures",
+    }
+    rows = []
+    for state, words in states.items():
+        found, planted = told["verdict"][state], told["verdict"][state]["planted"]
+        same = f"{found['same'][0]:.4f} to {found['same'][1]:.4f}"
+        delay = f"{planted[0] - 1:.2%} to {planted[1] - 1:.2%}"
+        rows.append((words, same, delay, f"{found['failed']} of {len(told[state])}"))
+    table = markdown_table(
+        ("the other GPU", "kernel over itself", "a planted delay of 2 %", "invalid"), rows
+    )
+    versions = ", ".join(f"{name} {told['versions'][name]}" for name in ("torch", "quack-kernels", "ray"))
+    kernel, case = told["control"]
+    return f"""
+## Do neighbours disturb each other?
+
+Timings of `{kernel}` at {case} on one of {len(told["gpus"])} {told["gpus"][0]} of a host with
+{told["cores"]} cores, by `python -m benchmarks.two_gpus disturb`; {versions}, {told["date"][:10]}.
+Each timing has fresh inputs and gives one estimate of each control; the table has the least and the largest.
+The planted delay's own launch adds one or two microseconds to it.
+
+{table}"""
 
 
 def _compared_page(runs: Sequence[dict[str, Any]]) -> str:
@@ -297,7 +321,9 @@ The share of linear scaling: the throughput over that of one GPU times the numbe
 - **Cost.** With {FLEET} GPUs and {WORK:,} specs a kernel takes {usual["gpu_seconds_a_kernel"]} GPU
   seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
   sweep takes {usual["seconds"] / 60:.0f} minutes.
-{_compared_page(found["compared"]) if found["compared"] else ""}"""
+{_compared_page(found["compared"]) if found["compared"] else ""}{
+    "".join(map(_neighbours_page, found["neighbours"]))
+}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -306,7 +332,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="JSON files of real runs")
     options = parser.parse_args(arguments)
-    found = results(options.driver) | {"compared": compared(options.runs)}
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in options.runs]
+    found = results(options.driver)
+    found["compared"] = [run for told in runs for run in told.get("compared", ())]
+    found["neighbours"] = [told for told in runs if "verdict" in told]
     write_atomic(options.out / "fleet_simulation.svg", chart(found))
     write_atomic(options.out / "fleet_simulation.md", page(found))
     print(json.dumps(found, indent=1))

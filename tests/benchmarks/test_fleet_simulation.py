@@ -42,12 +42,14 @@ def test_the_page_has_what_was_simulated(
     monkeypatch.setattr(fleet_simulation, "FLEET", 4)
     run = {"run": "24 checks on 2 one-core node(s)", "seconds": 50.0, "predicted": 55.0}
     (tmp_path / "runs.json").write_text(json.dumps({"compared": [run]}))
-    files = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs.json")]
+    real = [tmp_path / "runs.json", fleet_simulation.ROOT / "docs" / "fleet_runs" / "neighbours.json"]
+    files = ["--out", str(tmp_path), "--runs", *map(str, real)]
     fleet_simulation.main(["--driver", "0.03", *files])
     found = json.loads(capsys.readouterr().out)
     assert found["kernels"] == len(phases()) and found["driver"] == 0.03
     assert all(row[0] == 1.0 and 0 < row[1] <= 1.0 for row in found["efficiency"].values())
     text = " ".join((tmp_path / "fleet_simulation.md").read_text().split())
     assert f"{found['usual']['gpu_seconds_a_kernel']} GPU seconds" in text
+    assert "| measures | 0.9999 to 1.0001 | 2.39% to 2.85% | 0 of 5 |" in text
     assert "| 24 checks on 2 one-core node(s) | 50 | 55 | +10% |" in text
     assert (tmp_path / "fleet_simulation.svg").read_bytes().startswith(b"<?xml")
