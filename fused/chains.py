@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
-from coda_agent.fused.pointwise import evaluate
+from coda_agent.fused.pointwise import PointwiseProgram, fused_on_gpu
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.derive import Derived, all_sizes, derive
 from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward
@@ -45,8 +45,13 @@ class Begun(NamedTuple):
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
     """Begin a norm of a stream [M, D] in PyTorch, with ``hg`` in ``dtype``."""
     with torch.no_grad():
-        wide = x.float()
-        return Begun((wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps))
+        return Begun(*_begun(x, gamma, eps, dtype))
+
+
+@fused_on_gpu
+def _begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return (wide * gamma.float()).to(dtype), torch.rsqrt(wide.square().mean(-1) + eps)
 
 
 class Remade(NamedTuple):
@@ -126,6 +131,7 @@ class Link:
             declared,
         )
         self._backwards: dict[tuple[str, ...], Derived] = {}
+        self._heads: dict[tuple[tuple[str, ...], torch.dtype], PointwiseProgram] = {}
         self._deriving = threading.Lock()
         torch.library.register_autograd(
             f"{ops.NAMESPACE}::{name}", self._backward, setup_context=self._setup, lib=ops.library
@@ -197,12 +203,19 @@ class Link:
         made = {n: found[f"d_{n}"].to(ctx.like[n][0]) for n in ctx.wrt if f"d_{n}" in found}
         return tuple(made.get(n) for n in self.inputs)
 
+    def _head(self, wrt: tuple[str, ...], head: Program, dtype: torch.dtype) -> PointwiseProgram:
+        """The pointwise part of the backward for these inputs, which is prepared once."""
+        with self._deriving:
+            if (wrt, dtype) not in self._heads:
+                self._heads[wrt, dtype] = PointwiseProgram(head, dtype)
+            return self._heads[wrt, dtype]
+
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
         """All gradients by name. The pointwise part runs before the program of products."""
         derived = self.derived(wrt)
         if derived.head:
             matrix = known[f"d_{self.results[0]}"].dtype
-            known |= evaluate(derived.head, known, all_sizes(derived, sizes), matrix)
+            known |= self._head(wrt, derived.head, matrix)(known, all_sizes(derived, sizes))
         if derived.program:
             signature = derived.program.signature
             op = getattr(getattr(torch.ops, ops.NAMESPACE), self.backward_name(wrt)).default

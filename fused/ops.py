@@ -89,14 +89,16 @@ class _Op:
         total = inputs[self.tensors[0]].shape[0] if self.rows else 0
         if total <= self.rows:
             return run(how, inputs)
-        parts = []
+        parts: list[list[Tensor]] = [[] for _ in self.outputs]
         for first in range(0, total, self.rows):
             own = {n: inputs[n][first : first + self.rows] for n in self.by_row if n in inputs}
-            parts.append(run(how, inputs | own))
-        return [
-            torch.cat(each) if name in self.by_row else sum(each[1:], each[0])
-            for name, each in zip(self.outputs, zip(*parts, strict=True), strict=True)
-        ]
+            for name, each, made in zip(self.outputs, parts, run(how, inputs | own), strict=True):
+                if name in self.by_row or not each:
+                    each.append(made)
+                else:
+                    each[0].add_(made)
+        whole = zip(self.outputs, parts, strict=True)
+        return [torch.cat(each) if name in self.by_row else each[0] for name, each in whole]
 
     def interpreted(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
         program, wide = how

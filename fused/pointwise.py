@@ -1,8 +1,10 @@
-"""Evaluate programs without a matmul as PyTorch code, which torch.compile can fuse."""
+"""Programs without a matmul as PyTorch code. On a GPU torch.compile fuses it, because each of its operations
+would otherwise be a pass over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,44 +12,90 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, sizes_named
+from coda_agent.primitives.lang.ir import DTYPES, OPERATIONS, Node, Program, sizes_named
+
+Values = Sequence[Any]
+Step = Callable[[Values, Values, Values], Any]  # from earlier nodes, inputs and dims to a node's value
 
 
-def evaluate(
-    program: Program, inputs: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """The outputs, computed in fp32; matrices are rounded once, to ``dtype``."""
-    types = program.types()
-    values: list[Any] = []
-    for index, node in enumerate(program.nodes):
-        operation = OPERATIONS[node.op]
+def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled if it runs on a GPU and nothing traces it. Its first argument is a tensor, or a
+    sequence that begins with one."""
+    # torch.compile limits how often one code object compiles, so each function has its own.
+    own = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+    compiled = torch.compile(own)
+
+    def run(first: Any, *more: Any) -> Any:
+        tensor = first if isinstance(first, Tensor) else first[0]
+        traced = torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+        return (compiled if tensor.is_cuda and not traced else function)(first, *more)
+
+    return run
+
+
+class PointwiseProgram:
+    """A program without a matmul. It computes in fp32 and rounds matrices once, to ``dtype``."""
+
+    def __init__(self, program: Program, dtype: torch.dtype):
+        self._program, self._types, self._dims = program, program.types(), list[Dim]()
+        self._names = tuple(program.signature.inputs)
+        kinds = {name: self._types[i].kind for name, i in program.outputs.items()}
+        made = [(i, dtype if kinds[n] == "tile" else torch_dtype("fp32")) for n, i in program.outputs.items()]
+        steps = [self._step(index, node) for index, node in enumerate(program.nodes)]
+
+        def run(inputs: Values, dims: Values) -> list[Tensor]:
+            values: list[Any] = []
+            for step in steps:
+                values.append(step(values, inputs, dims))
+            return [values[index].to(kind) for index, kind in made]
+
+        self.run, self._fused = run, fused_on_gpu(run)
+
+    def __call__(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The outputs by name."""
+        found = self._fused(*self.arguments(inputs, sizes))
+        return dict(zip(self._program.outputs, found, strict=True))
+
+    def arguments(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Values, Values]:
+        """The arguments of ``run``."""
+        return [inputs[name] for name in self._names], [dim.value(sizes) for dim in self._dims]
+
+    def _dim(self, dim: Dim) -> int:
+        """The position of a dim's value."""
+        self._dims.append(dim)
+        return len(self._dims) - 1
+
+    def _step(self, index: int, node: Node) -> Step:
+        attribute: Any = node.attribute
+        if node.op == "constant":
+            return lambda values, inputs, dims: attribute
+        if node.op == "dim":
+            place = self._dim(Dim.parse(str(attribute)))
+            return lambda values, inputs, dims: dims[place]
         if node.op == "input":
-            value = inputs[str(node.attribute)]
-            values.append(value.float() if isinstance(value, Tensor) and value.is_floating_point() else value)
-        elif node.op == "constant":
-            values.append(node.attribute)
-        elif node.op == "dim":
-            values.append(Dim.parse(str(node.attribute)).value(sizes))
-        else:
-            given = [_met(program, types, a, index, values, sizes) for a in node.args]
-            given += [Dim.parse(size).value(sizes) for size in sizes_named(node)]
-            assert operation.torch is not None  # a product cannot occur here
-            values.append(operation.torch(torch, *given))
-    return {
-        name: values[i].to(dtype if types[i].kind == "tile" else torch_dtype("fp32"))
-        for name, i in program.outputs.items()
-    }
+            place = self._names.index(str(attribute))
+            declared = self._program.signature.inputs[str(attribute)]
+            if declared.shape and declared.dtype in DTYPES:
+                return lambda values, inputs, dims: inputs[place].float()
+            return lambda values, inputs, dims: inputs[place]
+        function = OPERATIONS[node.op].torch
+        assert function is not None  # a product cannot occur here
+        given = [self._met(argument, index) for argument in node.args]
+        named = [self._dim(Dim.parse(size)) for size in sizes_named(node)]
+        return lambda values, inputs, dims: function(
+            torch, *[met(values, inputs, dims) for met in given], *[dims[each] for each in named]
+        )
 
-
-def _met(
-    program: Program, types: Any, argument: int, reader: int, values: list[Any], sizes: Mapping[str, int]
-) -> Any:
-    """A value as its reader needs it. For a tile, a vector with one value per head, or with one head's
-    values, is repeated over all columns."""
-    value, kind = values[argument], types[argument]
-    if types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
-        return value
-    width = kind.period.value(sizes)
-    if kind.kind == "spread":
-        return value.repeat_interleave(width, dim=1)
-    return value.repeat(1, types[reader].shape[1].value(sizes) // width)
+    def _met(self, argument: int, reader: int) -> Step:
+        """A value as its reader needs it. For a tile, a vector with one value per head, or with one head's
+        values, is repeated over all columns."""
+        kind: Any = self._types[argument]
+        if self._types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
+            return lambda values, inputs, dims: values[argument]
+        width = self._dim(kind.period)
+        if kind.kind == "spread":
+            return lambda values, inputs, dims: values[argument].repeat_interleave(dims[width], dim=1)
+        columns = self._dim(self._types[reader].shape[1])
+        return lambda values, inputs, dims: values[argument].repeat(1, dims[columns] // dims[width])

@@ -1,0 +1,53 @@
+"""The pointwise part of a backward: it compiles whole, and is left alone where something traces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from layer_parts import PARTS, gradients
+
+from coda_agent.fused import chains, functional, pointwise
+
+
+def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, seen = functional.ATTENTION_IN[False, True], list[tuple[Any, ...]]()
+
+    class Watched(pointwise.PointwiseProgram):
+        def __call__(self, inputs: Any, sizes: Any) -> Any:
+            found = super().__call__(inputs, sizes)
+            seen.append((self, self.arguments(inputs, sizes), found))
+            return found
+
+    monkeypatch.setattr(chains, "PointwiseProgram", Watched)
+    monkeypatch.setattr(link, "_heads", {})
+    for rows in (8, 16, 24, 40, 56):
+        gradients(PARTS["before attention, rotated"].ours, PARTS["before attention, rotated"].drawn(rows))
+    assert len({id(head) for head, *_ in seen}) == 1
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(seen[0][0].run, backend="aot_eager", fullgraph=True)
+    for _, arguments, found in seen:
+        assert all(torch.equal(a, b) for a, b in zip(compiled(*arguments), found.values(), strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first rows, and any
+
+
+def test_only_a_gpus_tensors_are_compiled_and_no_traced_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def compiled(function: Any) -> Any:
+        def run(*given: Any) -> Any:
+            calls.append("compiled")
+            return function(*given)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    double = pointwise.fused_on_gpu(lambda t: t * 2)
+    plain = torch.ones(3)
+    assert torch.equal(double(plain), plain * 2) and calls == []
+    with torch._subclasses.FakeTensorMode():
+        double(torch.ones(3, device="cuda"))
+    assert calls == []
