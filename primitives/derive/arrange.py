@@ -244,7 +244,7 @@ class PlannedBackward:
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
-                for operand in trace.nodes[index].args:
+                for operand in trace.nodes[index].args[:2]:
                     node = trace.nodes[operand]
                     source = node.args[0] if node.op == "transpose" else operand
                     if not late[source] and trace.nodes[source].op != "input":

@@ -81,7 +81,7 @@ class Search:
         for index, node in enumerate(self.program.nodes):
             if node.op == "gemm":
                 yield index
-                for operand in node.args:
+                for operand in node.args[:2]:
                     own = self.program.nodes[operand]
                     source = own.args[0] if own.op == "transpose" else operand
                     if self.program.nodes[source].op != "input":

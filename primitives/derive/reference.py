@@ -20,6 +20,8 @@ INFIX = {
     "not_equal": "!=",
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
+ROWS = "cat([a @ b for a, b in zip({0}.split({2}.diff().tolist()), {1})])"  # with their experts' matrices
+OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {
     "negative": "-{0}",
     "gelu": "gelu({0}, approximate='tanh')",
@@ -69,8 +71,8 @@ def reference(program: Program, cast: bool = False) -> str:
                 name += "_"
             given = [_wide(names[a], types[a], types[index]) for a in node.args]
             if cast and narrow and node.op == "gemm":
-                given = [f"{each}.to({narrow})" for each in given]
-            lines.append(f"{name} = {_said(node, given)}")
+                given[:2] = [f"{each}.to({narrow})" for each in given[:2]]
+            lines.append(f"{name} = {_said(node, given, types[index])}")
             names.append(name)
     return "\n".join(lines) + "\n"
 
@@ -85,7 +87,9 @@ def _wide(name: str, given: Type, wanted: Type) -> str:
     return f"{name}.repeat({once}({wanted.shape[1]}) // ({given.period}))"
 
 
-def _said(node: Node, given: list[str]) -> str:
+def _said(node: Node, given: list[str], made: Type) -> str:
+    if node.op == "gemm" and len(given) > 2:
+        return OWN.format(*given) if made.kind == "experts" else ROWS.format(*given)
     if node.op in INFIX:
         plain = f"{given[0]} {INFIX[node.op]} {given[1]}"
         return f"({plain}) * 1.0" if INFIX[node.op][0] in "<>=!" else plain

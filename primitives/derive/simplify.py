@@ -306,12 +306,13 @@ class Simplifier(Trace):
             return None
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
-    def product(self, a: int, b: int) -> int | None:
-        """A matrix product, with the row and column factors of its operands moved out."""
+    def product(self, a: int, b: int, *offsets: int) -> int | None:
+        """A matrix product, with the row and column factors of its operands moved out. With offsets only
+        factors of rows move."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
-        if found.core not in (None, right):
+        if found.core not in (None, right) and not offsets:
             core = self.add(Node("transpose", (found.core,))) if turned else found.core
             return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
         if not self.moves:
@@ -323,11 +324,11 @@ class Simplifier(Trace):
             return None
         self.used.add("moves")
         if not turned:
-            return self.scaled(self.add(Node("gemm", (found.core, b))), found, "per_row")
+            return self.scaled(self.add(Node("gemm", (found.core, b, *offsets))), found, "per_row")
         if self.nodes[b].op == "transpose":
             return None
         core = self.add(Node("transpose", (found.core,)))
-        return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"))))
+        return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
     def turn(self, *several: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
         """Rebuild these values, and compute sums over one product from another product if possible."""
@@ -352,15 +353,17 @@ class Simplifier(Trace):
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
             if self.nodes[product].op != "gemm":
                 continue
-            a, b = self.nodes[product].args
+            a, b, *offsets = self.nodes[product].args
+            if offsets and kind == "column":
+                continue
             kept, left, right = (a, other, b) if kind == "row" else (b, a, other)
-            pair: tuple[int | None, int | None]
+            pair: tuple[int | None, ...]
             pair = (left, self.mirrored(right)) if kind == "row" else (self.mirrored(left), right)
             turned = self.nodes[kept].op == "transpose"
             if turned:
                 kept = self.nodes[kept].args[0]
                 pair = self.mirrored(pair[1]), self.mirrored(pair[0])
-            if pair in self.products:
+            if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
                 known, self.products = self.products, {}  # empty meanwhile, or the new sum would turn back

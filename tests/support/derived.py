@@ -38,7 +38,8 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
         elif node.op == "dim":
             value = torch.tensor(Dim.parse(str(node.attribute))(sizes), dtype=torch.float64)
         elif node.op == "gemm":
-            value = given[0] @ given[1]
+            assert operation.torch is not None
+            value = operation.torch(torch, *given)
         else:
             given += [Dim.parse(size)(sizes) for size in sizes_named(node)]
             assert operation.torch is not None
