@@ -98,6 +98,23 @@ def _(i: Tensors) -> Tensors:
     return {"y": torch.diag(i["routed"]) @ routed(i, i["act"])}
 
 
+@truth("grouped_swiglu_bwd")
+def _(i: Tensors) -> Tensors:
+    z, routed_ = i["z"].requires_grad_(), i["routed"].requires_grad_()
+    gate, up = halves(z)
+    act = F.silu(gate) * up * routed_[:, None]
+    y = routed({"w": i["w_down"], "offsets": i["offsets"]}, act)
+    dz, d_routed = torch.autograd.grad(y, (z, routed_), i["dy"])
+    return {"dz": dz, "act": act.detach(), "drouted": d_routed}
+
+
+@truth("grouped_weight_grad")
+def _(i: Tensors) -> Tensors:
+    w = torch.zeros(len(i["offsets"]) - 1, i["dz"].shape[1], i["x"].shape[1]).double().requires_grad_()
+    y = routed({"w": w, "offsets": i["offsets"]}, i["x"])
+    return {"dw": torch.autograd.grad(y, w, i["dz"])[0]}
+
+
 @truth("residual_partial_rmsnorm", "residual_partial_rmsnorm_eps")
 def _(i: Tensors) -> Tensors:
     h = F.linear(i["y"], i["w"]) + i["x"]
