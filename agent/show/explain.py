@@ -81,14 +81,15 @@ class _Writer(Writer):
         self.updated = {program.outputs[o]: name for o, name in program.signature.updates.items()}
 
     def gemm(self, step: GemmStep) -> StepText:
-        rows, columns = self.steps.types[step.gemm].shape
+        *_, rows, columns = self.steps.types[step.gemm].shape
         lines = [self.load(i) for i in gemm_reads(self.program, step)]
         known = {i: self.memory[i] for i in (*step.stores, *step.loads)}
         roots = [*step.stores, *(self.nodes[r].args[0] for r in step.reductions)]
         lines += self.computed({*step.sweep, *step.statistics, *step.body}, roots, step.stores, known)
         lines += [self.reduced(r, known) for r in sorted(step.reductions)]
         inner = self.steps.types[self.nodes[step.gemm].args[0]].shape[1]
-        title = f"step {step.index}: gemm [{rows}, {columns}] over {inner}"
+        experts = ", by expert" if len(self.nodes[step.gemm].args) > 2 else ""
+        title = f"step {step.index}: gemm [{rows}, {columns}] over {inner}{experts}"
         return StepText(step.index, "gemm", title, tuple(dict.fromkeys(lines)))
 
     def vector(self, kernel: FinishWriter) -> StepText:

@@ -231,10 +231,14 @@ class _Counter(Writer):
 
     def gemm(self, step: GemmStep) -> StepFloor:
         operands = self.nodes[step.gemm].args
-        (rows, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[1]
+        (rows, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[-1]
         fp8 = self.dtype(untransposed(self.program, operands[0])) in OPERANDS
         flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
         read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
+        if len(operands) > 2 and len(self.extents(operands[1])) == 3:
+            # Matrices of experts without a row are not read: no more are than there are rows.
+            experts, weight = self.extents(operands[1])[0], untransposed(self.program, operands[1])
+            read[self.names[weight]] = read[self.names[weight]] // experts * min(experts, rows)
         return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
 
     def vector(self, kernel: FinishWriter) -> StepFloor:
