@@ -27,8 +27,8 @@ from benchmarks.layer_profile.bench import Backward, on_known_schedules
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
 from coda_agent.comparison.interleaved import compile_ahead
 from coda_agent.comparison.layers import variant
+from coda_agent.comparison.layers.by_hand import Attended, HandArranged, ResidualStream, Saved, unrotated
 from coda_agent.comparison.layers.errors import relative, results
-from coda_agent.comparison.layers.fused import Attended, Fused, ResidualStream, Saved, unrotated
 from coda_agent.comparison.layers.layer import Gradients
 from coda_agent.comparison.layers.session import LayerArms
 from coda_agent.comparison.layers.shape import Shape, draw
@@ -51,7 +51,7 @@ PASSES = ("forward", "backward", "forward and backward")
 Call = Callable[..., dict[str, Tensor]]
 
 
-class OnePass(Fused):
+class OnePass(HandArranged):
     """The layer with the backward arranged by hand, but with the rotation's transpose in one kernel."""
 
     def _attention_backward(self, attended: Attended, da: Tensor) -> tuple[Tensor, Tensor]:

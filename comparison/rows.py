@@ -75,7 +75,7 @@ class OperatorRow:
     case: str
     sizes: Mapping[str, int]
     reference_arm = competitors.REFERENCE_ARM
-    arms = tuple(arm for arm in ARMS if arm != competitors.LIGER_APART)
+    arms = tuple(arm for arm in ARMS if arm not in (competitors.LIGER_APART, competitors.FUSED))
 
     @property
     def operator(self) -> str:
@@ -159,6 +159,16 @@ class LayerRow:
             found[call] = kernel
         return found
 
+    @cached_property
+    def package(self) -> list[tuple[Kernel, dict[str, int]]]:
+        """The programs that ``fused`` runs, on the schedules that it chooses here, and their sizes."""
+        from coda_agent.comparison.layers.fused import programs
+        from coda_agent.fused.ahead import on_schedules
+        from coda_agent.primitives.runtime.launch import Kernel
+
+        bounds = programs(self.shape, backward=self.backward)
+        return [(Kernel(on_schedules(bound)), bound.sizes) for bound in bounds]
+
     def absent(self, arm: str) -> str | None:
         if arm == competitors.PROGRAM and self.kernels is None:
             return self._outdated() or "not all of its kernels are accepted"
@@ -174,10 +184,13 @@ class LayerRow:
         return None
 
     def made_of(self, arm: str) -> list[Kernel]:
+        if arm == competitors.FUSED:
+            return [kernel for kernel, _ in self.package]
         return list((self.kernels or {}).values()) if arm == competitors.PROGRAM else []
 
     def note(self, arm: str) -> str:
         return {
+            competitors.FUSED: "no model wrote its programs, and nothing is tuned for these sizes",
             competitors.PROGRAM: "weight gradients and the rotation's backward by PyTorch"
             if self.backward
             else "",
@@ -194,8 +207,9 @@ class LayerRow:
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         from coda_agent.comparison.layers import session as layers
 
+        package = self.package if competitors.FUSED in arms else ()
         return layers.measure_layer, layers.LayerArms(
-            self.shape, arms, self.kernels or {}, rounds, self.backward
+            self.shape, arms, self.kernels or {}, rounds, self.backward, package
         )
 
 

@@ -56,15 +56,22 @@ def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
     """Compile these programs in parallel, on the schedules that a call on ``gpu`` would choose (by default
     this machine's GPU, else an H100). Objects in the cache are not compiled again. Raises LaunchError for
     sizes at which a program cannot be launched."""
-    gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
-    rows, jobs, kernels = schedules.known(), list[Any](), list[tuple[KernelSource, dict[str, int]]]()
-    for program, sizes in wanted:
-        check_sizes(program, sizes)
-        kernel = KernelSource(program, schedules.chosen(program, sizes, gpu, rows))
-        jobs += to_compile(kernel, sizes, kernel.schedules.items())
-        kernels.append((kernel, sizes))
+    jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
+    for bound in wanted:
+        kernel = on_schedules(bound, gpu)
+        jobs += to_compile(kernel, bound.sizes, kernel.schedules.items())
+        kernels.append((kernel, bound.sizes))
     run_jobs(jobs)
     return [_built(kernel, sizes) for kernel, sizes in kernels]
+
+
+def on_schedules(bound: Bound, gpu: str | None = None) -> KernelSource:
+    """A program on the schedules that a call on ``gpu`` would choose, as for ``build``. Raises
+    LaunchError."""
+    program, sizes = bound
+    check_sizes(program, sizes)
+    gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
+    return KernelSource(program, schedules.chosen(program, sizes, gpu, schedules.known()))
 
 
 def _built(kernel: KernelSource, sizes: dict[str, int]) -> Build:

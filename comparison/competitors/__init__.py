@@ -20,7 +20,8 @@ APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotu
 LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second arm exists only for layers
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
-PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms of the column LLM
+# Arms of the column LLM. The third exists only for layers: the package ``fused``.
+PROGRAM, EDITED, FUSED = "LLM", "LLM, edited CuTeDSL", "fused"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ COLUMNS = (
     Column(
         LLM,
         "accepted kernels of generated_kernels",
-        (PROGRAM, EDITED),
+        (PROGRAM, EDITED, FUSED),
         ("quack-kernels", "nvidia-cutlass-dsl"),
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART, PROGRAM
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coda_agent.comparison.layers.runners import Runner
     from coda_agent.comparison.layers.shape import Drawn, Shape
 
-VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, PROGRAM)
+VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, PROGRAM, FUSED)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
@@ -26,7 +26,8 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
     The layer compiles during its first calls. Raises ValueError for an unknown name, and ImportError if Liger
     is not installed.
     """
-    from coda_agent.comparison.layers.fused import Fused, unrotated
+    from coda_agent.comparison.layers.by_hand import HandArranged, unrotated
+    from coda_agent.comparison.layers.fused import Fused
     from coda_agent.comparison.layers.liger import Liger
     from coda_agent.comparison.layers.plain import Plain
 
@@ -39,5 +40,7 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
     if name in (LIGER, LIGER_APART):
         return Liger(shape, weights, next_norm, apart=name == LIGER_APART)
     if name == PROGRAM:
-        return Fused(shape, weights, next_norm, runner, under_compile(unrotated, "default"))
+        return HandArranged(shape, weights, next_norm, runner, under_compile(unrotated, "default"))
+    if name == FUSED:
+        return Fused(shape, weights, next_norm, partial(under_compile, mode="default"))
     raise ValueError(f"variant {name!r} is unknown; use one of {', '.join(VARIANTS)}")

@@ -7,13 +7,13 @@ if there is a backward, are compared once with the results of the plain layer in
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import EAGER, PROGRAM
+from coda_agent.comparison.competitors import EAGER, FUSED, PROGRAM
 from coda_agent.comparison.interleaved import PreparedArm, Stage, run_interleaved
 from coda_agent.comparison.layers import variant
 from coda_agent.primitives.system.workers import Job
@@ -29,18 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and their shape. ``kernels``: by call, the kernels of the LLM's variant."""
+    """The variants of a session, and their shape. ``kernels``: by call, the kernels of the LLM's variant.
+    ``package``: the kernels that ``fused`` runs, with their sizes."""
 
     shape: Shape
     arms: tuple[str, ...]
     kernels: Mapping[KernelCall, Kernel]
     rounds: int
     backward: bool
+    package: Sequence[tuple[Kernel, dict[str, int]]] = ()
 
     def compiles(self) -> Iterator[Callable[[], list[Job]]]:
         if PROGRAM in self.arms:
             for call, kernel in self.kernels.items():
                 yield partial(kernel.compile_jobs, dict(call.sizes))
+        if FUSED in self.arms:
+            for kernel, sizes in self.package:
+                yield partial(kernel.compile_jobs, sizes)
 
     def tunes(self) -> Iterator[Callable[[], object]]:
         if PROGRAM in self.arms:

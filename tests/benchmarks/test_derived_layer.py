@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import derived_layer
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
+from coda_agent.comparison.layers.by_hand import unrotated
 from coda_agent.comparison.layers.errors import relative, results, truth
-from coda_agent.comparison.layers.fused import unrotated
 from coda_agent.comparison.layers.runners import Interpreted, accepted_programs
 from coda_agent.comparison.layers.shape import Shape, draw
 from coda_agent.primitives.lang.interpret import interpret

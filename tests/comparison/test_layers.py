@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -12,16 +13,21 @@ from typing import Any, cast
 import pytest
 import torch
 from checkout import ROOT
+from small_models import own_operators
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_agent.comparison import interleaved, layers
-from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.keys import Keyed, keyed
+from coda_agent.comparison.layers import fused as fused_layer
 from coda_agent.comparison.layers import liger as liger_layer
+from coda_agent.comparison.layers.by_hand import HandArranged, packed, table, unpacked, unrotated
 from coda_agent.comparison.layers.errors import relative, results, truth
-from coda_agent.comparison.layers.fused import Fused, packed, table, unpacked, unrotated
+from coda_agent.comparison.layers.fused import Fused
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
 from coda_agent.comparison.layers.runners import (
@@ -37,7 +43,7 @@ from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weight
 from coda_agent.comparison.rows import LayerRow
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes
-from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 pytestmark = pytest.mark.slow
 
@@ -49,26 +55,38 @@ NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
 WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
 
 
-def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> Fused:
-    return Fused(shape, weights, next_norm, Interpreted(PROGRAMS), unrotated)
+def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> HandArranged:
+    return HandArranged(shape, weights, next_norm, Interpreted(PROGRAMS), unrotated)
 
 
-def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor) -> dict[str, float]:
+KINDS: dict[str, Callable[[Shape, Weights, Tensor], Layer[Any, Any]]] = {
+    "by hand": fused,
+    "fused": Fused,
+    "fused, compiled": partial(
+        Fused, compiled=partial(under_compile, mode="default", backend="aot_eager")
+    ),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor, kind: str) -> dict[str, float]:
     """How much further from the truth than the plain bf16 layer a fused one with these weights is."""
     exact = truth(shape, drawn)
     plain = relative(results(Plain(shape, drawn.weights, drawn.next_norm), drawn), exact)
-    found = relative(results(fused(shape, weights, next_norm), drawn), exact)
+    found = relative(results(KINDS[kind](shape, weights, next_norm), drawn), exact)
     return {name: found[name] / plain[name] for name in exact}
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("shape", [SMALL, ODD])
-def test_the_fused_layer_loses_no_more_than_the_plain_one(shape: Shape) -> None:
+def test_the_fused_layer_loses_no_more_than_the_plain_one(shape: Shape, kind: str) -> None:
     drawn = draw(shape, 0, "cpu")
-    found = ratios(shape, drawn, drawn.weights, drawn.next_norm)
+    found = ratios(shape, drawn, drawn.weights, drawn.next_norm, kind)
     assert found.keys() == NAMES
     assert max(found.values()) < WORSE, found
 
 
+@EVERY_KIND
 @pytest.mark.parametrize(
     ("norm", "seen"),
     [
@@ -77,12 +95,12 @@ def test_the_fused_layer_loses_no_more_than_the_plain_one(shape: Shape) -> None:
         ("next_norm", {"normed"}),
     ],
 )
-def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str]) -> None:
+def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str], kind: str) -> None:
     drawn = draw(SMALL, 1, "cpu")
     wrong = {**drawn.weights._asdict(), "next_norm": drawn.next_norm}
     wrong[norm] = wrong[norm].roll(1)
     next_norm = wrong.pop("next_norm")
-    found = ratios(SMALL, drawn, Weights(**wrong), next_norm)
+    found = ratios(SMALL, drawn, Weights(**wrong), next_norm, kind)
     assert seen <= {name for name, ratio in found.items() if ratio > WORSE}, found
     if norm == "next_norm":  # whose gradient is the next layer's
         assert {name for name, ratio in found.items() if ratio > WORSE} == seen
@@ -118,7 +136,7 @@ class Watched(Interpreted):
 def test_what_nobody_reads_any_more_is_let_go_of() -> None:
     """A layer's peak memory is in its figures."""
     drawn, runner = draw(ODD, 5, "cpu"), Watched(ODD)
-    layer = Fused(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
+    layer = HandArranged(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
     stream = layer.start(drawn.x)
     layer.forward(stream)
     h1 = {"out h", "out hg", "out rstd"}
@@ -145,21 +163,21 @@ def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tens
     return found | {"normed": outputs["normed"], "last": dlast}
 
 
-def test_two_layers_chain_into_the_last_norm() -> None:
+@EVERY_KIND
+def test_two_layers_chain_into_the_last_norm(kind: str) -> None:
     a, b = draw(SMALL, 3, "cpu"), draw(SMALL, 4, "cpu")
     last = b.next_norm
 
-    def stack(kind: type[Plain] | partial[Fused], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stack(made: Callable[..., Layer[Any, Any]], dtype: torch.dtype) -> dict[str, Tensor]:
         weights = [Weights(*(w.to(dtype) for w in d.weights)) for d in (a, b)]
         norms = [weights[1].attention_norm, last.to(dtype)]
         wide = Drawn(weights[0], norms[0], a.x.to(dtype), a.dout.to(dtype))
-        one, two = (kind(SMALL, w, n) for w, n in zip(weights, norms, strict=True))
+        one, two = (made(SMALL, w, n) for w, n in zip(weights, norms, strict=True))
         return chained(one, two, wide, norms[1])
 
     exact = stack(Plain, torch.float32)
     plain = relative(stack(Plain, torch.bfloat16), exact)
-    kind = partial(Fused, runner=Interpreted(PROGRAMS), unrotate=unrotated)
-    found = relative(stack(kind, torch.bfloat16), exact)
+    found = relative(stack(KINDS[kind], torch.bfloat16), exact)
     assert len(exact) == 2 * (1 + len(Weights._fields)) + 2
     worst = {name: found[name] / plain[name] for name in exact}
     assert max(worst.values()) < WORSE, worst
@@ -272,9 +290,9 @@ NOT_FINITE = "output 'd ffn_norm' is NaN or infinite where the truth is not, or 
 def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
     value: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = Fused.gradients
+    usual = HandArranged.gradients
 
-    def wrong(layer: Fused, found: Tensors) -> Gradients:
+    def wrong(layer: HandArranged, found: Tensors) -> Gradients:
         gradients = usual(layer, found)
         ffn_norm = gradients["ffn_norm"].clone()
         ffn_norm[:9] = value * ffn_norm.norm()
@@ -282,7 +300,7 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
 
     request = LayerArms(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
     assert set(measure_layer(request)["arms"]) == {EAGER, PROGRAM, COMPILE}
-    monkeypatch.setattr(Fused, "gradients", wrong)
+    monkeypatch.setattr(HandArranged, "gradients", wrong)
     found = measure_layer(request)
     assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {PROGRAM}
     assert re.fullmatch(reason, found["failed"][PROGRAM])
@@ -406,7 +424,7 @@ class Strict(Interpreted):
 
 def test_kernels_get_what_they_can_be_launched_on_each_in_its_place() -> None:
     drawn, runner = draw(SMALL, 6, "cpu"), Strict()
-    layer = Fused(SMALL, drawn.weights, drawn.next_norm, runner, unrotated)
+    layer = HandArranged(SMALL, drawn.weights, drawn.next_norm, runner, unrotated)
     layer.step(layer.start(drawn.x), drawn.dout)
     assert runner.seen == list(calls(SMALL).values())
 
@@ -432,15 +450,16 @@ def test_a_launch_without_a_kernel_names_the_call() -> None:
         Launched({}).run(calls(SMALL)["v"], {})
 
 
-def test_a_layer_keeps_nothing_between_calls() -> None:
+@EVERY_KIND
+def test_a_layer_keeps_nothing_between_calls(kind: str) -> None:
     drawn = draw(SMALL, 7, "cpu")
-    layer = fused(SMALL, drawn.weights, drawn.next_norm)
+    layer = KINDS[kind](SMALL, drawn.weights, drawn.next_norm)
     stream = layer.start(drawn.x)
-    before = [t.clone() for t in stream]
+    before = [t.clone() for t in tree_leaves(stream)]
     first, second = (layer.step(stream, drawn.dout) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(torch.equal(t, kept) for t, kept in zip(stream, before, strict=True))
-    forward, trained = layer.forward(stream), layer.train(stream)[0]
+    assert all(torch.equal(t, kept) for t, kept in zip(tree_leaves(stream), before, strict=True))
+    forward, trained = tree_leaves(layer.forward(stream)), tree_leaves(layer.train(stream)[0])
     assert all(torch.equal(a, b) for a, b in zip(forward, trained, strict=True))
 
 
@@ -468,6 +487,10 @@ def test_packed_weights_have_pairs_side_by_side_and_come_back() -> None:
     assert torch.equal(made.gate_up[1::2], weights.gate_up[SMALL.ffn :])
     back = unpacked(SMALL, made)
     assert all(torch.equal(a, b) for a, b in zip(back, weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fused_layer.packed(SMALL, weights), made, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fused_layer.unpacked(SMALL, made), weights, strict=True)
+    )
 
 
 def test_rotating_back_is_the_gradient_of_rotating() -> None:
@@ -508,8 +531,27 @@ def test_variants_are_built_by_name() -> None:
     found = layers.variant(PROGRAM, SMALL, drawn, runner)
     own = fused(SMALL, drawn.weights, drawn.next_norm)
     assert torch.equal(found.forward(found.start(drawn.x)).h, own.forward(own.start(drawn.x)).h)
-    with pytest.raises(ValueError, match=r"'Ligre' is unknown; use one of eager, .*, LLM"):
+    with pytest.raises(ValueError, match=r"'Ligre' is unknown; use one of eager, .*, LLM, fused"):
         layers.variant("Ligre", SMALL, drawn, runner)
+
+
+def test_a_session_of_fused_compiles_what_its_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WIDTHS, "1B", SMALL)
+    rows = {backward: LayerRow("1B", backward) for backward in (False, True)}
+    names = {b: [kernel.program.signature.name for kernel in row.made_of(FUSED)] for b, row in rows.items()}
+    assert names[False] == ["attention_in_rotated", "block_swiglu_next_norm"]
+    assert names[True] == [*names[False], "block_swiglu_backward", "attention_in_rotated_backward"]
+    drawn = draw(SMALL, 17, "cpu")
+    layer = Fused(SMALL, drawn.weights, drawn.next_norm)
+    ran = own_operators(lambda: layer.step(layer.start(drawn.x), drawn.dout))
+    assert [name.partition("_backward")[0] for name in ran] == [
+        name.removesuffix("_backward") for name in names[True]
+    ]
+    (request,) = (row.task((EAGER, FUSED), 12)[1] for row in [rows[True]])
+    assert len(list(request.compiles())) == len(names[True]) and not list(request.tunes())
+    keys = [keyed(row, FUSED, None, "a GPU") for row in rows.values()]
+    assert all(isinstance(each, Keyed) for each in keys) and keys[0] != keys[1]
+    assert rows[True].note(FUSED) and rows[True].absent(FUSED) is None
 
 
 def test_naming_the_variants_needs_no_torch() -> None:
