@@ -6,22 +6,23 @@ import json
 import os
 import re
 import secrets
-import select
 import signal
 import stat
 import time
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.raw.confine import confine
 from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.system import subprocesses
 
 SECONDS = 120.0  # per compile; a compile usually takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
-MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in the child's files, and seconds between checks of them
+MOST_FILES = 256 << 20  # bytes in the child's files
 MOST_WORDS = 2000  # most characters of a compiler's message
 LAYERS = frozenset({"seccomp", "landlock"})  # required restrictions: nothing runs without both
 
@@ -35,11 +36,13 @@ def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
         _in_child(work, parent, scratch, answer)
     os.close(answer)
     try:
-        said = _read(answers, time.monotonic() + SECONDS, scratch)
+        said, late = subprocesses.read_answer(
+            answers, time.monotonic() + SECONDS, MOST_ANSWER, partial(_limit_files, scratch)
+        )
     finally:
         os.close(answers)
         status = _reap(child)
-    if said is None:
+    if late:
         raise RawError("slow_compile", f"the compile did not end within {SECONDS:g} s", None)
     if len(said) > MOST_ANSWER:
         raise RawError("forged", f"the compiling child answered with over {MOST_ANSWER} bytes", None)
@@ -111,22 +114,10 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
     return {"message": words.strip()[-MOST_WORDS:], "line": line}
 
 
-def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
-    """Read a pipe to its end, or until it has given too many bytes. Return None if the end does not come
-    before the deadline. Raises RawError if ``scratch`` fills up meanwhile."""
-    output = bytearray()
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0:
-        ready = poll.poll(min(left, GLANCE) * 1000)
-        if _bytes_in(scratch) > MOST_FILES:
-            raise RawError("files", f"the compile wrote over {MOST_FILES} bytes to files", None)
-        if ready:
-            chunk = os.read(descriptor, 1 << 16)
-            output += chunk
-            if not chunk or len(output) > MOST_ANSWER:
-                return bytes(output)
-    return None
+def _limit_files(scratch: Path) -> None:
+    """Raise RawError if the child's files take too much of the disk."""
+    if _bytes_in(scratch) > MOST_FILES:
+        raise RawError("files", f"the compile wrote over {MOST_FILES} bytes to files", None)
 
 
 def _bytes_in(scratch: Path) -> int:

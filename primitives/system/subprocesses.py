@@ -3,6 +3,11 @@
 A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
 with it. Before its program begins, each child asks to be killed when its parent ends. This module needs no
 package beyond the standard library.
+
+Two children for untrusted code begin by other means, and share the rest of this module. The jail
+(``verifier.sandbox.jail``) is a bare Python that confines itself; another Python before it, as in ``start``,
+would make a trace half as long again. The child that compiles an edited text (``primitives.raw.child``)
+is a fork, because the imports that it inherits take longer than its work.
 """
 
 from __future__ import annotations
@@ -88,9 +93,7 @@ def attend(
     """
     # Files are used instead of pipes, because a grandchild could hold a dead child's pipes open. They are in
     # memory, since a disk may be full.
-    with _memory() as given, _memory() as output, _memory() as errors:
-        given.write(text.encode())
-        given.seek(0)
+    with memory_file(text.encode()) as given, memory_file() as output, memory_file() as errors:
         process = begin(stdin=given, stdout=output, stderr=errors)
         try:
             timely = _wait(process, seconds)
@@ -101,8 +104,12 @@ def attend(
     return status if timely else None, said, words
 
 
-def _memory() -> IO[bytes]:
-    return os.fdopen(os.memfd_create("coda"), "w+b")
+def memory_file(contents: bytes = b"") -> IO[bytes]:
+    """A file in memory, to be read from its start."""
+    file = os.fdopen(os.memfd_create("coda"), "w+b")
+    file.write(contents)
+    file.seek(0)
+    return file
 
 
 def tail(file: IO[bytes]) -> str:
@@ -136,6 +143,25 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
         elif ended(process):
             break
     return b""
+
+
+def read_answer(
+    descriptor: int, deadline: float, most: int, watch: Callable[[], None] = lambda: None
+) -> tuple[bytes, bool]:
+    """Read an untrusted child's pipe to its end, or until it has given over ``most`` bytes, or until the
+    ``deadline``. Return the bytes, and whether the deadline came first. ``watch`` is called at least every
+    PATIENCE, and may raise."""
+    output, poll = bytearray(), select.poll()  # select() refuses descriptors over 1023
+    poll.register(descriptor, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        ready = poll.poll(min(left * 1000, PATIENCE))
+        watch()
+        if ready:
+            chunk = os.read(descriptor, 1 << 16)
+            output += chunk
+            if not chunk or len(output) > most:
+                return bytes(output), False
+    return bytes(output), True
 
 
 def hang_up(process: subprocess.Popen[bytes]) -> int:

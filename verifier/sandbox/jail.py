@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,12 +99,10 @@ class _Ending:
 
 def _converse(request: bytes, wall_seconds: float) -> _Ending:
     deadline = time.monotonic() + wall_seconds
-    with tempfile.TemporaryFile() as letter:  # not a pipe, so that a child that stalls cannot block us
-        letter.write(request)
-        letter.seek(0)
-        with _child(letter) as (process, descriptor):
-            output, late = _read(descriptor, deadline)
-            status = subprocesses.end(process)
+    # the request is no pipe, so that a child that stalls cannot block us
+    with subprocesses.memory_file(request) as letter, _child(letter) as (process, descriptor):
+        output, late = subprocesses.read_answer(descriptor, deadline, MAX_OUTPUT_BYTES)
+        status = subprocesses.end(process)
     return _Ending(output, status, late, flooded=len(output) > MAX_OUTPUT_BYTES)
 
 
@@ -132,22 +128,6 @@ def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             subprocesses.end(process)
     finally:
         os.close(descriptor)
-
-
-def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
-    """The bytes up to the end, or just past the limit, and whether the deadline came first."""
-    output = bytearray()
-    poll = select.poll()  # select() refuses descriptors over 1023
-    poll.register(descriptor, select.POLLIN)
-    while len(output) <= MAX_OUTPUT_BYTES:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or not poll.poll(remaining * 1000):
-            return bytes(output), True
-        chunk = os.read(descriptor, 1 << 16)
-        if not chunk:
-            break
-        output += chunk
-    return bytes(output), False
 
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
