@@ -4,6 +4,7 @@ ear in every process that hears whether a candidate's source runs outside the ja
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import shutil
@@ -32,6 +33,7 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before xdist starts its workers, which inherit the environment and so share one cache and one audit."""
+    gc.disable()  # until all modules are imported
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
@@ -60,6 +62,12 @@ def _watch_candidates(directory: Path) -> None:
     candidate_watch.install()
 
 
+def pytest_collection_finish() -> None:
+    """All modules are imported, and stay: no garbage collection looks at their millions of objects."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A candidate that ran outside the jail fails the session, whatever the tests say."""
@@ -81,6 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # else nanobind takes what is left at the end for leaks
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
 
