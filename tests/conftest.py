@@ -95,7 +95,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "compile all that is checked, and 100 random programs"
+    words = "compile all that is checked, 100 random programs, and all damaged inputs"
     parser.addoption("--thorough", action="store_true", help=words)
 
 

@@ -142,13 +142,13 @@ def test_edits_whose_programs_were_measured_again_are_listed() -> None:
 
 
 def test_committed_recordings_replay_to_their_kernels(
-    runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch
+    runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each on another fifth of the interpreter's runs, so that together they meet runs of every kind."""
-    every = cpu_numerics.runs
+    """Each on another part of the interpreter's runs, so that together they meet runs of every kind."""
+    every, parts = cpu_numerics.runs, 5 if request.config.getoption("thorough") else 15
     for place, name in enumerate([*COMMITTED, *WAITING]):
-        fifth = slice(place % 5, None, 5)
-        monkeypatch.setattr(cpu_numerics, "runs", lambda *given, fifth=fifth: [*every(*given)][fifth])
+        part = slice(place % parts, None, parts)
+        monkeypatch.setattr(cpu_numerics, "runs", lambda *given, part=part: [*every(*given)][part])
         program = replayed(name, SPECS, RECORDINGS / f"{name}.jsonl")
         assert name in WAITING or program.hash == report_of(name).identity.program_hash
 
