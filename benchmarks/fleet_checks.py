@@ -89,7 +89,8 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
     """Run one pass over all kernels but the last on ``nodes`` one-core nodes. The last kernel only warms the
     workers."""
     os.environ["QUACK_COMPILE_WORKERS"] = "1"
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
+    head = {"num_cpus": 0, "object_store_memory": STORE, "include_dashboard": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
     try:
         for node in range(nodes):
             cache = {"CODA_AGENT_CACHE": str(scratch / f"{nodes}.{node}")}

@@ -147,11 +147,11 @@ def measure(
 def _measured_bundle(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, watch: LiveView, ray: str | None
 ) -> BundleResults:
-    def heard(name: str) -> Progress:
-        return lambda gate, words: watch.gate(gate, words)
-
     if spreads(ray):
         from coda_agent.agent.fleet.bundles import measure as spread
+
+        def heard(name: str) -> Progress:  # several at once, each in a row of its own
+            return lambda gate, words: watch.gate(name, f"{gate} {words}")
 
         with fleet(ray) as pool:
             return spread(path, bundle, out, options, pool, heard)
@@ -159,7 +159,7 @@ def _measured_bundle(
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 
     with gpu_alone(watch.console.print):
-        return bundles.measure(path, bundle, out, options, progress=heard)
+        return bundles.measure(path, bundle, out, options, progress=lambda name: watch.gate)
 
 
 @app.command("import")

@@ -103,7 +103,7 @@ class LiveView:
 
     def gate(self, name: str, words: str) -> None:
         self._states[name] = words
-        if not self._live and words == "passed" or words.startswith("rejected"):
+        if not self._live and words.endswith("passed") or words.startswith("rejected"):
             self.console.print(Text(f"  {name:10} {words}"))
 
     def report(self, number: int, report: Accepted | Checked | Rejected) -> None:

@@ -18,6 +18,7 @@ from coda_agent.agent.fleet.executor import ProcessSlot
 from coda_agent.agent.fleet.pieces import spec_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu
 from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.report import Measured
@@ -73,8 +74,11 @@ def test_several_gpus_of_a_machine_measure_at_once(
     gpus, used = [Gpu(f"GPU-{n}", "NVIDIA H100 80GB HBM3", (9, 0)) for n in (1, 2)], list[str]()
     both = threading.Barrier(2, timeout=60)
 
-    def run(slot: ProcessSlot, task: Task, asked: dict[str, Any], **_: object) -> dict[str, Any]:
+    def run(
+        slot: ProcessSlot, task: Task, asked: dict[str, Any], *, patience: float, progress: Progress
+    ) -> dict[str, Any]:
         used.append(slot.name)
+        progress("numerics", "passed")
         both.wait()
         loaded = spec_of(asked["entry"]["spec_text"])
         program = Program.from_json(asked["entry"]["program"], loaded.signature())
@@ -87,7 +91,8 @@ def test_several_gpus_of_a_machine_measure_at_once(
     command("bundle", *names, "-o", tmp_path / "b.json")
     done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
     assert done.status == 0 and sorted(used) == ["GPU-1", "GPU-2"]
-    assert all(f"{name}: measured\n" in done.out for name in names)
+    for name in names:
+        assert f"{name}: measured\n" in done.out and f"{name} numerics passed\n" in done.out
 
 
 def test_a_slow_kernel_there(
