@@ -80,10 +80,11 @@ def measured(name: str, where: str) -> dict[str, Any]:
     }
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
     operator = ops.define(program, order, f"{name}_host_time")  # whose CPU side may be a stand-in
-    given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs]
+    dims = {dim: sizes[dim] for dim in program.signature.named}
+    given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs] + [*dims.values()]
     square = torch.zeros(8, 8, device=where)
     calls: list[Callable[[], Any]] = [
-        lambda: kernel(**inputs),
+        lambda: kernel(**inputs, **dims),
         lambda: operator(*given),
         lambda: torch.mm(square, square),
     ]

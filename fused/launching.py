@@ -18,7 +18,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
-from coda_agent.primitives.runtime.launch import on_device
+from coda_agent.primitives.runtime.launch import NONE, on_device
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, Familiar, LaunchError, check_sizes, dense
 from coda_agent.primitives.target import TARGET
 
@@ -42,15 +42,22 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, program: Program, inputs: Mapping[str, Any], names: Sequence[str]) -> Plan:
-        """The plan for tensors like these. Raises LaunchError if the program cannot be launched on these
-        tensors."""
+    def get(
+        self,
+        program: Program,
+        inputs: Mapping[str, Any],
+        names: Sequence[str],
+        dims: Mapping[str, int] = NONE,
+    ) -> Plan:
+        """The plan for tensors like these, and for ``dims`` that follow from no shape. Raises LaunchError if
+        the program cannot be launched on these tensors."""
         device = inputs[names[0]].device
-        key = (id(program), device, *(inputs[n].shape for n in names))  # typed() keeps programs alive
+        shapes = (inputs[n].shape for n in names)
+        key = (id(program), device, *shapes, *dims.items())  # typed() keeps programs alive
         found = self._found(key)
         if found is None:
             with self._making:
-                found = self._found(key) or self._made(program, inputs, device)
+                found = self._found(key) or self._made(program, inputs, dims, device)
                 with self._looking:
                     self._plans[key] = found
                     while len(self._plans) > self.most:
@@ -64,10 +71,12 @@ class Plans:
                 self._plans.move_to_end(key)
             return found
 
-    def _made(self, program: Program, inputs: Mapping[str, Any], device: torch.device) -> Plan:
+    def _made(
+        self, program: Program, inputs: Mapping[str, Any], dims: Mapping[str, int], device: torch.device
+    ) -> Plan:
         shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in inputs.items()}
         try:
-            sizes = solve_sizes(program.signature, shapes)
+            sizes = solve_sizes(program.signature, shapes, dims)
         except ValueError as error:
             raise LaunchError(f"{program.signature.name}: {error}") from None
         check_sizes(program, sizes)
@@ -103,17 +112,19 @@ class Launcher:
     def __init__(self, program: Program, names: Sequence[str], outputs: Sequence[str]):
         self.names, self.outputs = tuple(names), tuple(outputs)
         self._overwritten = tuple(program.signature.updates.values())
-        self._last: tuple[tuple[Familiar, Plan], ...] = ()
+        self._last: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
-    def again(self, inputs: Mapping[str, Any]) -> list[Tensor] | None:
-        """New outputs if the tensors are like those of a recent call, otherwise None."""
+    def again(self, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE) -> list[Tensor] | None:
+        """New outputs if the tensors and dims are like those of a recent call, otherwise None."""
         tensors = [inputs[n] for n in self.names]
-        for familiar, plan in self._last:
-            if familiar(tensors):
+        for familiar, known, plan in self._last:
+            if known == dims and familiar(tensors):
                 return self._run(plan, inputs)
         return None
 
-    def __call__(self, how: Typed, inputs: Mapping[str, Any]) -> list[Tensor]:
+    def __call__(
+        self, how: Typed, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE
+    ) -> list[Tensor]:
         """New outputs, computed on the current stream of the device that all tensors share. Raises
         LaunchError."""
         program, names = how.program, self.names
@@ -126,9 +137,9 @@ class Launcher:
                 raise LaunchError(f"{program.signature.name}: {said}")
         taken = {**inputs, **{n: launchable(inputs[n]) for n in names}}
         with on_device(device):
-            plan = plans.get(program, taken, names)
+            plan = plans.get(program, taken, names, dims)
         if (familiar := Familiar([taken[n] for n in names]))([inputs[n] for n in names]):
-            self._last = ((familiar, plan), *self._last[: FAMILIAR - 1])
+            self._last = ((familiar, dims, plan), *self._last[: FAMILIAR - 1])
         return self._run(plan, taken)
 
     def _run(self, plan: Plan, inputs: Mapping[str, Any]) -> list[Tensor]:

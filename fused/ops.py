@@ -1,13 +1,15 @@
 """One functional torch.library operator per kernel: the launcher runs it on CUDA, the interpreter on a CPU.
 
 ``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for its scalars, and
-returns its outputs in the spec's order. No operator has its own autograd; ``fused.chains`` provides it.
+then, as integers, the dims that follow from no input's shape. It returns its outputs in the spec's order. No
+operator has its own autograd; ``fused.chains`` provides it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from coda_agent.fused.programs import Order, Typed
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
 from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.runtime.launch import NONE
 
 NAMESPACE = "coda_agent"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -43,7 +46,9 @@ class _Op:
         self.by_row = {n for n, t in together.items() if t.shape and t.shape[0] == ROWS}
         self.launch = launching.Launcher(program, self.tensors, self.outputs)
         self._typed: dict[programs.Dtypes, Typed] = {}
-        said = (f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs)
+        self.dims = signature.named
+        said = [f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs]
+        said += [f"int {dim}" for dim in self.dims]
         made = ", ".join("Tensor" for _ in self.outputs)
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
@@ -55,10 +60,13 @@ class _Op:
             self._typed.setdefault(key, programs.typed(self.program, key))
         return self._typed[key]
 
-    def named(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The program's inputs by name."""
-        given, read = zip(self.order, arguments, strict=True), self.program.signature.inputs
-        return {name: value for name, value in given if name in read}
+    def named(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
+        """The program's inputs by name, and the dims that its caller gives."""
+        given, read = zip((*self.order, *self.dims), arguments, strict=True), self.program.signature.inputs
+        inputs = {name: value for name, value in given if name in read}
+        if not self.dims:
+            return inputs, NONE
+        return inputs, dict(zip(self.dims, arguments[len(self.order) :], strict=True))
 
     def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
         """The program for the tensors' dtypes, and the inputs. Raises TypeError and NoBackward."""
@@ -75,13 +83,14 @@ class _Op:
         return tuple(found) if len(self.outputs) > 1 else found[0]
 
     def on_cpu(self, *arguments: Any) -> Any:
-        return self.results(self.in_parts(self.interpreted, *self.checked(self.named(arguments))))
+        inputs, dims = self.named(arguments)
+        return self.results(self.in_parts(partial(self.interpreted, dims=dims), *self.checked(inputs)))
 
     def on_cuda(self, *arguments: Any) -> Any:
-        inputs = self.named(arguments)
-        found = self.launch.again(inputs)
+        inputs, dims = self.named(arguments)
+        found = self.launch.again(inputs, dims)
         if found is None:
-            found = self.in_parts(self.launch, *self.checked(inputs))
+            found = self.in_parts(partial(self.launch, dims=dims), *self.checked(inputs))
         return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
@@ -100,12 +109,12 @@ class _Op:
         whole = zip(self.outputs, parts, strict=True)
         return [torch.cat(each) if name in self.by_row else each[0] for name, each in whole]
 
-    def interpreted(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
+    def interpreted(self, how: Typed, inputs: dict[str, Any], dims: Mapping[str, int]) -> list[Tensor]:
         program, wide = how
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
         with torch.autocast(device.type, enabled=False):  # autocast would round accumulators
-            made = interpret(program, whole, wide=wide)
+            made = interpret(program, whole, sizes=dims, wide=wide)
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):
@@ -115,17 +124,16 @@ class _Op:
         return found
 
     def fake(self, *arguments: Any) -> Any:
-        inputs = self.named(arguments)
+        inputs, dims = self.named(arguments)
         how, first = self.typed(inputs), inputs[self.tensors[0]]
         signature = how.program.signature
-        sizes = solve_sizes(
-            signature, {n: v.shape if isinstance(v, Tensor) else () for n, v in inputs.items()}
-        )
+        shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in inputs.items()}
+        sizes = solve_sizes(signature, shapes, dims)
         for watch in watchers:
             watch(how.program, sizes | ({"M": min(sizes["M"], self.rows)} if self.rows else {}))
-        shapes = {n: [d.value(sizes) for d in t.shape] for n, t in signature.outputs.items()}
+        made = {n: [d.value(sizes) for d in t.shape] for n, t in signature.outputs.items()}
         return self.results(
-            [first.new_empty(shapes[n], dtype=programs.output_dtype(how, n)) for n in self.outputs]
+            [first.new_empty(made[n], dtype=programs.output_dtype(how, n)) for n in self.outputs]
         )
 
 

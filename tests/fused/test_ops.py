@@ -22,28 +22,32 @@ NAMES = sorted(programs.accepted())
 
 def on_gpu(spec: Spec) -> dict[str, int]:
     """Small sizes at which kernels can be launched."""
-    return {dim: {"M": 200, "H": 6, "P": 32}.get(dim, 272) for dim in spec.dims}
+    return {dim: {"M": 200, "H": 6, "G": 2, "P": 32}.get(dim, 272) for dim in spec.dims}
 
 
 def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
     """An operator and its arguments at small sizes, by name and in order. On a GPU the sizes are such that
     its kernel takes them."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    inputs = draw(spec, on_gpu(spec), seed=1, device=device) if device == "cuda" else trial(spec)[1]
+    sizes, inputs = trial(spec)
+    if device == "cuda":
+        sizes, inputs = on_gpu(spec), draw(spec, on_gpu(spec), seed=1, device=device)
     given = {n: inputs[n].to(torch_dtype(t.dtype)) for n, t in spec.inputs.items()}
     op = getattr(torch.ops.coda_agent, name).default
-    return op, {n: t if t.ndim else float(t) for n, t in given.items()}
+    dims = {dim: sizes[dim] for dim in ops.defined[name].signature.named}
+    return op, {n: t if t.ndim else float(t) for n, t in given.items()} | dims
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> None:
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     op, inputs = drawn(name)
-    assert [a.name for a in op._schema.arguments] == list(spec.inputs)
+    dims = ops.defined[name].signature.named
+    assert [a.name for a in op._schema.arguments] == [*spec.inputs, *dims]
     found = op(*inputs.values())
     found = found if isinstance(found, tuple) else (found,)
-    whole = {n: v if torch.is_tensor(v) else torch.tensor(v) for n, v in inputs.items()}
-    exact = interpret(ops.defined[name], whole)
+    whole = {n: torch.as_tensor(v) for n, v in inputs.items() if n in spec.inputs}
+    exact = interpret(ops.defined[name], whole, sizes={dim: inputs[dim] for dim in dims})
     assert len(found) == len(spec.outputs)
     for tensor, output in zip(found, spec.outputs, strict=True):
         assert torch.equal(tensor, exact[output]) and tensor.dtype == exact[output].dtype
@@ -122,3 +126,20 @@ def test_an_operator_is_compiled_whole_for_any_rows() -> None:
         for mine, plain in zip(called(*given), torch.ops.coda_agent.gemm_rmsnorm_swiglu(*given), strict=True):
             assert torch.equal(mine, plain)
     assert len(graphs) <= 2  # one for the first rows, one for any
+
+
+def test_dims_that_follow_from_no_shape_are_integers_and_graphs_take_any_rows() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    op = torch.ops.coda_agent.gemm_rmsnorm_qkv_rope
+    compiled = torch.compile(lambda *given: op(*given), backend="aot_eager", fullgraph=True)
+    w = torch.randn(10 * 4, 16).bfloat16()
+    for rows in (8, 16, 24, 40, 56):
+        given = torch.randn(rows, 16).bfloat16(), w, torch.rand(rows), torch.rand(rows, 4).bfloat16()
+        q, k, v = op(*given, 4, 3)
+        assert (q.shape, k.shape, v.shape) == ((rows, 16), (rows, 12), (rows, 12))
+        for mine, plain in zip(compiled(*given, 4, 3), (q, k, v), strict=True):
+            assert torch.equal(mine, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    with pytest.raises(ValueError, match="input 'w' has shape"):
+        op(*given, 4, 4)
