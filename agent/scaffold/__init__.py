@@ -251,7 +251,7 @@ def _shape(text: str) -> tuple[Dim, ...]:
         raise typer.BadParameter(str(error)) from None
     if len(shape) > 2:
         raise typer.BadParameter(
-            f"{len(shape)} axes, but a spec's tensors have at most two: flatten the rest"
+            f"{len(shape)} axes, but a draft's tensors have at most two: flatten the rest"
         )
     return shape
 

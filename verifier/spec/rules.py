@@ -94,6 +94,18 @@ def _check_kinds(spec: Declared) -> None:
             message = f"input {name} is {tensor.dtype}, which torch.matmul does not take: give a baseline"
             raise fault(f"{message} with torch._scaled_mm", "inputs", name, "dtype")
     _check_operands(spec)
+    _check_experts(spec)
+
+
+def _check_experts(spec: Declared) -> None:
+    """Check that tensors with three axes stand beside the offsets of experts' rows."""
+    if any(tensor.init.offsets is not None for tensor in spec.inputs.values()):
+        return
+    for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
+        for name, tensor in tensors.items():
+            if len(tensor.shape) == 3:
+                message = f"{kind} {name} has 3 axes: a matrix for each expert stands beside an input with init"
+                raise fault(f"{message} {{offsets: T}}; flatten other tensors", f"{kind}s", name, "shape")
 
 
 def _check_operands(spec: Declared) -> None:
