@@ -104,7 +104,7 @@ def _check_experts(spec: Declared) -> None:
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         for name, tensor in tensors.items():
             if len(tensor.shape) == 3:
-                message = f"{kind} {name} has 3 axes: a matrix for each expert stands beside an input with init"
+                message = f"{kind} {name} has 3 axes: a matrix for each expert stands beside init"
                 raise fault(f"{message} {{offsets: T}}; flatten other tensors", f"{kind}s", name, "shape")
 
 

@@ -1,4 +1,4 @@
-"""Specs with a matrix for each expert: what is refused with its line, and how rows are shared among experts."""
+"""Specs with a matrix for each expert: refusals with their lines, and how rows are shared among experts."""
 
 from __future__ import annotations
 
