@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.layer_profile.bench import Backward, on_known_schedules
+from benchmarks.by_hand import measuring as by_hand
+from benchmarks.by_hand.layer import Attended, HandArranged, ResidualStream, Saved, unrotated
+from benchmarks.layer_profile.bench import Backward
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
-from coda_agent.comparison.interleaved import compile_ahead
-from coda_agent.comparison.layers import variant
-from coda_agent.comparison.layers.by_hand import Attended, HandArranged, ResidualStream, Saved, unrotated
 from coda_agent.comparison.layers.errors import relative, results
 from coda_agent.comparison.layers.layer import Gradients
-from coda_agent.comparison.layers.session import LayerArms
-from coda_agent.comparison.layers.shape import Shape, draw
-from coda_agent.comparison.rows import LayerRow
+from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
 from coda_agent.fused.rotation import rotated_back
 from coda_agent.primitives.derive import Derived, chains, derive
 from coda_agent.primitives.lang.ir import Program
@@ -146,23 +143,18 @@ def measured(width: str) -> dict[str, Any]:
     """Measure all arms at one width: their samples in milliseconds, and how far their results are from those
     of the hand-arranged layer."""
     begun = time.monotonic()
-    row = LayerRow(width, True)
-    if row.kernels is None:
-        raise LookupError(row.absent(PROGRAM))
-    kernels = {call: on_known_schedules(call, k, width) for call, k in row.kernels.items()}
-    request = LayerArms(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
-    compile_ahead([request])
-    drawn, runner = draw(row.shape, SEED), request.runner()
-    layers = {name: variant(name, row.shape, drawn, runner) for name in (PROGRAM, COMPILE)}
-    layers[ONE_PASS] = OnePass(row.shape, drawn.weights, drawn.next_norm, runner, unrotated)
-    derived = ByDerivation(row.shape, drawn.weights, drawn.next_norm, runner, unrotated)
+    shape, runner = WIDTHS[width], by_hand.compiled(by_hand.known_kernels(width))
+    drawn = draw(shape, SEED)
+    layers = {name: by_hand.variant(name, shape, drawn, runner) for name in (PROGRAM, COMPILE)}
+    layers[ONE_PASS] = OnePass(shape, drawn.weights, drawn.next_norm, runner, unrotated)
+    derived = ByDerivation(shape, drawn.weights, drawn.next_norm, runner, unrotated)
     made: list[Kernel] = []
 
     def kernel(program: Program) -> Kernel:
         made.append(Kernel(program))
         return made[-1]
 
-    by_derivation(derived, backwards(row.shape), kernel)
+    by_derivation(derived, backwards(shape), kernel)
     layers[DERIVED] = derived
     arms = []
     for name, layer in layers.items():
@@ -177,7 +169,7 @@ def measured(width: str) -> dict[str, Any]:
             Arm(f"{name}: forward and backward", partial(layer.step, stream, drawn.dout)),
             Arm(f"{name}: backward", backward, backward.ready),
         ]
-    arms.append(Arm(ATTENTION, attention(row.shape)))
+    arms.append(Arm(ATTENTION, attention(shape)))
     exact = results(layers[PROGRAM], drawn)
     agreement = {n: relative(results(layer, drawn), exact) for n, layer in layers.items() if n != PROGRAM}
     samples, conditions = timed(arms, ROUNDS, longest=LONGEST)

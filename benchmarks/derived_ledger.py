@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.by_hand.runners import accepted_programs, calls
 from benchmarks.derived_layer import backwards
 from benchmarks.layer_profile.ledger import ATTENTION, rows
 from benchmarks.programs import forward
 from coda_agent.agent.backward import pair
-from coda_agent.comparison.layers.runners import accepted_programs, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape
 from coda_agent.primitives import gelu, gemm, pairs, per_column, row_logsumexp, row_select, silu
 from coda_agent.primitives.compiler.roofline import roofline
@@ -247,7 +247,7 @@ def hand_rows() -> list[list[str]]:
 
 
 def layer_by_hand(shape: Shape) -> int:
-    """The bytes that the layer's backward moves as ``comparison.layers.fused`` arranges it, but with the
+    """The bytes that the layer's backward moves as ``benchmarks.by_hand`` arranges it, but with the
     rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
     programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
@@ -356,7 +356,7 @@ The same gradients, from a hand-authored kernel with plain products and passes a
 ## A layer
 
 The backward of the comparison's Transformer layer outside attention, 16,384 tokens. *By hand*: accepted
-kernels as people arranged them (`comparison/layers/fused.py`), the rotation's transpose in one pass.
+kernels as people arranged them (`benchmarks/by_hand/layer.py`), the rotation's transpose in one pass.
 `torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100. *Without weights*:
 less the bytes of each weight read once and its gradient written once, which no arrangement saves.
 

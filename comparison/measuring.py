@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from coda_agent.comparison import environment
-from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
+from coda_agent.comparison.competitors import COLUMNS, EDITED, FUSED, PROGRAM, UPSTREAM
 from coda_agent.comparison.interleaved import PREPARING, TIMING, compile_ahead, gpu, machine, tune_ahead
 from coda_agent.comparison.keys import keyed
 from coda_agent.comparison.results import ArmFailure, ArmResult, MeasuredMachine, Present, Results, Session
@@ -37,7 +37,7 @@ from coda_agent.verifier.measure import PATIENCE
 BEHIND = 1.03  # an arm this many times slower than its column's fastest is not timed again
 SESSION_SECONDS = 10.0  # the approximate length of a session with full caches
 CACHED = 0.5  # the smallest share of the arms' preparation that the next process finds in caches
-MODELS = (PROGRAM, EDITED)
+OURS = (PROGRAM, EDITED, FUSED)
 
 Keep = Callable[[Results], object]
 Ahead = tuple[str, Task, Any]  # row, task to run before its sessions, and the task's argument
@@ -234,7 +234,7 @@ class _Measuring:
         if set(keys) == {row.reference_arm} <= set(self.asked.arms) and not turn.apart:
             arms = [row.reference_arm]
         lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
-        return sorted(lacking, key=lambda arm: arm not in MODELS)
+        return sorted(lacking, key=lambda arm: arm not in OURS)
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
         """Whether an arm with its current key has figures from this process, or a failure from any process,

@@ -146,21 +146,7 @@ class LayerRow:
         return f"layer {self.sizes}, revision {LAYERS}"
 
     @cached_property
-    def kernels(self) -> dict[Any, Kernel] | None:
-        """Kernels by call; None if an operator has no accepted kernel that these versions can use."""
-        from coda_agent.comparison.layers.runners import calls
-
-        found = {}
-        for call in calls(self.shape, backward=self.backward).values():
-            spec = load(SPECS / f"{call.operator}.yaml", check=False)
-            kernel = kernels.by_arm(spec, dict(call.sizes)).get(competitors.PROGRAM)
-            if kernel is None:
-                return None
-            found[call] = kernel
-        return found
-
-    @cached_property
-    def package(self) -> list[tuple[Kernel, dict[str, int]]]:
+    def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
         """The programs that ``fused`` runs, on the schedules that it chooses here, and their sizes."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
@@ -170,30 +156,14 @@ class LayerRow:
         return [(Kernel(on_schedules(bound)), bound.sizes) for bound in bounds]
 
     def absent(self, arm: str) -> str | None:
-        if arm == competitors.PROGRAM and self.kernels is None:
-            return self._outdated() or "not all of its kernels are accepted"
         return None if arm in VARIANTS else "no layer of it"
 
-    def _outdated(self) -> str | None:
-        """Why the first outdated kernel is outdated. The reason is the same for other outdated kernels."""
-        from coda_agent.comparison.layers.runners import calls
-
-        for call in calls(self.shape, backward=self.backward).values():
-            if why := kernels.outdated(load(SPECS / f"{call.operator}.yaml", check=False), edited=False):
-                return f"{call.operator}: {why}"
-        return None
-
     def made_of(self, arm: str) -> list[Kernel]:
-        if arm == competitors.FUSED:
-            return [kernel for kernel, _ in self.package]
-        return list((self.kernels or {}).values()) if arm == competitors.PROGRAM else []
+        return [kernel for kernel, _ in self.kernels] if arm == competitors.FUSED else []
 
     def note(self, arm: str) -> str:
         return {
             competitors.FUSED: "no model wrote its programs, and nothing is tuned for these sizes",
-            competitors.PROGRAM: "weight gradients and the rotation's backward by PyTorch"
-            if self.backward
-            else "",
             competitors.LIGER: "q, k and v of one product",
         }.get(arm, "")
 
@@ -207,10 +177,8 @@ class LayerRow:
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         from coda_agent.comparison.layers import session as layers
 
-        package = self.package if competitors.FUSED in arms else ()
-        return layers.measure_layer, layers.LayerArms(
-            self.shape, arms, self.kernels or {}, rounds, self.backward, package
-        )
+        made = self.kernels if competitors.FUSED in arms else ()
+        return layers.measure_layer, layers.LayerArms(self.shape, arms, made, rounds, self.backward)
 
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:

@@ -13,36 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.by_hand import measuring as by_hand
 from benchmarks.layer_profile.traces import operators, regions, summary
-from coda_agent.comparison import kernels as accepted
-from coda_agent.comparison.competitors import PROGRAM
-from coda_agent.comparison.interleaved import compile_ahead
-from coda_agent.comparison.layers import variant
-from coda_agent.comparison.layers.session import LayerArms
-from coda_agent.comparison.rows import SPECS, LayerRow
-from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import tune
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.verifier.gpu.benchmark import milliseconds, timed
 from coda_agent.verifier.gpu.telemetry import Monitor
-from coda_agent.verifier.incumbent import worth_racing
-from coda_agent.verifier.loading import load
 from coda_agent.verifier.timing import Arm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from benchmarks.by_hand.runners import KernelCall
     from coda_agent.comparison.layers.layer import Layer
-    from coda_agent.comparison.layers.runners import KernelCall
     from coda_agent.comparison.layers.shape import Shape
 
 SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and their limit in seconds
 KEPT, SETTLE = 20, 1.0  # turns of a profile that count, and seconds of warm-up before these turns
 SUSTAINED = 3.0  # seconds of repetition that NVML records, after as many seconds of warm-up
-FEW = 4  # fastest schedules to time at sizes that no report has, as well as the best of each tile
 HEAD_START = 200_000  # cycles of the marker before a region, which let the host run ahead
 
 
@@ -73,22 +64,17 @@ class LayerStages:
         self.backwards: dict[str, Backward] = {}
 
     def prepare(self) -> dict[str, Any]:
-        from coda_agent.comparison.layers.shape import draw
+        from coda_agent.comparison.layers.shape import WIDTHS, draw
 
-        row = LayerRow(self.width, True)
-        if row.kernels is None:
-            raise LookupError(row.absent(PROGRAM))
-        kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.kernels.items()}
-        request = LayerArms(row.shape, self.names, kernels, ROUNDS, True)
-        compile_ahead([request])
-        drawn, runner = draw(row.shape, SEED), request.runner()
+        shape, kernels = WIDTHS[self.width], by_hand.known_kernels(self.width)
+        drawn, runner = draw(shape, SEED), by_hand.compiled(kernels)
         for name in self.names:
-            layer = variant(name, row.shape, drawn, runner)
+            layer = by_hand.variant(name, shape, drawn, runner)
             layer.forward(layer.start(drawn.x))  # compiles the inference graph
             self.layers[name] = layer
             self.backwards[name] = Backward(layer, layer.start(drawn.x), drawn.dout)
-        found = {"sizes": sizes(row.shape), "agreement": self._agreement(drawn)}
-        return found | {"ours": backward_parts(row.shape, kernels), "seed": SEED}
+        found = {"sizes": sizes(shape), "agreement": self._agreement(drawn)}
+        return found | {"ours": backward_parts(shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
         """The relative distance of each result of the other arms from the first arm's."""
@@ -199,28 +185,10 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
     return found
 
 
-def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """Return the kernel, limited to a short search if it has no reported schedule at these sizes: it then
-    times only the best schedules of its last tuning at ``case``, since a whole search takes minutes."""
-    if kernel.source.schedules:
-        return kernel
-    kept = accepted.accepted_kernel(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
-    if kept is None or case not in kept.schedules:
-        return kernel
-    raced = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))
-    gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
-    known = {}
-    for step, found in raced.items():
-        # with the best of each tile, since a search without enough tiles times all tiles
-        few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
-        known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
-    return Kernel(kernel.source, known=known)
-
-
 def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[dict[str, Any]]:
     """List our kernels of the backward in the order in which they run, with names, schedules, FLOPs and
     compulsory bytes."""
-    from coda_agent.comparison.layers.runners import calls
+    from benchmarks.by_hand.runners import calls
 
     places = calls(shape)
     backward = places.keys() - calls(shape, backward=False).keys()

@@ -1,6 +1,6 @@
 """Attribute each kernel of the layer's backward to a part of it, and find the part's FLOPs, bytes and group.
 
-D is the model's width and F is the FFN's width; other names are those of ``comparison.layers.fused``. Bytes
+D is the model's width and F is the FFN's width; other names are those of ``benchmarks.by_hand.layer``. Bytes
 are compulsory, so each operand and output counts once. This module needs only the standard library.
 """
 

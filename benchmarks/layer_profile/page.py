@@ -69,7 +69,7 @@ def _head(found: Mapping[str, Any]) -> str:
 
 {at.get("gpu", "unknown GPU")}, driver {at.get("driver", "unknown")}, {made}, {found["date"][:10]}.
 Drawn by `python -m benchmarks.layer_profile draw` from what `measure` wrote. "{PROGRAM}" is the layer in this
-project's kernels (`comparison/layers/fused.py`, whose names the tables use), the other arm the plain layer
+project's kernels (`benchmarks/by_hand/layer.py`, whose names the tables use), the other arm the plain layer
 under `torch.compile`. Both run the same attention of PyTorch's.
 
 Times of kernels are means over the steps of one profile (torch.profiler, CUDA activities only), in which

@@ -20,7 +20,7 @@ APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotu
 LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second arm exists only for layers
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
-# Arms of the column LLM. The third exists only for layers: the package ``fused``.
+# Arms of the column LLM. Layers have only the third: the package ``fused``.
 PROGRAM, EDITED, FUSED = "LLM", "LLM, edited CuTeDSL", "fused"
 
 

@@ -8,25 +8,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 if TYPE_CHECKING:
     from coda_agent.comparison.layers.layer import Layer
-    from coda_agent.comparison.layers.runners import Runner
     from coda_agent.comparison.layers.shape import Drawn, Shape
 
-VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, PROGRAM, FUSED)
+VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, FUSED)
 
 
-def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
-    """The named variant of a layer with the drawn weights, on their device; ``runner`` runs the LLM's
-    kernels.
+def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
+    """The named variant of a layer with the drawn weights, on their device.
 
     The layer compiles during its first calls. Raises ValueError for an unknown name, and ImportError if Liger
     is not installed.
     """
-    from coda_agent.comparison.layers.by_hand import HandArranged, unrotated
     from coda_agent.comparison.layers.fused import Fused
     from coda_agent.comparison.layers.liger import Liger
     from coda_agent.comparison.layers.plain import Plain
@@ -39,8 +36,6 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
         return Plain(shape, weights, next_norm, partial(under_compile, mode=mode))
     if name in (LIGER, LIGER_APART):
         return Liger(shape, weights, next_norm, apart=name == LIGER_APART)
-    if name == PROGRAM:
-        return HandArranged(shape, weights, next_norm, runner, under_compile(unrotated, "default"))
     if name == FUSED:
         return Fused(shape, weights, next_norm, partial(under_compile, mode="default"))
     raise ValueError(f"variant {name!r} is unknown; use one of {', '.join(VARIANTS)}")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import EAGER, FUSED, PROGRAM
+from coda_agent.comparison.competitors import EAGER, FUSED
 from coda_agent.comparison.interleaved import PreparedArm, Stage, run_interleaved
 from coda_agent.comparison.layers import variant
 from coda_agent.primitives.system.workers import Job
@@ -22,50 +21,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coda_agent.comparison.layers.layer import Layer
-    from coda_agent.comparison.layers.runners import KernelCall, Runner
     from coda_agent.comparison.layers.shape import Shape
     from coda_agent.primitives.runtime.launch import Kernel
 
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and their shape. ``kernels``: by call, the kernels of the LLM's variant.
-    ``package``: the kernels that ``fused`` runs, with their sizes."""
+    """The variants of a session, and their shape. ``kernels``: those that ``fused`` runs, with their
+    sizes."""
 
     shape: Shape
     arms: tuple[str, ...]
-    kernels: Mapping[KernelCall, Kernel]
+    kernels: Sequence[tuple[Kernel, dict[str, int]]]
     rounds: int
     backward: bool
-    package: Sequence[tuple[Kernel, dict[str, int]]] = ()
 
     def compiles(self) -> Iterator[Callable[[], list[Job]]]:
-        if PROGRAM in self.arms:
-            for call, kernel in self.kernels.items():
-                yield partial(kernel.compile_jobs, dict(call.sizes))
         if FUSED in self.arms:
-            for kernel, sizes in self.package:
+            for kernel, sizes in self.kernels:
                 yield partial(kernel.compile_jobs, sizes)
 
     def tunes(self) -> Iterator[Callable[[], object]]:
-        if PROGRAM in self.arms:
-            tuned = [kernel.is_tuned(dict(call.sizes)) for call, kernel in self.kernels.items()]
-            yield from () if all(tuned) else (self._run,)
-
-    def _run(self) -> None:
-        """Run the LLM's variant once, which tunes each kernel at its position in the layer."""
-        from coda_agent.comparison.layers.shape import draw
-
-        drawn = draw(self.shape, secrets.randbits(48))
-        layer = variant(PROGRAM, self.shape, drawn, self.runner())
-        stream = layer.start(drawn.x)
-        layer.step(stream, drawn.dout) if self.backward else layer.forward(stream)
-
-    def runner(self) -> Runner:
-        """The runner of the LLM's variant; each kernel is planned at its first call."""
-        from coda_agent.comparison.layers.runners import Launched
-
-        return Launched({call: copy(kernel) for call, kernel in self.kernels.items()})
+        yield from ()
 
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
@@ -83,10 +60,9 @@ class _Stage(Stage):
         self.drawn = draw(request.shape, secrets.randbits(48))
         self.truth: Mapping[str, Tensor] = truth(request.shape, self.drawn, backward=request.backward)
         self.usual: dict[str, float] = {}  # the losses of eager PyTorch
-        self.runner = request.runner()
 
     def enter(self, arm: str) -> PreparedArm:
-        layer = variant(arm, self.request.shape, self.drawn, self.runner)
+        layer = variant(arm, self.request.shape, self.drawn)
         losses = self._losses(arm, layer)
         stream = layer.start(self.drawn.x)
         call: Callable[[], object] = partial(layer.forward, stream)

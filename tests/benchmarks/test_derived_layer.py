@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import derived_layer
+from benchmarks.by_hand.layer import unrotated
+from benchmarks.by_hand.runners import Interpreted, accepted_programs
 from coda_agent.comparison.competitors import COMPILE, PROGRAM
-from coda_agent.comparison.layers.by_hand import unrotated
 from coda_agent.comparison.layers.errors import relative, results, truth
-from coda_agent.comparison.layers.runners import Interpreted, accepted_programs
 from coda_agent.comparison.layers.shape import Shape, draw
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program

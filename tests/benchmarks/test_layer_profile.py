@@ -11,6 +11,8 @@ import pytest
 import torch
 from authoring import KERNELS
 
+from benchmarks.by_hand import measuring as by_hand
+from benchmarks.by_hand.runners import accepted_programs, calls
 from benchmarks.layer_profile import bench as benches
 from benchmarks.layer_profile import ledger, traces
 from benchmarks.layer_profile.__main__ import main
@@ -19,7 +21,6 @@ from benchmarks.layer_profile.measuring import TimeBudget, run
 from benchmarks.layer_profile.page import write
 from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
 from coda_agent.comparison.layers import variant
-from coda_agent.comparison.layers.runners import Interpreted, accepted_programs, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.schedule import Schedule
@@ -235,11 +236,11 @@ def test_our_parts_are_those_of_the_programs() -> None:
 def test_kernels_without_schedules_race_those_of_the_width() -> None:
     call = calls(WIDTHS["7B"])["qkv_backward"]
     unknown = Kernel(KernelSource(accepted_programs(KERNELS, WIDTHS["7B"])[call.operator]))
-    found = benches.on_known_schedules(call, unknown, "7B")
+    found = by_hand.on_known_schedules(call, unknown, "7B")
     assert not found.source.schedules and found.known and len(found.known[0]) > 1
     fixed = Kernel(KernelSource(unknown.program, {0: Schedule()}))
-    assert benches.on_known_schedules(call, fixed, "7B") is fixed
-    assert benches.on_known_schedules(call, unknown, "no such width") is unknown
+    assert by_hand.on_known_schedules(call, fixed, "7B") is fixed
+    assert by_hand.on_known_schedules(call, unknown, "no such width") is unknown
 
 
 def test_a_turn_runs_each_backward_after_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def test_a_turn_runs_each_backward_after_its_forward(monkeypatch: pytest.MonkeyP
     marks: list[int] = []
     drawn, made = draw(SMALL, 0, "cpu"), benches.LayerStages("1B", (EAGER, "again"))
     for name in made.names:
-        layer = variant(EAGER, SMALL, drawn, Interpreted({}))
+        layer = variant(EAGER, SMALL, drawn)
         made.backwards[name] = benches.Backward(layer, layer.start(drawn.x), drawn.dout)
     made._turn()
     made._turn()

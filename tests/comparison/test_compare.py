@@ -20,6 +20,7 @@ from coda_agent.comparison.competitors import (
     EAGER,
     EDITED,
     FLASHINFER,
+    FUSED,
     HUMAN,
     LIGER,
     LLM,
@@ -390,23 +391,23 @@ def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> No
 
 
 def test_a_layer_is_a_row_too(gpu: Machine) -> None:
-    found = measure(asked(LAYER_FORWARD), Results(), lambda made: None)
+    found = measure(asked(LAYER_FORWARD, arms=(*ARMS, FUSED)), Results(), lambda made: None)
     ((_, arms),) = gpu.sat
-    assert arms == (EAGER, PROGRAM, COMPILE, LIGER)
+    assert arms == (EAGER, FUSED, COMPILE, LIGER)
     (line,) = lines(found)
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("no layer of it")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
-    assert found.sessions[0].arms[PROGRAM].key.count("text ") == 5  # any of its kernels makes it another
+    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # any of its programs makes it another
     (both,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 
 
 def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
-    """Another kernel of the backward does not make its figures stale, and none is compiled for it."""
+    """Another program of the backward does not make its figures stale, and none is compiled for it."""
     forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
-    assert (len(forward.made_of(PROGRAM)), len(both.made_of(PROGRAM))) == (5, 8)
-    assert "gradient" in both.note(PROGRAM) and not forward.note(PROGRAM)
+    assert (len(forward.made_of(FUSED)), len(both.made_of(FUSED))) == (2, 4)
+    assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "no layer of it"
 
 
 def test_the_usual_rows() -> None:

@@ -56,7 +56,7 @@ def test_an_reference_arm_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -
     operators, layer = lines(found)[:-1], lines(found)[-1]
     why = f"{PROGRAM}: {REFERENCE_ARM}: crashed: {REFERENCE_ARM} wrote astray"
     assert [line.cells[LLM] for line in operators] == [Empty(why)] * 2
-    assert isinstance(layer.cells[LLM], Cell)  # its reference arm is another
+    assert isinstance(layer.cells[LIGER], Cell)  # its reference arm is another
     gpu.sat.clear()
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found and not gpu.sat
 

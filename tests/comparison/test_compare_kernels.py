@@ -13,7 +13,7 @@ from coda_agent.comparison import kernels, rows
 from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import ComparisonRequest, measure
-from coda_agent.comparison.results import LAYER_FORWARD, Results
+from coda_agent.comparison.results import Results
 from coda_agent.primitives.compiler import lower as lowering
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 
@@ -52,7 +52,6 @@ def asked(*names: str) -> ComparisonRequest:
     [
         ("gemm_swiglu", f"{ELSEWHERE}; its CuTeDSL was not edited"),
         ("gemm_swiglu_bwd", ELSEWHERE),  # and so is its edited text
-        (LAYER_FORWARD, f"gemm_rmsnorm_rope: {ELSEWHERE}; no layer of it"),
     ],
 )
 def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -15,34 +15,21 @@ import torch
 from checkout import ROOT
 from small_models import own_operators
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_agent.comparison import interleaved, layers
-from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART
 from coda_agent.comparison.keys import Keyed, keyed
-from coda_agent.comparison.layers import fused as fused_layer
 from coda_agent.comparison.layers import liger as liger_layer
-from coda_agent.comparison.layers.by_hand import HandArranged, packed, table, unpacked, unrotated
 from coda_agent.comparison.layers.errors import relative, results, truth
-from coda_agent.comparison.layers.fused import Fused
+from coda_agent.comparison.layers.fused import Fused, packed, unpacked
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
-from coda_agent.comparison.layers.runners import (
-    Interpreted,
-    KernelCall,
-    Launched,
-    Tensors,
-    accepted_programs,
-    calls,
-)
 from coda_agent.comparison.layers.session import LayerArms, _Stage, measure_layer
 from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
 from coda_agent.comparison.rows import LayerRow
-from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 pytestmark = pytest.mark.slow
@@ -50,17 +37,11 @@ pytestmark = pytest.mark.slow
 KERNELS = ROOT / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
-PROGRAMS = accepted_programs(KERNELS, SMALL)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
 WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
 
 
-def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> HandArranged:
-    return HandArranged(shape, weights, next_norm, Interpreted(PROGRAMS), unrotated)
-
-
 KINDS: dict[str, Callable[[Shape, Weights, Tensor], Layer[Any, Any]]] = {
-    "by hand": fused,
     "fused": Fused,
     "fused, compiled": partial(
         Fused, compiled=partial(under_compile, mode="default", backend="aot_eager")
@@ -110,43 +91,10 @@ def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str], kind: str
 def test_a_gradient_that_is_a_fiftieth_off_is_caught(field: str) -> None:
     drawn = draw(SMALL, 2, "cpu")
     exact = truth(SMALL, drawn)
-    found = results(fused(SMALL, drawn.weights, drawn.next_norm), drawn)
+    found = results(Fused(SMALL, drawn.weights, drawn.next_norm), drawn)
     limit = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)[f"d {field}"]
     off = {**found, f"d {field}": found[f"d {field}"].float() * 1.02}
     assert relative(off, exact)[f"d {field}"] > WORSE * limit
-
-
-class Watched(Interpreted):
-    """Notes what memory of which earlier outputs is still held when a kernel is called."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(PROGRAMS)
-        self.places = {call: place for place, call in calls(shape).items()}
-        self.made: dict[str, StorageWeakRef] = {}
-        self.held: dict[str, set[str]] = {}
-
-    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        place = self.places[call]
-        self.held[place] = {name for name, storage in self.made.items() if not storage.expired()}
-        found = super().run(call, inputs)
-        self.made |= {f"{place} {name}": StorageWeakRef(t.untyped_storage()) for name, t in found.items()}
-        return found
-
-
-def test_what_nobody_reads_any_more_is_let_go_of() -> None:
-    """A layer's peak memory is in its figures."""
-    drawn, runner = draw(ODD, 5, "cpu"), Watched(ODD)
-    layer = HandArranged(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
-    stream = layer.start(drawn.x)
-    layer.forward(stream)
-    h1 = {"out h", "out hg", "out rstd"}
-    assert runner.held["gate_up"] == h1 and runner.held["down"] == {*h1, "gate_up act"}
-    runner.made.clear()
-    layer.step(stream, drawn.dout)
-    kept = {"qk q", "v y", "out h", "out rstd", "gate_up preact"}
-    assert runner.held["down_backward"] == kept
-    assert runner.held["gate_up_backward"] == {*kept, "down_backward dz", "down_backward s"}
-    assert runner.held["qkv_backward"] == {*kept, "gate_up_backward dx"}
 
 
 def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tensor) -> dict[str, Tensor]:
@@ -232,7 +180,7 @@ def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
         return usual(layer, stream)
 
     monkeypatch.setattr(Plain, "train", train)
-    stage = _Stage(LayerArms(SMALL, (EAGER,), {}, 12, backward))
+    stage = _Stage(LayerArms(SMALL, (EAGER,), (), 12, backward))
     entrant = stage.enter(EAGER)
     assert entrant.losses.keys() == (NAMES if backward else {"y", "normed"})
     assert all(loss["yardsticks"] == 1 and loss["relative"] < 0.01 for loss in entrant.losses.values())
@@ -254,25 +202,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "under_compile", lambda function, mode: function)
     drawn = draw(SMALL, 15, "cpu")
     monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
-    monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: Interpreted(PROGRAMS))
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_layers_kernels_are_tuned_in_their_places_ahead(
-    backward: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that it calls, unless it is known what they run on."""
-    runner, tuned = Watched(SMALL), SimpleNamespace(is_tuned=lambda sizes: True, made=lambda: None)
-    monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: runner)
-    wanted: Any = dict.fromkeys(calls(SMALL, backward=backward).values(), tuned)
-    request = LayerArms(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
-    assert not [*request.tunes()]
-    wanted[next(iter(wanted))] = SimpleNamespace(is_tuned=lambda sizes: False, made=lambda: None)
-    (run,) = request.tunes()
-    run()
-    assert {call for call, place in runner.places.items() if place in runner.held} == set(wanted)
-    assert not [*LayerArms(SMALL, (EAGER,), wanted, 12, backward).tunes()]
 
 
 NOT_FINITE = "output 'd ffn_norm' is NaN or infinite where the truth is not, or the other way round"
@@ -290,27 +219,27 @@ NOT_FINITE = "output 'd ffn_norm' is NaN or infinite where the truth is not, or 
 def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
     value: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = HandArranged.gradients
+    usual = Fused.gradients
 
-    def wrong(layer: HandArranged, found: Tensors) -> Gradients:
+    def wrong(layer: Fused, found: Mapping[str, Tensor]) -> Gradients:
         gradients = usual(layer, found)
         ffn_norm = gradients["ffn_norm"].clone()
         ffn_norm[:9] = value * ffn_norm.norm()
         return gradients | {"ffn_norm": ffn_norm}
 
-    request = LayerArms(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
-    assert set(measure_layer(request)["arms"]) == {EAGER, PROGRAM, COMPILE}
-    monkeypatch.setattr(HandArranged, "gradients", wrong)
+    request = LayerArms(SMALL, (EAGER, FUSED, COMPILE), (), 12, backward=True)
+    assert set(measure_layer(request)["arms"]) == {EAGER, FUSED, COMPILE}
+    monkeypatch.setattr(Fused, "gradients", wrong)
     found = measure_layer(request)
-    assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {PROGRAM}
-    assert re.fullmatch(reason, found["failed"][PROGRAM])
+    assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {FUSED}
+    assert re.fullmatch(reason, found["failed"][FUSED])
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
     """Below 1 it is nearer to the truth than eager PyTorch."""
-    stage = _Stage(LayerArms(SMALL, (EAGER, PROGRAM), {}, 12, backward=True))
-    usual, found = stage.enter(EAGER).losses, stage.enter(PROGRAM).losses
+    stage = _Stage(LayerArms(SMALL, (EAGER, FUSED), (), 12, backward=True))
+    usual, found = stage.enter(EAGER).losses, stage.enter(FUSED).losses
     by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}
     assert {name: told["yardsticks"] for name, told in found.items()} == pytest.approx(by_hand)
     assert min(by_hand.values()) < 0.9  # a ratio that is upside down would show
@@ -362,7 +291,7 @@ def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_nam
 
     monkeypatch.setattr(liger_layer, "linear", linear)
     drawn = draw(SMALL, 16, "cpu")
-    layer = layers.variant(name, SMALL, drawn, Interpreted(PROGRAMS))
+    layer = layers.variant(name, SMALL, drawn)
     exact = truth(SMALL, drawn)
     plain = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)
     found = relative(results(layer, drawn), exact)
@@ -405,51 +334,6 @@ def test_errors_are_not_taken_of_other_names_or_shapes() -> None:
     assert relative({"y": torch.tensor([1.0, 2.0])}, one) == {"y": pytest.approx(0.5**0.5)}
 
 
-class Strict(Interpreted):
-    """Refuses what a launch would: the wrong dtype, strides or address. Remembers the calls."""
-
-    def __init__(self) -> None:
-        super().__init__(PROGRAMS)
-        self.seen: list[KernelCall] = []
-
-    def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        self.seen.append(call)
-        declared = self.programs[call.operator].signature.inputs
-        assert inputs.keys() == declared.keys()
-        for name, tensor in inputs.items():
-            assert tensor.dtype == torch_dtype(declared[name].dtype), (call, name)
-            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0, (call, name)
-        return super().run(call, inputs)
-
-
-def test_kernels_get_what_they_can_be_launched_on_each_in_its_place() -> None:
-    drawn, runner = draw(SMALL, 6, "cpu"), Strict()
-    layer = HandArranged(SMALL, drawn.weights, drawn.next_norm, runner, unrotated)
-    layer.step(layer.start(drawn.x), drawn.dout)
-    assert runner.seen == list(calls(SMALL).values())
-
-
-def test_a_call_at_other_sizes_is_refused() -> None:
-    drawn = draw(SMALL, 6, "cpu")
-    call = calls(ODD)["v"]
-    inputs = {"x": drawn.x, "w": drawn.weights.out, "rstd": torch.ones(SMALL.tokens)}
-    with pytest.raises(LaunchError, match="gemm_rmsnorm is called at"):
-        Interpreted(PROGRAMS).run(call, inputs)
-
-
-@pytest.mark.parametrize("shape", WIDTHS.values(), ids=list(WIDTHS))
-def test_every_width_can_be_launched(shape: Shape) -> None:
-    assert shape.tokens == 16384
-    for call in calls(shape).values():
-        check_sizes(PROGRAMS[call.operator], dict(call.sizes))
-        assert {"eps": EPS}.items() >= PROGRAMS[call.operator].signature.constants.items()
-
-
-def test_a_launch_without_a_kernel_names_the_call() -> None:
-    with pytest.raises(LookupError, match=r"no kernel for gemm_rmsnorm at .*'N': 64"):
-        Launched({}).run(calls(SMALL)["v"], {})
-
-
 @EVERY_KIND
 def test_a_layer_keeps_nothing_between_calls(kind: str) -> None:
     drawn = draw(SMALL, 7, "cpu")
@@ -463,19 +347,6 @@ def test_a_layer_keeps_nothing_between_calls(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(forward, trained, strict=True))
 
 
-def test_a_stream_is_begun_as_the_kernels_go_on_with_it() -> None:
-    drawn = draw(SMALL, 8, "cpu")
-    layer = fused(SMALL, drawn.weights, drawn.next_norm)
-    stream = layer.forward(layer.start(drawn.x))
-    after = fused(SMALL, drawn.weights._replace(attention_norm=drawn.next_norm), drawn.next_norm)
-    begun = after.start(stream.h)
-    found = relative(stream._asdict(), begun._asdict())
-    assert found["h"] == 0 and found["hg"] < 4e-3 and found["rstd"] < 1e-3
-    assert {n: t.dtype for n, t in begun._asdict().items()} == {
-        n: t.dtype for n, t in stream._asdict().items()
-    }
-
-
 def test_packed_weights_have_pairs_side_by_side_and_come_back() -> None:
     weights = draw(SMALL, 9, "cpu").weights
     made = packed(SMALL, weights)
@@ -487,31 +358,6 @@ def test_packed_weights_have_pairs_side_by_side_and_come_back() -> None:
     assert torch.equal(made.gate_up[1::2], weights.gate_up[SMALL.ffn :])
     back = unpacked(SMALL, made)
     assert all(torch.equal(a, b) for a, b in zip(back, weights, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(fused_layer.packed(SMALL, weights), made, strict=True))
-    assert all(
-        torch.equal(a, b) for a, b in zip(fused_layer.unpacked(SMALL, made), weights, strict=True)
-    )
-
-
-def test_rotating_back_is_the_gradient_of_rotating() -> None:
-    drawn = draw(SMALL, 10, "cpu")
-    turn = table(SMALL, rotary(SMALL, "cpu"))
-    cosine, sine = (t[:, None].double() for t in turn.unflatten(1, (-1, 2)).unbind(-1))
-
-    def rotated(t: Tensor) -> Tensor:
-        even, odd = t.unflatten(1, (-1, SMALL.pairs, 2)).unbind(-1)
-        return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(1)
-
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(SMALL.tokens, 3 * SMALL.width, generator=generator).double().requires_grad_()
-    qk, v = qkv.tensor_split([2 * SMALL.width], 1)
-    turned = rotated(qk)
-    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # as if of q, k and v
-    (exact,) = torch.autograd.grad((turned, v), qkv, (torch.cat(parts[:2], 1).double(), parts[2].double()))
-    dq, dk, dv = (SMALL.apart(t) for t in parts)
-    found, s = unrotated(dq, dk, dv, turned.detach().float(), v.detach().float(), turn)
-    assert relative({"d": found}, {"d": exact})["d"] < 4e-3
-    assert relative({"s": s}, {"s": (exact * qkv.detach()).sum(-1) / SMALL.width})["s"] < 1e-5
 
 
 def test_the_plain_layer_compiles_whole() -> None:
@@ -525,14 +371,11 @@ def test_the_plain_layer_compiles_whole() -> None:
 
 def test_variants_are_built_by_name() -> None:
     drawn = draw(SMALL, 12, "cpu")
-    runner = Interpreted(PROGRAMS)
-    plain = layers.variant(EAGER, SMALL, drawn, runner)
+    plain = layers.variant(EAGER, SMALL, drawn)
     assert torch.equal(plain.forward(drawn.x), Plain(SMALL, drawn.weights, drawn.next_norm).forward(drawn.x))
-    found = layers.variant(PROGRAM, SMALL, drawn, runner)
-    own = fused(SMALL, drawn.weights, drawn.next_norm)
-    assert torch.equal(found.forward(found.start(drawn.x)).h, own.forward(own.start(drawn.x)).h)
-    with pytest.raises(ValueError, match=r"'Ligre' is unknown; use one of eager, .*, LLM, fused"):
-        layers.variant("Ligre", SMALL, drawn, runner)
+    assert isinstance(layers.variant(FUSED, SMALL, drawn), Fused)
+    with pytest.raises(ValueError, match=r"'Ligre' is unknown; use one of eager, .*, fused"):
+        layers.variant("Ligre", SMALL, drawn)
 
 
 def test_a_session_of_fused_compiles_what_its_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,18 +397,18 @@ def test_a_session_of_fused_compiles_what_its_layer_runs(monkeypatch: pytest.Mon
     assert rows[True].note(FUSED) and rows[True].absent(FUSED) is None
 
 
-def test_naming_the_variants_needs_no_torch() -> None:
-    code = "import sys, coda_agent.comparison.layers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False).returncode == 0
-
-
 def test_weights_in_a_layout_of_its_own_are_told_apart_from_what_a_call_holds() -> None:
     drawn = draw(SMALL, 0, "cpu")
-    layer = fused(SMALL, drawn.weights, drawn.next_norm)
+    layer = Fused(SMALL, drawn.weights, drawn.next_norm)
     given = {t.data_ptr() for t in (*drawn.weights, drawn.next_norm, drawn.x, drawn.dout)}
     own = [t for t in (*layer.weights, layer.table) if t.data_ptr() not in given]
     assert {id(t) for t in layer.arranged()} == {id(t) for t in own} and len(own) == 3
     assert Plain(SMALL, drawn.weights, drawn.next_norm).arranged() == ()
+
+
+def test_naming_the_variants_needs_no_torch() -> None:
+    code = "import sys, coda_agent.comparison.layers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False).returncode == 0
 
 
 def test_what_is_compiled_is_static_and_has_a_code_object_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,6 +420,6 @@ def test_what_is_compiled_is_static_and_has_a_code_object_of_its_own(monkeypatch
 
     monkeypatch.setattr(layers, "under_compile", under_compile)
     drawn = draw(SMALL, 0, "cpu")
-    for name in (EAGER, COMPILE, MAX_AUTOTUNE, PROGRAM):
-        layers.variant(name, SMALL, drawn, Interpreted(PROGRAMS))
-    assert made == [("layer", "default"), ("layer", "max-autotune"), ("unrotated", "default")]
+    for name in (EAGER, COMPILE, MAX_AUTOTUNE, FUSED):
+        layers.variant(name, SMALL, drawn)
+    assert made == [("layer", "default"), ("layer", "max-autotune"), ("layer", "default")]

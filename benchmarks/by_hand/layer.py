@@ -44,9 +44,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.by_hand.runners import Runner, calls
+from coda_agent.comparison.layers.fused import packed, unpacked
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Rotary
-from coda_agent.comparison.layers.runners import Runner, calls
 from coda_agent.comparison.layers.shape import EPS, Shape, Weights, rotary
 
 Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -210,32 +211,3 @@ def table(shape: Shape, turn: Rotary) -> Tensor:
     """The table [tokens, head width] of interleaved cosine and sine columns, repeated for every sequence."""
     cosine, sine = (t[:, : shape.pairs] for t in turn)
     return torch.stack((cosine, sine), -1).flatten(1).repeat(shape.sequences, 1)
-
-
-def packed(shape: Shape, weights: Weights) -> Weights:
-    """The plain layer's weights with the two rows of each pair adjacent: a gate row and its up row, or two
-    rows that are rotated together. Within a head, the order of rows is free if q and k share it."""
-    return _reordered(shape, weights, _adjacent)
-
-
-def unpacked(shape: Shape, weights: Weights) -> Weights:
-    """Undo ``packed``, for gradients."""
-    return _reordered(shape, weights, _halves)
-
-
-def _reordered(shape: Shape, weights: Weights, order: Callable[[Tensor], Tensor]) -> Weights:
-    """The weights with rows of q, k, gate and up reordered. ``order`` takes rows [groups, rows of a group,
-    D]."""
-    qk, v = weights.qkv.tensor_split([2 * shape.width])
-    qk = order(qk.unflatten(0, (2 * shape.heads, shape.head_width))).flatten(0, 1)
-    gate_up = order(weights.gate_up[None])[0]
-    return weights._replace(qkv=torch.cat((qk, v)), gate_up=gate_up)
-
-
-def _adjacent(rows: Tensor) -> Tensor:
-    """Each group's first half and second half, interleaved."""
-    return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
-
-
-def _halves(rows: Tensor) -> Tensor:
-    return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
