@@ -28,15 +28,24 @@ PATH = re.compile(
 MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py makes
 
 
-def blocks(*languages: str) -> list[object]:
-    """The blocks in these languages whose first line names no need, such as ``title="needs an H100"``."""
-    return [
-        pytest.param(textwrap.dedent(match[3]), id=f"{page.name}-{number}")
-        for page in PAGES
-        if page.name not in GENERATED
-        for number, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")))
-        if match[2] in languages
-    ]
+EACH = """\
+import json, sys
+for name, block in json.loads(sys.argv[1]).items():
+    exec(compile(block, name, "exec"), {"__name__": "__main__"})
+"""
+
+
+def blocks_of(page: Path, language: str) -> list[tuple[str, str]]:
+    """A page's blocks in a language whose first line names no need, such as ``title="needs an H100"``; each
+    with a name."""
+    if page.name in GENERATED:
+        return []
+    found = enumerate(FENCE.finditer(page.read_text(encoding="utf-8")))
+    return [(f"{page.name}-{n}", textwrap.dedent(match[3])) for n, match in found if match[2] == language]
+
+
+def blocks(language: str) -> list[object]:
+    return [pytest.param(block, id=name) for page in PAGES for name, block in blocks_of(page, language)]
 
 
 @pytest.fixture
@@ -76,13 +85,18 @@ def test_commands_run(here: Path, no_keys: None, block: str) -> None:
     run("bash", "-euo", "pipefail", "-c", "\n".join(rest))
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_python_runs(here: Path, block: str) -> None:
-    if "from primitives" in block:
-        name = re.findall(r"def (\w+)", block)[0]
-        trace_source(block, loading.load(here / "specs" / f"{name}.yaml", check=False).signature())
-    else:
-        run(sys.executable, "-c", block)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(here: Path, page: Path) -> None:
+    """A page's blocks in one process, each without the names of those before it."""
+    alone = dict[str, str]()
+    for name, block in blocks_of(page, "python"):
+        if "from primitives" in block:
+            kernel = re.findall(r"def (\w+)", block)[0]
+            trace_source(block, loading.load(here / "specs" / f"{kernel}.yaml", check=False).signature())
+        else:
+            alone[name] = block
+    if alone:
+        run(sys.executable, "-c", EACH, json.dumps(alone))
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
