@@ -66,6 +66,12 @@ GROUPS = {  # operators by group, in the order of the tables
         "gemm_fp8_gelu_blocks",
         "gemm_fp8_residual_rmsnorm",
     ),
+    "Experts": (
+        "gemm_grouped_swiglu",
+        "gemm_grouped_down",
+        "gemm_grouped_swiglu_bwd",
+        "gemm_grouped_weight_grad",
+    ),
     "Several GEMMs": ("gemm_residual_rmsnorm_gemm", "gemm_residual_rmsnorm_gemm_bwd", "gemm_swiglu_mlp"),
 }
 OTHERS = "Others"
