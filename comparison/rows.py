@@ -29,6 +29,7 @@ SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # rotated pairs of a head of width 128
+GROUPED = ("1B grouped", "8B grouped", "70B grouped")  # layers of Llama 3's sizes, with grouped heads
 LAYERS = 1  # incremented when a variant's computation or stored values change
 SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
@@ -132,14 +133,15 @@ class LayerRow:
 
     @cached_property
     def shape(self) -> Any:
-        from coda_agent.comparison.layers.shape import WIDTHS as shapes
+        from coda_agent.comparison.layers import shape
 
-        return shapes[self.case]
+        return (shape.WIDTHS | shape.GROUPED)[self.case]
 
     @property
     def sizes(self) -> dict[str, int]:
         s = self.shape
-        return {"heads": s.heads, "head": s.head_width, "F": s.ffn, "B": s.sequences, "L": s.length}
+        found = {"heads": s.heads, "head": s.head_width, "F": s.ffn, "B": s.sequences, "L": s.length}
+        return found | ({"groups": s.groups} if s.groups else {})
 
     @property
     def question(self) -> str:
@@ -170,7 +172,7 @@ class LayerRow:
     def least(self, ceilings: Mapping[str, float]) -> float:
         """The tensor cores' time for products and attention. A backward adds twice the forward's time."""
         s = self.shape
-        products = 2 * s.tokens * s.width * (4 * s.width + 3 * s.ffn)
+        products = 2 * s.tokens * s.width * (sum(s.projections) + s.width + 3 * s.ffn)
         attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
         return float((products + attention) * (3 if self.backward else 1) / ceilings["tensor"])
 
@@ -197,7 +199,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
     specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]
     every: list[Row] = [row for spec in specs for row in _rows(spec)]
     wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
-    every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in WIDTHS]
+    cased = (*WIDTHS, *GROUPED)
+    every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in cased]
     kept = [
         row
         for row in every

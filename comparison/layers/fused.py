@@ -33,10 +33,12 @@ def layer(
     """The pre-norm layer of packed weights."""
     norm, following = (functional.Norm(w, EPS) for w in (weights.attention_norm, next_norm))
     qkv = functional.before_attention(
-        stream.h, norm, weights.qkv, None, table, 2 * shape.width, stream.begun
+        stream.h, norm, weights.qkv, None, table, sum(shape.projections[:2]), stream.begun
     )
-    q, k, v = (shape.apart(t) for t in qkv.unflatten(1, (3, shape.width)).unbind(1))
-    mixed = shape.together(scaled_dot_product_attention(q, k, v, is_causal=True))
+    q, k, v = (shape.apart(t) for t in qkv.split(shape.projections, 1))
+    mixed = shape.together(
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups > 0)
+    )
     norm = functional.Norm(weights.ffn_norm, EPS)
     return BegunStream(
         *functional.after_attention_with_next_norm(
@@ -101,16 +103,16 @@ class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
 def packed(shape: Shape, weights: Weights) -> Weights:
     """The plain layer's weights with the two rows of each pair adjacent: two rows that are rotated together,
     or a gate row and its up row."""
-    qk, v = weights.qkv.split([2 * shape.width, shape.width])
-    qkv = torch.cat((functional.rotary_pairs(qk, shape.head_width), v))
+    q, k, v = weights.qkv.split(shape.projections)
+    qkv = torch.cat((*(functional.rotary_pairs(t, shape.head_width) for t in (q, k)), v))
     return weights._replace(qkv=qkv, gate_up=functional.paired(*weights.gate_up.chunk(2)))
 
 
 def unpacked(shape: Shape, weights: Weights) -> Weights:
     """Undo ``packed``, for gradients."""
-    qk, v = weights.qkv.split([2 * shape.width, shape.width])
-    heads = qk.mT.unflatten(1, (2 * shape.heads, shape.head_width))
-    qkv = torch.cat((functional.rotary_halves(heads).flatten(1).mT, v))
+    q, k, v = weights.qkv.split(shape.projections)
+    heads = (t.mT.unflatten(1, (-1, shape.head_width)) for t in (q, k))
+    qkv = torch.cat((*(functional.rotary_halves(t).flatten(1).mT for t in heads), v))
     return weights._replace(qkv=qkv, gate_up=torch.cat((weights.gate_up[0::2], weights.gate_up[1::2])))
 
 
@@ -120,7 +122,7 @@ def programs(shape: Shape, *, backward: bool) -> list[ahead.Bound]:
     empty: Any = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     weights = Weights(
         attention_norm=empty(width),
-        qkv=empty(3 * width, width),
+        qkv=empty(sum(shape.projections), width),
         out=empty(width, width),
         ffn_norm=empty(width),
         gate_up=empty(2 * ffn, width),

@@ -30,7 +30,7 @@ class Liger(Differentiated):
     def __init__(self, shape: Shape, weights: Weights, next_norm: Tensor, apart: bool = False):
         parameters = weights._asdict()
         if apart:
-            parameters |= dict(zip(APART, parameters.pop("qkv").chunk(3), strict=True))
+            parameters |= dict(zip(APART, parameters.pop("qkv").split(shape.projections), strict=True))
         super().__init__(shape, parameters, next_norm)
         self._operators: Any = importlib.import_module("liger_kernel.ops")
 
@@ -40,7 +40,9 @@ class Liger(Differentiated):
         cosine, sine = (t[None] for t in self.turn)
         q, k, v = self._projected(normed)
         q, k = operators.LigerRopeFunction.apply(q, k, cosine, sine)
-        mixed = shape.together(scaled_dot_product_attention(q, k, v, is_causal=True))
+        mixed = shape.together(
+            scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups > 0)
+        )
         normed, h = operators.LigerFusedAddRMSNormFunction.apply(
             linear(mixed, given["out"]), x, given["ffn_norm"], EPS
         )
@@ -50,8 +52,8 @@ class Liger(Differentiated):
     def _projected(self, normed: Tensor) -> list[Tensor]:
         if "qkv" not in self.parameters:
             return [self.shape.apart(linear(normed, self.parameters[name])) for name in APART]
-        qkv = linear(normed, self.parameters["qkv"]).unflatten(1, (3, self.shape.width))
-        return [self.shape.apart(t) for t in qkv.unbind(1)]
+        qkv = linear(normed, self.parameters["qkv"])
+        return [self.shape.apart(t) for t in qkv.split(self.shape.projections, 1)]
 
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
         if "qkv" in found:

@@ -34,8 +34,9 @@ def rotated(t: Tensor, turn: Rotary) -> Tensor:
 def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
     """The pre-norm layer, x [tokens, D] -> [tokens, D], in x's dtype."""
     qkv = linear(rmsnorm(x, weights.attention_norm), weights.qkv)
-    q, k, v = (shape.apart(t) for t in qkv.unflatten(1, (3, shape.width)).unbind(1))
-    mixed = scaled_dot_product_attention(rotated(q, turn), rotated(k, turn), v, is_causal=True)
+    q, k, v = (shape.apart(t) for t in qkv.split(shape.projections, 1))
+    q, k = rotated(q, turn), rotated(k, turn)
+    mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups > 0)
     h = x + linear(shape.together(mixed), weights.out)
     gate, up = linear(rmsnorm(h, weights.ffn_norm), weights.gate_up).chunk(2, -1)
     return h + linear(silu(gate) * up, weights.down)

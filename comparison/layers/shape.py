@@ -14,14 +14,15 @@ BASE = 10_000.0  # base of the rotary frequencies
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a layer with full causal multi-head attention, on ``sequences`` of ``length`` tokens
-    each."""
+    """The sizes of a layer with full causal attention, on ``sequences`` of ``length`` tokens each.
+    ``groups``: the heads of keys and of values, if they are fewer than the ``heads`` of queries."""
 
     heads: int
     head_width: int
     ffn: int
     sequences: int = 8
     length: int = 2048
+    groups: int = 0
 
     @property
     def width(self) -> int:
@@ -37,9 +38,15 @@ class Shape:
         """How many pairs of columns are rotated in a head."""
         return self.head_width // 2
 
+    @property
+    def projections(self) -> tuple[int, int, int]:
+        """The widths of queries, keys and values."""
+        others = (self.groups or self.heads) * self.head_width
+        return self.width, others, others
+
     def apart(self, t: Tensor) -> Tensor:
-        """[tokens, width] -> [sequences, heads, length, head width], a view."""
-        return t.view(self.sequences, self.length, self.heads, self.head_width).transpose(1, 2)
+        """[tokens, heads * head width] -> [sequences, heads, length, head width], a view."""
+        return t.view(self.sequences, self.length, -1, self.head_width).transpose(1, 2)
 
     def together(self, t: Tensor) -> Tensor:
         """[sequences, heads, length, head width] -> [tokens, width], a view of a result of ``apart``."""
@@ -48,6 +55,12 @@ class Shape:
 
 # Layer shapes with the widths of the specs' cases.
 WIDTHS = {"1B": Shape(32, 64, 5632), "7B": Shape(32, 128, 11008), "70B": Shape(64, 128, 22016)}
+# Llama 3's sizes, with grouped heads.
+GROUPED = {
+    "1B grouped": Shape(32, 64, 8192, groups=8),
+    "8B grouped": Shape(32, 128, 14336, groups=8),
+    "70B grouped": Shape(64, 128, 28672, groups=8),
+}
 
 
 class Weights(NamedTuple):
@@ -55,7 +68,7 @@ class Weights(NamedTuple):
     torch.nn.Linear."""
 
     attention_norm: Tensor  # [D]
-    qkv: Tensor  # [3*D, D]: all of q, then k, then v; the rows of a rotated pair are half a head apart
+    qkv: Tensor  # [sum(projections), D]: q, then k, then v; the rows of a rotated pair are half a head apart
     out: Tensor  # [D, D]
     ffn_norm: Tensor  # [D]
     gate_up: Tensor  # [2*F, D]: all of gate, then up
@@ -90,7 +103,7 @@ def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
     width, ffn = shape.width, shape.ffn
     weights = Weights(
         attention_norm=norm(),
-        qkv=linear(3 * width, width),
+        qkv=linear(sum(shape.projections), width),
         out=linear(width, width),
         ffn_norm=norm(),
         gate_up=linear(2 * ffn, width),

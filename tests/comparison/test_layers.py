@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_agent.comparison import interleaved, layers
+from coda_agent.comparison import rows as rows_of_layers
 from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART
 from coda_agent.comparison.keys import Keyed, keyed
 from coda_agent.comparison.layers import liger as liger_layer
@@ -28,7 +29,8 @@ from coda_agent.comparison.layers.fused import Fused, packed, unpacked
 from coda_agent.comparison.layers.layer import Gradients, Layer
 from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
 from coda_agent.comparison.layers.session import LayerArms, _Stage, measure_layer
-from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
+from coda_agent.comparison.layers.shape import EPS, GROUPED, WIDTHS, Drawn, Shape, Weights, draw, rotary
+from coda_agent.comparison.results import LAYER_BOTH
 from coda_agent.comparison.rows import LayerRow
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
@@ -37,6 +39,7 @@ pytestmark = pytest.mark.slow
 KERNELS = ROOT / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
+FEWER = Shape(heads=4, head_width=16, ffn=40, sequences=2, length=24, groups=2)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
 WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
 
@@ -59,7 +62,7 @@ def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor, kind
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("shape", [SMALL, ODD])
+@pytest.mark.parametrize("shape", [SMALL, ODD, FEWER])
 def test_the_fused_layer_loses_no_more_than_the_plain_one(shape: Shape, kind: str) -> None:
     drawn = draw(shape, 0, "cpu")
     found = ratios(shape, drawn, drawn.weights, drawn.next_norm, kind)
@@ -150,7 +153,10 @@ def by_hand(shape: Shape, drawn: Drawn) -> Tensor:
         mixed = []
         for head in range(shape.heads):
             at = torch.arange(head * shape.head_width, (head + 1) * shape.head_width)
-            q, k, v = (part @ weights.qkv[at + i * shape.width].T for i in range(3))
+            of_group = head * (shape.groups or shape.heads) // shape.heads
+            other = torch.arange(of_group * shape.head_width, (of_group + 1) * shape.head_width)
+            firsts = (0, shape.width, shape.width + shape.projections[1])
+            q, k, v = (part @ weights.qkv[a + i].T for a, i in zip((at, other, other), firsts, strict=True))
             scores = turned(q) @ turned(k).T / shape.head_width**0.5
             mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
         rows.append(torch.cat(mixed, -1))
@@ -160,7 +166,7 @@ def by_hand(shape: Shape, drawn: Drawn) -> Tensor:
     return h + (gate / (1 + (-gate).exp()) * up) @ weights.down.T
 
 
-@pytest.mark.parametrize("shape", [SMALL, ODD])
+@pytest.mark.parametrize("shape", [SMALL, ODD, FEWER])
 def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
     drawn = draw(shape, 5, "cpu")
     assert relative({"y": truth(shape, drawn)["y"]}, {"y": by_hand(shape, drawn)})["y"] < 1e-6
@@ -279,8 +285,9 @@ class Played:
 @pytest.mark.parametrize(
     ("name", "projections"), [(LIGER, ["qkv"]), (LIGER_APART, ["q", "k", "v"])], ids=["joint", "apart"]
 )
+@pytest.mark.parametrize("shape", [SMALL, FEWER])
 def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_name_says(
-    name: str, projections: list[str], monkeypatch: pytest.MonkeyPatch
+    shape: Shape, name: str, projections: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played, products, usual = Played(), list[Tensor](), torch.nn.functional.linear
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", cast(ModuleType, played))
@@ -290,10 +297,10 @@ def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_nam
         return usual(x, w)
 
     monkeypatch.setattr(liger_layer, "linear", linear)
-    drawn = draw(SMALL, 16, "cpu")
-    layer = layers.variant(name, SMALL, drawn)
-    exact = truth(SMALL, drawn)
-    plain = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)
+    drawn = draw(shape, 16, "cpu")
+    layer = layers.variant(name, shape, drawn)
+    exact = truth(shape, drawn)
+    plain = relative(results(Plain(shape, drawn.weights, drawn.next_norm), drawn), exact)
     found = relative(results(layer, drawn), exact)
     assert found.keys() == NAMES and max(found[n] / plain[n] for n in exact) < WORSE, found
     parameters = cast(Differentiated, layer).parameters
@@ -302,13 +309,14 @@ def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_nam
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shape", [SMALL, FEWER])
 def test_the_least_time_is_that_of_the_products_which_the_plain_layer_makes(
-    backward: bool, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As PyTorch counts them: of causal attention's, which are batched, half is masked."""
-    monkeypatch.setitem(WIDTHS, "1B", SMALL)
-    drawn = draw(SMALL, 14, "cpu")
-    layer = Plain(SMALL, drawn.weights, drawn.next_norm)
+    monkeypatch.setitem(WIDTHS, "1B", shape)
+    drawn = draw(shape, 14, "cpu")
+    layer = Plain(shape, drawn.weights, drawn.next_norm)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         layer.step(drawn.x, drawn.dout) if backward else layer.forward(drawn.x)
     flops = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
@@ -404,6 +412,14 @@ def test_weights_in_a_layout_of_its_own_are_told_apart_from_what_a_call_holds() 
     own = [t for t in (*layer.weights, layer.table) if t.data_ptr() not in given]
     assert {id(t) for t in layer.arranged()} == {id(t) for t in own} and len(own) == 3
     assert Plain(SMALL, drawn.weights, drawn.next_norm).arranged() == ()
+
+
+def test_rows_with_grouped_heads_are_measured_if_they_are_asked_for() -> None:
+    assert tuple(GROUPED) == rows_of_layers.GROUPED
+    made = rows_of_layers.choose_rows((LAYER_BOTH,), GROUPED, everything=False, quick=False)
+    assert [row.sizes["groups"] for row in made] == [8, 8, 8]
+    usual = rows_of_layers.choose_rows((LAYER_BOTH,), (), everything=False, quick=False)
+    assert [row.case for row in usual] == list(WIDTHS) and all("groups" not in row.sizes for row in usual)
 
 
 def test_naming_the_variants_needs_no_torch() -> None:
