@@ -22,52 +22,50 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.ir import Program
 
 
-def tune(
-    kernel: Annotated[
-        Path, typer.Argument(metavar="KERNEL", help="An accepted kernel's name or program.json.")
-    ],
-    sizes: Annotated[list[str], typer.Argument(metavar="SIZES...", help="Such as M=4096,D=5120,F=13824.")],
-) -> None:
-    """Find the fastest schedules at these sizes, on this GPU, and keep them for fused."""
-    program = _read(arguments.accepted_file(kernel, "program.json"))
-    wanted = [_sizes(program, text) for text in sizes]
+What = Annotated[
+    Path,
+    typer.Argument(
+        metavar="KERNEL|MODEL",
+        help="An accepted kernel's name or program.json, or a folder with a Hugging Face config.json.",
+    ),
+]
+Sizes = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SIZES...",
+        help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
+    ),
+]
+
+
+Stack = Annotated[bool, typer.Option("--stack", help="What a model calls that is patched with stack=True.")]
+
+
+def tune(what: What, sizes: Sizes, stack: Stack = False) -> None:
+    """Find the fastest schedules of what fused calls at these sizes, on this GPU, and keep them for fused."""
+    wanted = _wanted(what, sizes, stack)
     setup.use_gpu(True)
     import torch
 
     from coda_agent.fused import schedules
     from coda_agent.primitives.compiler.kernel_source import KernelSource
+    from coda_agent.primitives.compiler.lower import lower
     from coda_agent.primitives.runtime.tune import tuned_schedules
 
-    rows, gpu = [], torch.cuda.get_device_name()
-    for each in wanted:
-        shapes = schedules.products(program, each)
+    rows, gpu = dict[str, list[schedules.TunedStep]](), torch.cuda.get_device_name()
+    for program, each in wanted:
+        shapes, name = schedules.products(program, each), program.signature.name
+        traffic = {kernel.step: schedules.streams(kernel) for kernel in lower(program).gemms}
         for step, schedule in tuned_schedules(KernelSource(program), _drawn(program, each), each).items():
-            rows.append(schedules.TunedStep(gpu, program.signature.name, step, shapes[step], schedule))
-    echo(f"{len(rows)} schedules in {schedules.keep(program.signature.name, rows)}")
+            row = schedules.TunedStep(gpu, name, step, shapes[step], schedule, traffic[step])
+            rows.setdefault(name, []).append(row)
+    for name, found in rows.items():
+        echo(f"{len(found)} schedules in {schedules.keep(name, found)}")
 
 
-def build(
-    what: Annotated[
-        Path,
-        typer.Argument(
-            metavar="KERNEL|MODEL",
-            help="An accepted kernel's name or program.json, or a folder with a Hugging Face config.json.",
-        ),
-    ],
-    sizes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SIZES...",
-            help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
-        ),
-    ],
-    stack: Annotated[
-        bool, typer.Option("--stack", help="What a model calls that is patched with stack=True.")
-    ] = False,
-) -> None:
+def build(what: What, sizes: Sizes, stack: Stack = False) -> None:
     """Compile what fused calls at these sizes, so that its first call loads it. Needs no GPU."""
-    model = (what / "config.json").is_file()
-    wanted = _of_model(what, sizes, stack) if model else _of_kernel(what, sizes)
+    wanted = _wanted(what, sizes, stack)
     from coda_agent.fused import ahead
     from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -80,6 +78,11 @@ def build(
         echo(f"{each.name}  {said}  {'refused by the compiler' if each.refused else 'ready'}")
     if any(each.refused for each in built):
         raise typer.Exit(REJECTED)
+
+
+def _wanted(what: Path, sizes: list[str], stack: bool) -> list[Bound]:
+    model = (what / "config.json").is_file()
+    return _of_model(what, sizes, stack) if model else _of_kernel(what, sizes)
 
 
 def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 import small_models
+import torch
 from checkout import ROOT
 from commanding import Command
+
+from coda_agent.agent import setup
+from coda_agent.agent.cli import tune as cli_tune
+from coda_agent.fused import schedules
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import tune
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 KERNEL = ROOT / "generated_kernels" / "gemm_swiglu.program.json"
@@ -19,15 +26,18 @@ def test_wrong_sizes_are_one_line_with_an_example(command: Command, sizes: str) 
     assert done.status == 2 and "M=4096,D=4096,F=4096" in done.err
 
 
-def test_it_needs_a_gpu(command: Command) -> None:
+def test_it_needs_a_gpu(command: Command, tmp_path: Path) -> None:
+    small_models.model("Llama").config.save_pretrained(tmp_path)
     assert command("tune", KERNEL, "M=128,D=64,F=64").status == 3
+    assert command("tune", tmp_path, "2x12").status == 3
 
 
 @pytest.mark.parametrize("sizes", ["8", "8x", "0x8", "8x2048x1", "M=8"])
 def test_a_models_sizes_are_sequences_and_their_length(command: Command, tmp_path: Path, sizes: str) -> None:
     small_models.model("Llama").config.save_pretrained(tmp_path)
-    done = command("build", tmp_path, sizes)
-    assert done.status == 2 and "such as 8x2048" in done.err
+    for name in ("build", "tune"):
+        done = command(name, tmp_path, sizes)
+        assert done.status == 2 and "such as 8x2048" in done.err
 
 
 def test_what_cannot_be_launched_is_not_built(command: Command) -> None:
@@ -41,3 +51,22 @@ def test_a_built_kernel_is_ready(command: Command) -> None:
     assert done.status == 0
     said = ["gemm_swiglu  M=128, D=64, F=64  ready", "gemm_swiglu  M=8192, D=4096, F=11008  ready"]
     assert done.out.splitlines() == said
+
+
+def test_the_schedules_of_a_model_are_kept_by_program(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_models.model("Llama").config.save_pretrained(tmp_path)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(setup, "use_gpu", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H")
+    monkeypatch.setattr(cli_tune, "_drawn", lambda *_: {})
+    monkeypatch.setattr(
+        tune, "tuned_schedules", lambda source, *_: {g.step: Schedule() for g in source.lowered.gemms}
+    )
+    assert command("tune", tmp_path, "2x12").status == 0
+    rows = [row for row in schedules.known() if row.gpu == "H"]
+    schedules.known.cache_clear()
+    names = {"attention_in_rotated", "block_swiglu", "loss", "block_swiglu_backward", "loss_backward"}
+    assert {row.kernel for row in rows} == names | {"attention_in_rotated_backward"}
+    assert all(row.streams and row.shape[0] for row in rows)
