@@ -160,8 +160,8 @@ def test_an_arm_that_was_not_measured_is_a_dash_and_one_that_never_was_no_column
 
 def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
     widths = [timing(case) for case in ("decode", "70B", "7B square", "1B", "7B")]
-    several = ("unheard_of", "gemm_swiglu_mlp", "gemm_qkv_rope", "gemm_geglu", "gemm_swiglu_bwd")
-    for spec in (*several, "gemm_qk_norm_rope"):
+    several = ("unheard_of", "gemm_swiglu_mlp", "gemm_grouped_down", "gemm_qkv_rope", "gemm_geglu")
+    for spec in (*several, "gemm_swiglu_bwd", "gemm_qk_norm_rope"):
         put_report(tmp_path, spec)
     put_report(tmp_path, "gemm_rmsnorm", *widths)
     shown = read(tmp_path).parts()["measured"]
@@ -174,6 +174,7 @@ def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
         "gemm_qk_norm_rope",
         "gemm_geglu",
         "gemm_qkv_rope",
+        "gemm_grouped_down",
         "gemm_swiglu_mlp",
         "unheard_of",
     ]
