@@ -15,10 +15,9 @@ import builtins
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -26,7 +25,6 @@ from pydantic import BeforeValidator, model_validator
 
 from coda_agent.primitives.compiler.lower import editable, exports
 from coda_agent.primitives.lang.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
-from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.spec.fields import Model, fault
 from coda_agent.verifier.spec.file import of_text, read
 from coda_agent.verifier.spec.model import BadReference, Spec
@@ -38,12 +36,8 @@ SIZE = 256  # extent of the toy kernel's matrices: 65536 points per family, as m
 SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
 OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
 STAND_INS = ("abs", "maximum", "where")  # existing operations with one, two and three arguments
-ULP = 2.0**-23
-BACKWARD = 2 * ULP  # the function may be evaluated at this relative distance from a point
-TINY, LARGEST = 2.0**-126, (2 - ULP) * 2.0**127  # normal numbers of fp32
-FLUSHED = 2.0**-100  # results below this may be zero, such as a reciprocal of a number just below overflow
+LARGEST = (2 - 2.0**-23) * 2.0**127  # of fp32
 USUAL = 8.0  # the range in which activations are used
-FAMILIES = ("usual", "wide", "edges", "accumulator")
 SCOPE = (
     "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
     "width or a table is a family's own work (primitives/lang/ops/reductions.py, tiles.py, stateful.py)"
@@ -156,7 +150,7 @@ class Proposal(Model):
         fused = re.sub(rf"(?<![\w.]){first}\b", SUM, self.reference.strip())
         tiles = "".join(
             f"  {a}: {{shape: [M, N], dtype: fp32, init: {{uniform: [{low!r}, {high!r}]}}}}\n"
-            for a, (low, high) in ((a, _usual(self.interval(a))) for a in (first, *rest))
+            for a, (low, high) in ((a, usual_range(self.interval(a))) for a in (first, *rest))
         )
         return (
             f"name: {self.name}\nsummary: The frame of a proposed primitive.\n"
@@ -264,7 +258,7 @@ def _check(proposal: Proposal) -> None:
     if idle := [argument for argument in proposal.arguments if argument not in used]:
         raise BadReference(f"reference: does not use {', '.join(idle)}: leave it out", key="arguments")
     generator = torch.Generator().manual_seed(0)
-    usual = [_uniform(_usual(proposal.interval(a)), generator).double() for a in proposal.arguments]
+    usual = [uniform(usual_range(proposal.interval(a)), generator).double() for a in proposal.arguments]
     try:
         found = proposal.truth(*usual)
         turned = proposal.truth(*(x.mT[: SIZE // 2] for x in usual))
@@ -320,10 +314,7 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
         raise BadReference(words, key="derivative_of")
 
 
-# Points
-
-
-def _usual(interval: tuple[float, float]) -> tuple[float, float]:
+def usual_range(interval: tuple[float, float]) -> tuple[float, float]:
     """The part of an interval in which activations usually lie; if there is none, its finite part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
@@ -331,146 +322,9 @@ def _usual(interval: tuple[float, float]) -> tuple[float, float]:
     return low, high
 
 
-def _uniform(interval: tuple[float, float], generator: Any) -> Tensor:
+def uniform(interval: tuple[float, float], generator: Any) -> Tensor:
     import torch
 
     low, high = interval
     drawn = torch.rand(SIZE, SIZE, generator=generator, dtype=torch.float64)
     return (low * (1 - drawn) + high * drawn).float().clamp(low, high)
-
-
-def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
-    """Draw the frame's inputs from a family of points. Usual values replace points at which the reference is
-    undefined (NaN)."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    usual = [_uniform(_usual(proposal.interval(a)), generator) for a in proposal.arguments]
-    left = torch.zeros(SIZE, SIZE)
-    tiles = usual
-    if family == "wide":
-        tiles = [
-            _wide(proposal.interval(a), u, generator) for a, u in zip(proposal.arguments, usual, strict=True)
-        ]
-    elif family == "edges":
-        grid = list(product(*(_edges(proposal.interval(a)) for a in proposal.arguments)))
-        chosen = torch.tensor(grid, dtype=torch.float32).repeat(-(-SIZE * SIZE // len(grid)), 1)[
-            : SIZE * SIZE
-        ]
-        tiles = [column.reshape(SIZE, SIZE) for column in chosen.unbind(1)]
-    elif family == "accumulator":
-        low, high = proposal.interval(proposal.arguments[0])
-        every = torch.arange(SIZE * SIZE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-        inside = every.isfinite() & (every >= low) & (every <= high) & ((every == 0) | (every.abs() >= TINY))
-        if bool(inside.any()):
-            few = every[inside].repeat(-(-SIZE * SIZE // int(inside.sum())))[: SIZE * SIZE]
-            left, tiles = few.reshape(SIZE, SIZE), [torch.zeros(SIZE, SIZE), *usual[1:]]
-    met = [left + tiles[0], *tiles[1:]]
-    undefined = proposal.truth(*(t.double() for t in met)).isnan()
-    if family == "accumulator":
-        left = left.where(~undefined, left[~undefined][0])
-    else:
-        tiles = [t.where(~undefined, u) for t, u in zip(tiles, usual, strict=True)]
-    right = torch.eye(SIZE)
-    named = dict(zip(proposal.arguments, tiles, strict=True))
-    return {"left": left.bfloat16(), "right": right.bfloat16()} | named
-
-
-def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tensor:
-    """Draw from all magnitudes of fp32 within the interval."""
-    import torch
-
-    low, high = interval
-    largest = min(LARGEST, max(abs(low), abs(high)))
-    exponents = torch.rand(SIZE, SIZE, generator=generator, dtype=torch.float64)
-    magnitudes = torch.exp2(-126 + exponents * (math.log2(largest) + 126))
-    signs = torch.randint(0, 2, (SIZE, SIZE), generator=generator) * 2 - 1
-    drawn = (magnitudes * signs).float()
-    return drawn.where((drawn >= low) & (drawn <= high) & drawn.isfinite(), usual)
-
-
-def _edges(interval: tuple[float, float]) -> list[float]:
-    """Zeros, denormals, powers of two, large numbers, infinities, and the interval's ends with their
-    neighbours."""
-    import torch
-
-    low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
-    ends = [low, torch.nextafter(low, high), torch.nextafter(high, low), high]
-    sizes = [
-        0.0,
-        2.0**-149,
-        TINY / 2,
-        TINY,
-        2.0**-64,
-        ULP,
-        1e-4,
-        0.5,
-        1.0,
-        1 + ULP,
-        2.0,
-        10.0,
-        88.0,
-        104.0,
-        2.0**24,
-    ]
-    sizes += [2.0**64, LARGEST, math.inf]
-    every = [s for size in sizes for s in (size, -size)] + [float(e) for e in ends]
-    return [e for e in every if float(low) <= e <= float(high)]
-
-
-# Judging
-
-
-def errors_of(
-    proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
-) -> dict[str, float]:
-    """Judge the frame's outputs against fp64, on the tensors' device; return their errors. Raises Failed."""
-    from coda_agent.verifier.numerics import error_gate, reference
-
-    fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
-    truth, yard = (f(spec, inputs, SIZES) for f in (reference.oracle, reference.yardstick))
-    (error,) = error_gate.compare(fused, outputs, truth, yard)
-    if not error.passed:
-        raise Failed("numerics", f"{where}, rounded to bf16: {error.reason}", outputs=[error.model_dump()])
-    found = {"fused": round(error.rms_ratio, 3)}
-    if "loaded" in outputs:
-        found["ulps"] = _pointwise(
-            proposal, [inputs[a] for a in proposal.arguments], outputs["loaded"], where
-        )
-    return found
-
-
-def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """The exact function's largest error over all points, in units in the last place, beyond what its
-    arguments' own last places explain. Raises Failed if it exceeds the proposal's bound."""
-    import torch
-
-    wide = [a.double() for a in arguments]
-    truth = proposal.truth(*wide)
-    slack = torch.full_like(truth, FLUSHED)
-    for i, (name, value) in enumerate(zip(proposal.arguments, wide, strict=True)):
-        low, high = proposal.interval(name)
-        moved = [(value * (1 + by)).clamp(low, high) for by in (BACKWARD, -BACKWARD)]
-        near = [(proposal.truth(*wide[:i], m, *wide[i + 1 :]) - truth).abs() for m in moved]
-        slack += torch.maximum(*near).nan_to_num(0.0, 0.0, 0.0)
-    unit = torch.exp2(torch.frexp(truth.abs().clamp(TINY, LARGEST))[1].double() - 24)
-    off = ((got.double() - truth).abs() - slack).clamp(min=0) / unit
-    overflown = (truth.abs() + slack + proposal.ulps * unit > LARGEST) & (
-        got.double() == truth.sign() * math.inf
-    )
-    alike = (got == truth.float()) | (got.isnan() & truth.isnan()) | overflown
-    off = off.where(~alike, 0.0).nan_to_num(math.inf, math.inf)
-    worst = float(off.max())
-    if worst > proposal.ulps:
-        at = int(off.flatten().argmax())
-        values = zip(proposal.arguments, arguments, strict=True)
-        place = ", ".join(f"{name} = {float(a.flatten()[at]):.9g}" for name, a in values)
-        wrong = int((off > proposal.ulps).sum())
-        raise Failed(
-            "numerics",
-            f"{where}, {proposal.name} in fp32: at {place} it gives {float(got.flatten()[at]):.9g}, the "
-            f"truth is {float(truth.flatten()[at]):.9g}: {worst:.3g} units in the last place off, of "
-            f"{proposal.ulps:g} allowed; {wrong} of {off.numel()} points are",
-            ulps=worst if math.isfinite(worst) else None,
-        )
-    return round(worst, 2)

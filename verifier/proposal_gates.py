@@ -20,7 +20,8 @@ from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, s
 from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.measure import PATIENCE
-from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, errors_of
+from coda_agent.verifier.proposal import SIZES, Proposal
+from coda_agent.verifier.proposal_points import FAMILIES, draw, errors_of
 from coda_agent.verifier.report import Checked, Measured, Measurement
 from coda_agent.verifier.spec.model import Spec
 
