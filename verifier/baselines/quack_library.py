@@ -4,10 +4,10 @@
 (ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). Specs with fp8 operands have no
 epilogue, since the library's epilogues are for 16 bits. The backward of cross-entropy has none, since no
 operator gives a column's index. Nor has a head norm whose eps is an input (QuACK's eps is fixed), or a spec
-that rotates only some of several packed heads. A call also finishes the reductions, in the fastest way that
-is open to a user: QuACK's second kernel for RMSNorm, a torch sum, or a few operations under torch.compile.
-Values that depend only on weights (rotary frequencies, a head's weight repeated for every head) are prepared
-outside the call. Importing this module imports nothing heavy.
+that rotates only some of several packed heads, or one with rows of experts. A call also finishes the
+reductions, in the fastest way that is open to a user: QuACK's second kernel for RMSNorm, a torch sum, or a
+few operations under torch.compile. Values that depend only on weights (rotary frequencies, a head's weight
+repeated for every head) are prepared outside the call. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
