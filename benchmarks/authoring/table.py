@@ -1,0 +1,106 @@
+"""Tabulate the authoring experiment: ``python -m benchmarks.authoring.table [--collect PACK=FOLDER ...]``.
+
+``--collect`` reads the journals of finished runs (a folder of runs for each pack) into ``outcomes.json``,
+with every answer's code and verdict. Without it the outcomes are only tabulated, as Markdown: which answer
+passed all gates that need no GPU, with Wilson's 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.authoring.operators import KINDS
+from coda_agent.agent.reporting.proportions import difference, wilson
+from coda_agent.agent.run import record
+from coda_agent.agent.run.loop import extract
+from coda_agent.agent.run.runs import JOURNAL
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
+
+OUTCOMES = Path(__file__).with_name("outcomes.json")
+TRIES = {1: "at the first answer", 3: "within three"}
+Outcome = Mapping[str, Any]
+
+
+def outcome(pack: str, run: Path) -> Outcome:
+    """One run: the code and verdict of each answer."""
+    header, events = record.glance(run / JOURNAL)
+    answers = [extract(event.payload["text"]) for event in events if event.kind == "answer"]
+    reports = [event.payload["report"] for event in events if event.kind == "report"]
+    tries = [
+        {"verdict": verdict(report), "message": report.get("message", ""), "code": code}
+        for code, report in zip(answers, reports, strict=True)
+    ]
+    return {"pack": pack, "operator": header["spec"], "tries": tries}
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """ "passed", or the gate and reason of a rejection."""
+    return f"{report['gate']}/{report['code']}" if report["status"] == "rejected" else "passed"
+
+
+def passed(outcomes: Iterable[Outcome], tries: int) -> int:
+    """The number of runs that passed within so many answers."""
+    return sum("passed" in [t["verdict"] for t in o["tries"][:tries]] for o in outcomes)
+
+
+def rates(outcomes: Sequence[Outcome]) -> str:
+    """Passes by kind of operator and pack."""
+    lines: list[list[object]] = []
+    for kind, names in {**KINDS, "all": tuple(chain(*KINDS.values()))}.items():
+        for pack in packs(outcomes):
+            of = [o for o in outcomes if o["pack"] == pack and o["operator"] in names]
+            lines.append([kind, pack, *(_share(passed(of, tries), len(of)) for tries in TRIES)])
+    return markdown_table(["operators", "pack", *(f"passed {words}" for words in TRIES.values())], lines)
+
+
+def packs(outcomes: Sequence[Outcome]) -> list[str]:
+    """The packs in the order of the data."""
+    return list(dict.fromkeys(o["pack"] for o in outcomes))
+
+
+def gain(outcomes: Sequence[Outcome]) -> str:
+    """The difference of two packs' rates at the first answer, the later pack less the earlier."""
+    (one, of), (other, others) = [
+        (passed(runs, 1), len(runs))
+        for pack in packs(outcomes)
+        for runs in [[o for o in outcomes if o["pack"] == pack]]
+    ]
+    return str(difference(other, others, one, of))
+
+
+def each(outcomes: Sequence[Outcome]) -> str:
+    """Every operator's verdicts by pack, in the order of the answers."""
+    found = {(o["operator"], o["pack"]): [t["verdict"] for t in o["tries"]] for o in outcomes}
+    lines: list[list[object]] = [
+        [f"`{name}`", *(", ".join(found.get((name, pack), ["no run"])) for pack in packs(outcomes))]
+        for name in chain(*KINDS.values())
+    ]
+    return markdown_table(["operator", *(f"{pack} pack" for pack in packs(outcomes))], lines)
+
+
+def _share(number: int, total: int) -> str:
+    if not total:
+        return "no run"
+    low, high = wilson(number, total)
+    return f"{number} of {total} [{low:.0%}, {high:.0%}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--collect", nargs="+", metavar="PACK=FOLDER", help="folders of finished runs")
+    if folders := parser.parse_args(arguments).collect:
+        places = [(pack, Path(folder)) for pack, _, folder in (text.partition("=") for text in folders)]
+        made = [outcome(pack, p.parent) for pack, place in places for p in sorted(place.glob(f"*/{JOURNAL}"))]
+        write_atomic(OUTCOMES, json.dumps(made, indent=1) + "\n")
+    outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    print("\n\n".join([rates(outcomes), f"At the first answer: {gain(outcomes)}.", each(outcomes)]))
+
+
+if __name__ == "__main__":
+    main()
