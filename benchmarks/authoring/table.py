@@ -23,7 +23,8 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
-TRIES = {1: "at the first answer", 3: "within three"}
+MOST = 3  # answers of a run
+TRIES = {1: "at the first answer", MOST: "within three"}
 Outcome = Mapping[str, Any]
 
 
@@ -37,6 +38,11 @@ def outcome(pack: str, run: Path) -> Outcome:
         for code, report in zip(answers, reports, strict=True)
     ]
     return {"pack": pack, "operator": header["spec"], "tries": tries}
+
+
+def finished(run: Outcome) -> bool:
+    """Whether a run passed or used all its answers. Others are not counted."""
+    return passed([run], MOST) == 1 or len(run["tries"]) == MOST
 
 
 def verdict(report: Mapping[str, Any]) -> str:
@@ -64,14 +70,14 @@ def packs(outcomes: Sequence[Outcome]) -> list[str]:
     return list(dict.fromkeys(o["pack"] for o in outcomes))
 
 
-def gain(outcomes: Sequence[Outcome]) -> str:
-    """The difference of two packs' rates at the first answer, the later pack less the earlier."""
-    (one, of), (other, others) = [
-        (passed(runs, 1), len(runs))
-        for pack in packs(outcomes)
-        for runs in [[o for o in outcomes if o["pack"] == pack]]
-    ]
-    return str(difference(other, others, one, of))
+def gain(outcomes: Sequence[Outcome]) -> list[str]:
+    """The difference of two packs' rates at the first answer, the later pack less the earlier, as a line;
+    none unless there are two packs."""
+    arms = [[o for o in outcomes if o["pack"] == pack] for pack in packs(outcomes)]
+    if len(arms) != 2:
+        return []
+    (one, of), (other, others) = ((passed(arm, 1), len(arm)) for arm in arms)
+    return [f"Difference at the first answer: {difference(other, others, one, of)}.\n"]
 
 
 def each(outcomes: Sequence[Outcome]) -> str:
@@ -97,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if folders := parser.parse_args(arguments).collect:
         places = [(pack, Path(folder)) for pack, _, folder in (text.partition("=") for text in folders)]
         made = [outcome(pack, p.parent) for pack, place in places for p in sorted(place.glob(f"*/{JOURNAL}"))]
-        write_atomic(OUTCOMES, json.dumps(made, indent=1) + "\n")
+        write_atomic(OUTCOMES, json.dumps([run for run in made if finished(run)], indent=1) + "\n")
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
-    print("\n\n".join([rates(outcomes), f"At the first answer: {gain(outcomes)}.", each(outcomes)]))
+    print("\n".join([rates(outcomes), *gain(outcomes), each(outcomes)]))
 
 
 if __name__ == "__main__":
