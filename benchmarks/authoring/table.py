@@ -1,8 +1,8 @@
 """Tabulate the authoring experiment: ``python -m benchmarks.authoring.table [--collect PACK=FOLDER ...]``.
 
 ``--collect`` reads the journals of finished runs (a folder of runs for each pack) into ``outcomes.json``,
-with every answer's code and verdict. Without it the outcomes are only tabulated, as Markdown: which answer
-passed all gates that need no GPU, with Wilson's 95 % intervals.
+with every answer's code and verdict. Then the tables go to the end of docs/authoring_experiment.md: which
+answer passed all gates that need no GPU, with Wilson's 95 % intervals, and what the others failed at.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from benchmarks.authoring.operators import KINDS
@@ -23,7 +24,9 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
+PAGE, MARK = Path("docs/authoring_experiment.md"), "## Outcomes\n"
 MOST = 3  # answers of a run
+LONGEST = 240  # characters of a message in the table
 TRIES = {1: "at the first answer", MOST: "within three"}
 Outcome = Mapping[str, Any]
 
@@ -90,6 +93,17 @@ def each(outcomes: Sequence[Outcome]) -> str:
     return markdown_table(["operator", *(f"{pack} pack" for pack in packs(outcomes))], lines)
 
 
+def failures(outcomes: Sequence[Outcome]) -> str:
+    """Every rejected answer, with the beginning of the verifier's message."""
+    lines: list[list[object]] = [
+        [f"`{o['operator']}`", o["pack"], number, shorten(f"{t['verdict']}: {t['message']}", LONGEST)]
+        for o in outcomes
+        for number, t in enumerate(o["tries"], 1)
+        if t["verdict"] != "passed"
+    ]
+    return markdown_table(["rejected", "pack", "answer", "why"], lines) if lines else "Every answer passed.\n"
+
+
 def _share(number: int, total: int) -> str:
     if not total:
         return "no run"
@@ -105,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = [outcome(pack, p.parent) for pack, place in places for p in sorted(place.glob(f"*/{JOURNAL}"))]
         write_atomic(OUTCOMES, json.dumps([run for run in made if finished(run)], indent=1) + "\n")
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
-    print("\n".join([rates(outcomes), *gain(outcomes), each(outcomes)]))
+    above = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    tables = [rates(outcomes), *gain(outcomes), each(outcomes), failures(outcomes)]
+    write_atomic(PAGE, f"{above}{MARK}\n" + "\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def test_kinds_have_each_operator_once() -> None:
 
 
 def made(pack: str, *verdicts: str) -> table.Outcome:
-    return {"pack": pack, "operator": "symlog", "tries": [{"verdict": verdict} for verdict in verdicts]}
+    return {"pack": pack, "operator": "symlog", "tries": [{"verdict": v, "message": "so"} for v in verdicts]}
 
 
 def test_rates_count_the_first_answers() -> None:
@@ -54,3 +54,4 @@ def test_rates_count_the_first_answers() -> None:
     assert not table.gain(outcomes[:2]) and all(map(table.finished, outcomes))
     assert not table.finished(made("old", *late[:2])) and not table.finished(made("old"))
     assert "| `symlog` | interpret/numerics, trace/call, passed | passed |" in table.each(outcomes[::2])
+    assert "| `symlog` | old | 2 | trace/call: so |" in table.failures(outcomes)
