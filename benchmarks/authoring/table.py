@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from benchmarks.authoring.operators import KINDS
+from benchmarks.authoring.operators import KINDS, OPTIONS
 from coda_agent.agent.reporting.proportions import difference, wilson
 from coda_agent.agent.run import record
 from coda_agent.agent.run.loop import extract
@@ -120,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_atomic(OUTCOMES, json.dumps([run for run in made if finished(run)], indent=1) + "\n")
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
     above = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    tables = [rates(outcomes), *gain(outcomes), each(outcomes), failures(outcomes)]
+    finished_runs = f"{len(outcomes)} of {2 * len(OPTIONS)} runs have finished; the others are not counted.\n"
+    tables = [finished_runs, rates(outcomes), *gain(outcomes), each(outcomes), failures(outcomes)]
     write_atomic(PAGE, f"{above}{MARK}\n" + "\n".join(tables))
 
 
