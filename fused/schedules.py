@@ -2,8 +2,7 @@
 
 A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same GPU come
 first, and among them rows of the same program and step. Of these the nearest counts, by the ratios of N and
-K, by the ratio of M rounded to a power of two, and by what the step streams beside its operands. A schedule
-of another program that splits a step into two launches is not taken: it pays only where it was measured.
+K, and by the ratio of M rounded to a power of two.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 from coda_agent.fused.programs import KERNELS
 from coda_agent.primitives.compiler.lower import GemmKernel, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, fits, probes
-from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
@@ -26,34 +24,14 @@ from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
 
-class StepTraffic(NamedTuple):
-    """What the schedule of a step depends on beside its product's shape: operands that are transposed, bytes
-    of an operand's element, and tiles that the epilogue reads and writes."""
-
-    transposed: int
-    bytes: int
-    reads: int
-    writes: int
-
-
 class TunedStep(NamedTuple):
-    """The fastest schedule of a step whose product is M x N x K, on a GPU. ``streams`` is None if it is not
-    known."""
+    """The fastest schedule of a step whose product is M x N x K, on a GPU."""
 
     gpu: str
     kernel: str
     step: int
     shape: tuple[int, int, int]
     schedule: Schedule
-    streams: StepTraffic | None = None
-
-
-def streams(kernel: GemmKernel) -> StepTraffic:
-    tiles = [kernel.c, kernel.d, *kernel.arguments]
-    reads = sum(a is not None and (a is kernel.c or a.role == "load") for a in tiles)
-    writes = sum(a is not None and (a is kernel.d or a.role in ("store", "range")) for a in tiles)
-    width = torch_dtype(kernel.dtype).itemsize
-    return StepTraffic(kernel.a_transposed + kernel.b_transposed, width, reads, writes)
 
 
 def chosen(
@@ -76,16 +54,12 @@ def _nearest(
     gpu: str,
     rows: list[TunedStep],
 ) -> Schedule:
-    own, streamed = (program.signature.name, kernel.step), streams(kernel)
-
     def distance(row: TunedStep) -> tuple[float, ...]:
         m, n, k = (abs(log2(a / b)) for a, b in zip(row.shape, shape, strict=True))
-        unlike = sum(abs(a - b) for a, b in zip(row.streams or streamed, streamed, strict=True))
-        mine = (row.kernel, row.step) == own
-        return row.gpu != gpu, not mine, n + k + round(m) / 2 + unlike / 10, m
+        own = (row.kernel, row.step) == (program.signature.name, kernel.step)
+        return row.gpu != gpu, not own, n + k + round(m) / 2, m
 
-    taken = [row for row in rows if (row.kernel, row.step) == own or not row.schedule.split]
-    fitting = (row for row in sorted(taken, key=distance) if fits(program, kernel, row.schedule, sizes))
+    fitting = (row for row in sorted(rows, key=distance) if fits(program, kernel, row.schedule, sizes))
     first = next(fitting, None)
     if first:
         return first.schedule
@@ -116,12 +90,7 @@ def _tables() -> Iterator[TunedStep]:
     for path in sorted((cache_dir() / "schedules").glob("*.json")):
         for row in read_json(path) or ():
             yield TunedStep(
-                row["gpu"],
-                row["kernel"],
-                row["step"],
-                tuple(row["shape"]),
-                _schedule(row["schedule"]),
-                StepTraffic(*row["streams"]) if row.get("streams") else None,
+                row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"])
             )
 
 
@@ -133,17 +102,11 @@ def _shipped() -> Iterator[TunedStep]:
             continue
         text = (KERNELS / f"{name}.program.json").read_text(encoding="utf-8")
         program = Program.from_json(text)
-        streamed = {kernel.step: streams(kernel) for kernel in lower(program).gemms}
         for timing in report["timings"]:
             shapes = products(program, timing["sizes"])
             for step, fields in timing["schedules"].items():
                 yield TunedStep(
-                    report["conditions"]["gpu"],
-                    name,
-                    int(step),
-                    shapes[int(step)],
-                    _schedule(fields),
-                    streamed[int(step)],
+                    report["conditions"]["gpu"], name, int(step), shapes[int(step)], _schedule(fields)
                 )
 
 

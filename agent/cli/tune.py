@@ -36,8 +36,6 @@ Sizes = Annotated[
         help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
     ),
 ]
-
-
 Stack = Annotated[bool, typer.Option("--stack", help="What a model calls that is patched with stack=True.")]
 
 
@@ -49,16 +47,13 @@ def tune(what: What, sizes: Sizes, stack: Stack = False) -> None:
 
     from coda_agent.fused import schedules
     from coda_agent.primitives.compiler.kernel_source import KernelSource
-    from coda_agent.primitives.compiler.lower import lower
     from coda_agent.primitives.runtime.tune import tuned_schedules
 
     rows, gpu = dict[str, list[schedules.TunedStep]](), torch.cuda.get_device_name()
     for program, each in wanted:
         shapes, name = schedules.products(program, each), program.signature.name
-        traffic = {kernel.step: schedules.streams(kernel) for kernel in lower(program).gemms}
         for step, schedule in tuned_schedules(KernelSource(program), _drawn(program, each), each).items():
-            row = schedules.TunedStep(gpu, name, step, shapes[step], schedule, traffic[step])
-            rows.setdefault(name, []).append(row)
+            rows.setdefault(name, []).append(schedules.TunedStep(gpu, name, step, shapes[step], schedule))
     for name, found in rows.items():
         echo(f"{len(found)} schedules in {schedules.keep(name, found)}")
 

@@ -61,23 +61,6 @@ def test_a_program_without_a_report_takes_those_of_others() -> None:
     assert found in near
 
 
-def test_a_step_takes_no_split_schedule_and_rather_one_that_streams_alike() -> None:
-    program = ops.defined["gemm_swiglu_bwd"]
-    other = program._replace(signature=program.signature._replace(name="unknown"))
-    traffic, shape = schedules.streams(lower(program).gemms[0]), (16384, 11008, 4096)
-    two, first, second = Schedule(128, 128, True, 2, 2), Schedule(128, 192, True, 2, 1), Schedule(192, 128)
-    split = schedules.TunedStep(H100, "one", 0, shape, two._replace(split=True), traffic)
-    unlike = schedules.TunedStep(H100, "two", 0, shape, first, traffic._replace(reads=0))
-    alike = schedules.TunedStep(H100, "three", 0, shape, second, traffic)
-    (found,) = schedules.chosen(other, WIDE, H100, [split, unlike, alike]).values()
-    assert found == alike.schedule
-    (found,) = schedules.chosen(other, WIDE, H100, [split, unlike]).values()
-    assert found == unlike.schedule
-    own = split._replace(kernel="gemm_swiglu_bwd")
-    (found,) = schedules.chosen(program, WIDE, H100, [own, alike]).values()
-    assert found == split.schedule
-
-
 @pytest.mark.parametrize("pairs", [16, 32, 64])
 def test_a_tile_holds_the_heads(pairs: int) -> None:
     sizes = {"M": 96, "K": 1024, "H": 7, "P": pairs}

@@ -69,4 +69,4 @@ def test_the_schedules_of_a_model_are_kept_by_program(
     schedules.known.cache_clear()
     names = {"attention_in_rotated", "block_swiglu", "loss", "block_swiglu_backward", "loss_backward"}
     assert {row.kernel for row in rows} == names | {"attention_in_rotated_backward"}
-    assert all(row.streams and row.shape[0] for row in rows)
+    assert all(row.shape[0] for row in rows)
