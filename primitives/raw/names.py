@@ -37,12 +37,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quack.layout_utils": (),
     "quack.rounding": (),
     "quack.sm90_utils": (),
+    "primitives.device.eights": (),
     "primitives.device.finish": (),
+    "primitives.device.head_maxima": (),
     "primitives.device.heads": (),
     "primitives.device.lanes": (),
     "primitives.device.mainloop": (),
-    "primitives.device.tables": (),
+    "primitives.device.ranges": (),
     "primitives.device.softplus": (),
+    "primitives.device.tables": (),
     "primitives.device.values": ("quack.activation",),
 }
 # Modules of which only the listed names are allowed. Their other names compile, print, load libraries, or
