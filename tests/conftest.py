@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import itertools
 import os
 import shutil
@@ -34,6 +35,7 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 def pytest_configure(config: pytest.Config) -> None:
     """Before xdist starts its workers, which inherit the environment and so share one cache and one audit."""
     gc.disable()  # until all modules are imported
+    importlib.import_module("setuptools")  # first, since Inductor cannot import it after distutils
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
