@@ -58,8 +58,8 @@ measures it.
   by themselves: multiply by the scale, no more.
 - Accuracy is judged against fp64, at tiny sizes too, over each input's whole `domain`; *finite* is any sign
   and size, without NaN and infinity. The error may be 1.25 times that of the reference in fp32, rounded once
-  (fp32 outputs: 4 times). Before rounding each value must be right to 3 %, small ones too: no tail cut off,
-  no form that cancels near 0, as exp(t) - 1 or log(1 + t) does: a series there, chosen by where. Overflow
+  (fp32 outputs: 4 times). Before rounding it may be 16 times, and each value must be right to 3 %: no tail
+  cut, no form that cancels near 0, as exp(t) - 1 or log(1 + t): a series to 1e-6 there, by where. Overflow
   only where the reference in fp32 does: inputs are tried at 2**16 times their usual size.
 - Do not clamp, mask or guard where the reference does not. Each side of a choice (where, comparisons,
   maximum, minimum, abs) must change an output somewhere in the domain. Only in_columns may choose by sizes.

@@ -38,14 +38,14 @@ def outcome(pack: str, run: Path) -> Outcome:
     reports = [event.payload["report"] for event in events if event.kind == "report"]
     tries = [
         {"verdict": verdict(report), "message": report.get("message", ""), "code": code}
-        for code, report in zip(answers, reports, strict=True)
+        for code, report in zip(answers, reports, strict=False)  # the last answer may await its report
     ]
     return {"pack": pack, "operator": header["spec"], "tries": tries}
 
 
-def finished(run: Outcome) -> bool:
-    """Whether a run passed or used all its answers. Others are not counted."""
-    return passed([run], MOST) == 1 or len(run["tries"]) == MOST
+def decided(outcomes: Iterable[Outcome], tries: int) -> list[Outcome]:
+    """The runs that passed within so many answers, or gave as many. Others are not counted yet."""
+    return [run for run in outcomes if passed([run], tries) or len(run["tries"]) >= tries]
 
 
 def verdict(report: Mapping[str, Any]) -> str:
@@ -64,7 +64,7 @@ def rates(outcomes: Sequence[Outcome]) -> str:
     for kind, names in {**KINDS, "all": tuple(chain(*KINDS.values()))}.items():
         for pack in packs(outcomes):
             of = [o for o in outcomes if o["pack"] == pack and o["operator"] in names]
-            lines.append([kind, pack, *(_share(passed(of, tries), len(of)) for tries in TRIES)])
+            lines.append([kind, pack, *(_share(passed(of, n), len(decided(of, n))) for n in TRIES)])
     return markdown_table(["operators", "pack", *(f"passed {words}" for words in TRIES.values())], lines)
 
 
@@ -117,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if folders := parser.parse_args(arguments).collect:
         places = [(pack, Path(folder)) for pack, _, folder in (text.partition("=") for text in folders)]
         made = [outcome(pack, p.parent) for pack, place in places for p in sorted(place.glob(f"*/{JOURNAL}"))]
-        write_atomic(OUTCOMES, json.dumps([run for run in made if finished(run)], indent=1) + "\n")
+        write_atomic(OUTCOMES, json.dumps(decided(made, 1), indent=1) + "\n")
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
     above = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    finished_runs = f"{len(outcomes)} of {2 * len(OPTIONS)} runs have finished; the others are not counted.\n"
-    tables = [finished_runs, rates(outcomes), *gain(outcomes), each(outcomes), failures(outcomes)]
+    judged = f"{len(outcomes)} of {2 * len(OPTIONS)} runs have a judged answer; the others are not counted.\n"
+    tables = [judged, rates(outcomes), *gain(outcomes), each(outcomes), failures(outcomes)]
     write_atomic(PAGE, f"{above}{MARK}\n" + "\n".join(tables))
 
 
