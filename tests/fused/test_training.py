@@ -17,7 +17,7 @@ from torch import Tensor
 from coda_agent import fused
 
 pytestmark = pytest.mark.slow
-STEPS = 60
+STEPS = 100
 FARTHER = 1.5  # than the unpatched model's parameters, from those of training in fp32
 TEXT = "a quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 4
 
@@ -47,7 +47,7 @@ def test_it_converges_as_the_unpatched_model(family: str, where: Where) -> None:
     fused.patch(patched)
     usual, found = losses(model), losses(patched)
     losses(exact)
-    assert usual[-1] < 0.6 * usual[0]
+    assert usual[-1] < 0.4 * usual[0]
     for step, (mine, theirs) in enumerate(zip(found, usual, strict=True)):
         assert abs(mine - theirs) < max(1e-2, 5e-2 * theirs), step
     trio = zip(patched.named_parameters(), model.parameters(), exact.parameters(), strict=True)
