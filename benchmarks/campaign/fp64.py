@@ -35,6 +35,25 @@ def _columns(t: Tensor) -> Tensor:
     return torch.arange(t.shape[1], dtype=torch.float64).expand(t.shape)
 
 
+def _within(t: Tensor, first: int, width: int) -> Tensor:
+    place = _columns(t)
+    return ((place >= first) & (place < first + width)).double()
+
+
+def _heads(t: Tensor, width: int) -> Tensor:
+    return t.reshape(t.shape[0], -1, width)
+
+
+def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """A product, or one for each expert: of its rows with its matrix, or of its rows with each other."""
+    if offsets is None:
+        return a @ b
+    ranges = [slice(int(first), int(end)) for first, end in zip(offsets, offsets[1:], strict=False)]
+    if b.dim() == 3:
+        return torch.cat([a[rows] @ own for rows, own in zip(ranges, b, strict=True)])
+    return torch.stack([a[:, rows] @ b[rows] for rows in ranges])
+
+
 MEANINGS: dict[str, Callable[..., Tensor]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -67,7 +86,7 @@ MEANINGS: dict[str, Callable[..., Tensor]] = {
     "per_column": lambda v: v[None, :],
     "per_head": lambda v: v,
     "transpose": lambda a: a.mT,
-    "gemm": lambda a, b: a @ b,
+    "gemm": _product,
     "even": lambda a: a[..., 0::2],
     "odd": lambda a: a[..., 1::2],
     "join": _joined,
@@ -80,8 +99,13 @@ MEANINGS: dict[str, Callable[..., Tensor]] = {
     "column_abs_max": lambda t: t.abs().amax(0),
     "row_logsumexp": lambda t: torch.logsumexp(t, 1),
     "row_select": _select,
+    "head_sums": lambda t, width: _heads(t, width).sum(2),
+    "head_abs_max": lambda t, width: _heads(t, width).abs().amax(2),
+    "column_range": lambda t, first, width: t[:, first : first + width],
+    "in_columns": _within,
 }
-LEAVES = ("input", "constant", "dim", "head_sums")
+LEAVES = ("input", "constant", "dim")
+SIZED = ("head_sums", "head_abs_max", "column_range", "in_columns")  # operations whose attribute has sizes
 
 
 def values(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Values:
@@ -89,10 +113,10 @@ def values(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, i
     types, found = program.types(), Values()
     for node, kind in zip(program.nodes, types, strict=True):
         if node.op in LEAVES:
-            found.append(_leaf(node, found, inputs, sizes))
+            found.append(_leaf(node, inputs, sizes))
             continue
         given = [_met(found[a], types[a], kind, sizes) for a in node.args]
-        found.append(MEANINGS[node.op](*given))
+        found.append(MEANINGS[node.op](*given, *_sizes(node, sizes)))
     return found
 
 
@@ -103,17 +127,18 @@ def outputs(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, 
     return {name: found[index].broadcast_to(shapes[name]) for name, index in program.outputs.items()}
 
 
-def _leaf(node: Node, found: Values, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+def _sizes(node: Node, sizes: Mapping[str, int]) -> list[int]:
+    return [Dim.parse(part)(sizes) for part in str(node.attribute).split(", ")] if node.op in SIZED else []
+
+
+def _leaf(node: Node, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
     attribute: Any = node.attribute
     match node.op:
         case "input":
             return inputs[attribute].double()
         case "constant":
             return torch.tensor(attribute, dtype=torch.float64)
-        case "dim":
-            return torch.tensor(Dim.parse(attribute)(sizes), dtype=torch.float64)
-    tile, width = found[node.args[0]], Dim.parse(attribute)(sizes)
-    return tile.reshape(tile.shape[0], -1, width).sum(2)
+    return torch.tensor(Dim.parse(attribute)(sizes), dtype=torch.float64)
 
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
