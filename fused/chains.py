@@ -86,12 +86,23 @@ class _Kept(NamedTuple):
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once, and keep it while these weights exist and no operation changes them in
-    place. PyTorch counts such operations, except those on a weight's ``data``."""
+    place. PyTorch counts such operations, except those on a weight's ``data``. A result that is computed
+    again stays at its address, where the next replay of a CUDA graph finds it."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
-    if not found or found.state != state or any(each() is None for each in found.of):
-        _kept[of[0]] = found = _Kept(make(*of), state, [weakref.ref(t) for t in of])
-    return found.made
+    if found and found.state == state and all(each() is not None for each in found.of):
+        return found.made
+    made = make(*of)
+    if of[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return made  # the graph computes it in every replay
+    if found and (made.shape, made.dtype, made.device) == (
+        found.made.shape,
+        found.made.dtype,
+        found.made.device,
+    ):
+        made = found.made.copy_(made)
+    _kept[of[0]] = _Kept(made, state, [weakref.ref(t) for t in of])
+    return made
 
 
 def forget(*of: Tensor) -> None:

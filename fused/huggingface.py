@@ -276,7 +276,7 @@ def _projected(
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
     """Weights in a kernel's order."""
     calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if calls_again and not weights[0].is_inference():  # an inference tensor does not count its changes
+    if calls_again and not any(w.is_inference() for w in weights):  # such a tensor counts no changes
         return kept(make, *weights)
     return remade(make, *weights)
 

@@ -19,7 +19,14 @@ from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import NONE, on_device
-from coda_agent.primitives.runtime.launchable import ALIGNMENT, Familiar, LaunchError, check_sizes, dense
+from coda_agent.primitives.runtime.launchable import (
+    ALIGNMENT,
+    Familiar,
+    LaunchError,
+    check_offsets,
+    check_sizes,
+    dense,
+)
 from coda_agent.primitives.target import TARGET
 
 MOST_PLANS = 256
@@ -138,6 +145,7 @@ class Launcher:
         taken = {**inputs, **{n: launchable(inputs[n]) for n in names}}
         with on_device(device):
             plan = plans.get(program, taken, names, dims)
+            check_offsets(program, {n: taken[n] for n in names}, dims)
         if (familiar := Familiar([taken[n] for n in names]))([inputs[n] for n in names]):
             self._last = ((familiar, dims, plan), *self._last[: FAMILIAR - 1])
         return self._run(plan, taken)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from coda_agent.fused.chains import Begun
@@ -18,14 +19,21 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 
 class BegunFor(NamedTuple):
-    """A norm's module, and what is begun of its norm of a stream."""
+    """A norm's module, what is begun of its norm of a stream, and how often the stream was changed before."""
 
     norm: nn.Module
     begun: Begun
+    changes: int | None
+
+
+def _changes(stream: Tensor) -> int | None:
+    """How often the stream was changed in place; None if that is not known: inference tensors do not count
+    it, and compiled code cannot ask."""
+    return None if torch.compiler.is_compiling() or stream.is_inference() else stream._version
 
 
 def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
-    setattr(stream, _ATTRIBUTE, BegunFor(norm, begun))
+    setattr(stream, _ATTRIBUTE, BegunFor(norm, begun, _changes(stream)))
     return stream
 
 
@@ -35,8 +43,9 @@ def take(stream: Tensor, layer: Any) -> Begun | None:
     if found is None:
         return None
     setattr(stream, _ATTRIBUTE, None)
-    same = found.norm is layer.input_layernorm and not _change(layer._forward_pre_hooks)
-    return found.begun if same else None
+    own = found.norm is layer.input_layernorm and not _change(layer._forward_pre_hooks)
+    changed = None not in (found.changes, now := _changes(stream)) and found.changes != now
+    return found.begun if own and not changed else None
 
 
 def _change(hooks: Mapping[int, Any]) -> bool:

@@ -32,7 +32,7 @@ def run_shared(
 ) -> dict[str, Any]:
     """Run a piece on a slot as ``slot.run`` does. If the fleet has several nodes, the objects of earlier
     pieces with this label are sent to the slot before, and new ones are fetched after."""
-    if len({use.slot.node for use in pool.uses.values()}) < 2:
+    if len({use.slot.node for use in list(pool.uses.values())}) < 2:
         return slot.run(task, argument, patience=patience, progress=progress)
     known = pool.objects.get(label, frozenset())
     lacks = slot.run(lacking, sorted(known), patience=PATIENCE, progress=silent)["names"] if known else []

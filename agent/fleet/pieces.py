@@ -89,8 +89,12 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     entry = bundle.PackedKernel.model_validate(asked["entry"])
     here = [worker for worker in _ahead if worker.alive]
     _ahead[:] = start_workers()
-    with gpu_alone(lambda words: report("benchmark", words)):
-        found = bundle.measure_entry(
-            Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report, here
-        )
+    try:
+        with gpu_alone(lambda words: report("benchmark", words)):
+            found = bundle.measure_entry(
+                Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report, here
+            )
+    finally:
+        for worker in here:
+            worker.close()
     return found.model_dump(mode="json")

@@ -170,6 +170,8 @@ class Pool:
                     use.now, use.since = piece, self.clock()
                     self._changed.notify_all()  # it is the next one's turn
                     return use
+                if not use and piece in self._suspects and queue[0] is turn:
+                    queue.append(queue.pop(0))  # the others need not wait for that node
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
                     raise GivenUp(f"no {'GPU' if gpu else 'core'} has been in the fleet for {ALONE:.0f} s")

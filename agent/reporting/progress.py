@@ -103,7 +103,8 @@ class LiveView:
 
     def gate(self, name: str, words: str) -> None:
         self._states[name] = words
-        if not self._live and words.endswith("passed") or words.startswith("rejected"):
+        rejected = "rejected" in words.partition(":")[0]  # after a gate's name where several kernels run
+        if rejected or not self._live and words.endswith("passed"):
             self.console.print(Text(f"  {name:10} {words}"))
 
     def report(self, number: int, report: Accepted | Checked | Rejected) -> None:

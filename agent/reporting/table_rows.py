@@ -65,10 +65,6 @@ GROUPS = {  # operators by group, in the order of the tables
         "gemm_fp8_swiglu",
         "gemm_fp8_gelu_blocks",
         "gemm_fp8_residual_rmsnorm",
-        "gemm_grouped_swiglu",
-        "gemm_grouped_down",
-        "gemm_grouped_swiglu_bwd",
-        "gemm_grouped_weight_grad",
     ),
     "Experts": (
         "gemm_grouped_swiglu",

@@ -174,10 +174,11 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
 def _number(called: str, node: ast.Call) -> float | None:
     """The value of a call such as ``math.log(2.0)``; None if an argument is no number, or the value none."""
     try:
-        value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args))
+        given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args), **given)
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
     except (AttributeError, ArithmeticError, TypeError, ValueError):
         return None
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _is_cast(node: ast.Call) -> bool:

@@ -20,7 +20,7 @@ def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
 
 
 def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
-    """The kernels that bound offsets, one for each input of offsets and each number of rows."""
+    """The kernels that bound offsets, one for each input of offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         if len(program.nodes[step.gemm].args) > 2:

@@ -119,6 +119,8 @@ GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm wit
     "PyTorch op",
     "heads": "its rows have no heads. Use per_column(v) of a vector with an entry a column",
     "range": "it stores whole rows. Return the whole tile, of which the caller takes the columns",
+    "rows": "its offsets divide another number of rows in another gemm. Give each number of rows an input of "
+    "offsets",
     "narrow": "an expert's rows may begin at any address, which 16-bit vectors cannot. Let the spec declare "
     "the vector fp32",
 }

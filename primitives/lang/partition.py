@@ -301,6 +301,11 @@ class _Cutter:
         next expert's."""
         if len(self.nodes[step.gemm].args) < 3:
             return
+        offsets, rows = self.grouped_rows(step.gemm)
+        grouped = (i for i, node in enumerate(self.nodes) if node.op == "gemm" and len(node.args) > 2)
+        if any(other == offsets and extent != rows for other, extent in map(self.grouped_rows, grouped)):
+            message = f"gemm with offsets: {diagnostics.GROUPED['rows']}"
+            raise self.fail("grouped", message, step.gemm)
         vectors = {i: self.nodes[i].args[0] for i in step.vectors if self.nodes[i].op == "per_row"}
         known = {i: self.program.input_tensor(v) for i, v in vectors.items()}
         dtypes = {i: t.dtype if t else self.dtypes.get(vectors[i], "fp32") for i, t in known.items()}
@@ -315,6 +320,11 @@ class _Cutter:
                 op = self.nodes[nodes[0]].op
                 message = f"{op} of a gemm with offsets: {diagnostics.GROUPED[why]}"
                 raise self.fail("grouped", message, nodes[0])
+
+    def grouped_rows(self, gemm: int) -> tuple[int, Dim]:
+        """The offsets of a product with offsets, and the number of rows that they divide."""
+        a, b, offsets = self.nodes[gemm].args
+        return offsets, self.types[a if self.types[a].kind == "tile" else b].shape[0]
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
         """Whether a value depends on one of ``wanted`` within its step."""

@@ -89,6 +89,13 @@ def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
     assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
 
 
+def test_a_kept_weight_that_changes_stays_where_a_graph_reads_it() -> None:
+    gate, up, make = torch.ones(4, 8), torch.ones(4, 8), partial(huggingface._paired, dtype=torch.float32)
+    first = chains.kept(make, gate, up)
+    up.mul_(2)
+    assert chains.kept(make, gate, up) is first and torch.equal(first, make(gate, up))
+
+
 def test_reordered_weights_may_be_kept_between_calls_without_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

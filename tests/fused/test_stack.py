@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from coda_agent import fused
-from coda_agent.fused import huggingface
+from coda_agent.fused import chains, huggingface, stack
 
 PART = "first part of the next layer's norm"
 Change = Callable[[Any], object]
@@ -72,6 +72,16 @@ def beside(changed: Change) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_change_between_layers_keeps_its_meaning(change: str) -> None:
     found, exact = beside(CHANGES[change])
     assert max(loss_of(found[name], exact[name]) for name in exact) < 3e-6
+
+
+def test_a_stream_that_was_changed_in_place_begins_its_norm_again() -> None:
+    layer = small_models.model("Llama").model.layers[0]
+    begun = chains.Begun(torch.ones(2, 4), torch.ones(2))
+    for changed in (False, True):
+        stream = stack.hand_over(torch.ones(2, 4), layer.input_layernorm, begun)
+        if changed:
+            stream.add_(1)
+        assert stack.take(stream, layer) is (None if changed else begun)
 
 
 def test_a_late_hook_is_refused_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,9 +104,9 @@ class InputDraw:
         return exactness.exact_outputs(found, self.truth)
 
     @cached_property
-    def undefined(self) -> frozenset[str]:
-        """Outputs that are not judged, because on these inputs the reference itself overflows or loses too
-        much in fp32."""
+    def undefined(self) -> dict[str, float]:
+        """Outputs that are not judged, up to which magnitude, because on these inputs the reference itself
+        overflows, cancels or loses too much."""
         from coda_agent.verifier.numerics import error_gate, reference
 
         def jittered() -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ class InputDraw:
 
         allowed = limits.of_stored(self.family)
         found = error_gate.compare(self.job.spec, outputs, self.truth, self.yardstick, allowed, self.exact)
-        errors = [error for error in found if error.name not in self.undefined]
+        errors = error_gate.counted(found, outputs, self.undefined)
         schedule = schedules_json(plan.schedules)
         where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {schedule}"
         judge(errors, where)

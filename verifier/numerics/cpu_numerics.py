@@ -93,7 +93,7 @@ class Comparison(NamedTuple):
     truth: Tensors
     values: Tensors
     exact: frozenset[str]
-    undefined: frozenset[str]  # outputs that the reference in fp32 cannot compute on these inputs
+    undefined: dict[str, float]  # outputs that are not judged, up to which magnitude: error_gate.undefined
 
     @classmethod
     def of(cls, spec: Spec, run: InputSettings, drawn: Tensors | None = None) -> Comparison:
@@ -143,7 +143,7 @@ class Comparison(NamedTuple):
         if spec is not self.spec:  # an fp8 output saturates even if it is left in fp32
             made = {name: saturated(made[name], output.dtype) for name, output in self.spec.outputs.items()}
         errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)
-        return [error for error in errors if error.name not in self.undefined]
+        return error_gate.counted(errors, made, self.undefined)
 
 
 def unrounded(program: Program) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ FLOOR = 2.0**-24
 # how many such halves a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
+# how much larger the rest is that cancelling values leave in fp32: its roundings are 2**29 times as large
+REST = 2.0**32
 LOST = 2.0**-8  # a loss above this share of an output's RMS is more than a last rounding, except to fp8
 ONE = 2.0**-24  # half an fp32 ulp of 1: differences of values near 1 are multiples of it
 # a loss above this share of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
@@ -99,18 +101,30 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
-) -> frozenset[str]:
-    """The outputs to leave unjudged on inputs beyond the typical, because there the reference overflows in
-    fp32 or loses more than ``LOST``, or the truth is zero only because fp64 cancels: ``jittered`` (of
-    ``reference``) then is not zero. Empty for a typical family."""
+) -> dict[str, float]:
+    """The outputs to leave unjudged on inputs beyond the typical, by name, up to which magnitude. The
+    reference overflows in fp32 there or loses more than ``LOST``: any magnitude. Or the truth is zero only
+    because fp64 cancels, since ``jittered`` (of ``reference``) is not zero: what fp32 would leave of that.
+    Empty for a typical family."""
     if family not in BEYOND:
-        return frozenset()
+        return {}
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
     allowed = {name: max(LOST, torch.finfo(stored.dtype).eps / 2) for name, stored in yard.items()}
     lost = {name for name, lost in losses.items() if not lost <= allowed[name]}
     zero = {name for name, true in truth.items() if not true.any()} - lost
     again = jittered() if zero else {}
-    return frozenset(lost | {name for name in zero if again[name].any()})
+    left = {name: REST * float(again[name].abs().max()) for name in zero}
+    return dict.fromkeys(lost, math.inf) | {name: size for name, size in left.items() if size}
+
+
+def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, float]) -> list[OutputError]:
+    """The errors without those of ``unjudged`` outputs, whose values are at most as large as it says."""
+
+    def excused(name: str) -> bool:
+        size = unjudged.get(name)
+        return size == math.inf or size is not None and bool((got[name].double().abs() <= size).all())
+
+    return [error for error in errors if not excused(error.name)]
 
 
 @dataclass

@@ -326,7 +326,10 @@ class _Jitter(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return tree_map_only(Tensor, self._off, func(*args, **(kwargs or {})))
+        made = func(*args, **(kwargs or {}))
+        if any(returned.alias_info for returned in func._schema.returns):
+            return made  # a view, through which the reference may write
+        return tree_map_only(Tensor, self._off, made)
 
     def _off(self, value: Tensor) -> Tensor:
         if not value.is_floating_point() or value.is_meta:

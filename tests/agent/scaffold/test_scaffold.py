@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from benchmarks.operators import OPTIONS
 from coda_agent.agent.cli import main
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.scaffold.function import read
+from coda_agent.agent.scaffold.words import _number
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import run
@@ -649,3 +652,19 @@ def test_a_function_gives_the_spec_that_was_authored(new: Command, name: str) ->
     assert done.status == 0, done.err
     header, _ = read_export(RECORDINGS / f"{name}.jsonl")
     assert load(Path(f"{name}.yaml"), check=False).hash == header["spec_hash"]
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        ("math.log(2.0)", math.log(2.0)),
+        ("math.prod((2, 3), start=4)", 24),
+        ("math.factorial(200)", None),
+        ("math.log(0.0)", None),
+        ("math.log(x)", None),
+    ],
+)
+def test_calls_of_math_are_numbers_where_they_have_one(call: str, value: float | None) -> None:
+    node = ast.parse(call, mode="eval").body
+    assert isinstance(node, ast.Call)
+    assert _number(call.partition("(")[0], node) == value

@@ -130,6 +130,11 @@ REFUSED = {
         "Return the tile",
         5,
     ),
+    "two numbers of rows": (
+        "return {'y': gemm(x, w.mT, offsets), 'other': gemm(x3, w.mT, offsets)}",
+        "each number of rows",
+        4,
+    ),
     "heads": (
         "t = gemm(x, w.mT, offsets)\n    return {'y': t * per_head(v)}",
         "per_column",
@@ -158,8 +163,10 @@ def test_what_would_mix_experts_is_refused_with_its_line(lines: str, says: str, 
         "floats": tensor("E + 1", "fp32"),
         "v": tensor("P"),
         "narrow": tensor("T"),
+        "x3": tensor("S, K"),
     }
     outputs = {"y": tensor("T, P + Q")}
+    outputs |= {"other": tensor("S, P + Q")} if "'other'" in lines else {}
     outputs |= {"columns": tensor("P + Q", "fp32")} if "'columns'" in lines else {}
     outputs |= {"part": tensor("T, P")} if "'part'" in lines else {}
     if "per_head" in lines:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, activation, program_of, write_toy
 
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate
 from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, InputSettings, runs
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.sizes import small_sizes
@@ -238,4 +241,19 @@ def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
     drawn["x"] = (drawn["x"].double().sign() * scale).to(drawn["x"].dtype)
     compared = Comparison.of(spec, run, drawn)
     assert not compared.truth["y"].any()
-    assert compared.undefined == (left if scale else set())
+    assert compared.undefined.keys() == (left if scale else set())
+
+
+def test_what_cancels_in_fp64_may_leave_what_fp32_does_and_no_more(tmp_path: Path) -> None:
+    spec = activation(tmp_path, "z - tanh(z)")
+    run = InputSettings({"M": 24, "D": 16, "F": 16}, "faint", 0)
+    drawn = draw(spec, run.sizes, 0)
+    drawn["x"] = (drawn["x"].double().sign() * 2.0**-40).to(drawn["x"].dtype)
+    compared = Comparison.of(spec, run, drawn)
+    truth = compared.truth["y"]
+    for value, excused in ((2.0**-64, True), (1.0, False), (math.inf, False), (math.nan, False)):
+        got = {"y": torch.full_like(truth, value, dtype=torch.bfloat16)}
+        yard = {"y": compared.values["y"].bfloat16()}
+        errors = error_gate.compare(spec, got, compared.truth, yard)
+        assert not all(error.passed for error in errors)
+        assert (not error_gate.counted(errors, got, compared.undefined)) is excused, value
