@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cheats.corpus import rejected, wrong
+from cheats.corpus import Rejection, rejected, wrong
 from cheats.mathematics import BF16, FP8_E4M3, rounded
 from cheats.twins import FP8_BLOCKS, FP8_NORM, FP8_SWIGLU
 
@@ -89,7 +89,7 @@ CHEATS = (
         "positive values alone",
         "GELU's negative ones are small, and all of a block only where the block is.",
         {"head_abs_max(h, 128)": "head_abs_max(maximum(h, 0), 128)"},
-        wrong("act"),
+        Rejection("interpret", ("numerics", "inexact"), "output '"),
     ),
     FP8_BLOCKS.cheat(
         "a scale of before the activation",
