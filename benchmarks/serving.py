@@ -10,7 +10,6 @@ makes a page from FILE, on any machine.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training import SAID, model, sharing
+from benchmarks.training import SAID, command, model, sharing
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
@@ -278,20 +277,7 @@ The logits of every arm are within {apart:.3f} of the unpatched model's, relativ
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
-    commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("file", type=Path)
-    measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
-    measuring.add_argument("--seconds", type=float, default=150.0, help="after which no batch size begins")
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("file", type=Path)
-    drawing.add_argument("page", type=Path)
-    arguments = parser.parse_args(given)
-    if arguments.command == "measure":
-        measure(arguments.model, arguments.seconds, arguments.file)
-    else:
-        write_atomic(arguments.page, page(json.loads(arguments.file.read_text(encoding="utf-8"))))
+    command("serving", 150.0, "after which no batch size begins", measure, page, given)
 
 
 if __name__ == "__main__":

@@ -354,21 +354,34 @@ shows that they agree before; whether one of them is less stable takes several s
 {failures}"""
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training")
+def command(
+    name: str,
+    seconds: float,
+    said: str,
+    run: Callable[[str, float, Path], None],
+    draw: Callable[[Mapping[str, Any]], str],
+    given: Sequence[str] | None = None,
+) -> None:
+    """The command line of a benchmark of models. ``run`` measures a kind of model in some seconds, of which
+    ``said`` is the help, and writes a file; ``draw`` makes a page from what the file holds."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("file", type=Path)
     measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
-    measuring.add_argument("--seconds", type=float, default=500.0, help="in which it should end")
+    measuring.add_argument("--seconds", type=float, default=seconds, help=said)
     drawing = commands.add_parser("draw")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("page", type=Path)
     arguments = parser.parse_args(given)
     if arguments.command == "measure":
-        measure(arguments.model, arguments.seconds, arguments.file)
+        run(arguments.model, arguments.seconds, arguments.file)
     else:
-        write_atomic(arguments.page, page(json.loads(arguments.file.read_text(encoding="utf-8"))))
+        write_atomic(arguments.page, draw(json.loads(arguments.file.read_text(encoding="utf-8"))))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    command("training", 500.0, "in which it should end", measure, page, given)
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def disturb_command(asked: argparse.Namespace) -> None:
 
 
 def verdict(found: Rows) -> dict[str, Any]:
-    """Where the controls' estimates lay, and how many processes' controls failed."""
+    """The range of the controls' estimates, and the number of processes whose controls failed."""
     same, planted = ([each[name]["estimate"] for each in found] for name in ("same", "planted"))
     return {
         "same": [min(same), max(same)],

@@ -38,7 +38,7 @@ def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
 
 
 def take(stream: Tensor, layer: Any) -> Begun | None:
-    """What was begun of the layer's first norm of the stream, which then no longer keeps it alive."""
+    """The begun first norm of the layer, if the stream carries it. The stream then lets go of it."""
     found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
     if found is None:
         return None
