@@ -17,10 +17,11 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.timing import FEWEST
 
 BASELINE = "torch.compile"
-KEPT = "the kernel before"  # the arm that a change has to beat
-NO_FASTER = "no_faster"  # the error code of a rejected change
-MAY_LOSE = 0.01  # how far below the incumbent's speed a change's interval may reach, in every case
-PROCESSES = 3  # processes that an acceptance needs; fewer do not show the variation between processes
+KEPT = "the kernel before"  # the arm of the incumbent, which a change has to beat
+NO_FASTER = "no_faster"  # the error code of a change that is rejected because it is not faster
+MAY_LOSE = 0.01  # in every case, a change's interval may reach at most this far below the incumbent's speed
+# number of processes that an acceptance needs; fewer do not show the variation between processes
+PROCESSES = 3
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
 Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # samples of two arms, by process
@@ -35,9 +36,9 @@ class InvalidMeasurement(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """The ratio of an arm's time to the candidate's, with its interval over processes. With only one process
-    the interval is over rounds, which does not suffice for an acceptance. Raises InvalidMeasurement for a
-    sample that is not a duration, and ValueError for too few or unpaired samples."""
+    """The ratio of an arm's time to the candidate's, with a confidence interval over processes. With only one
+    process the interval is over rounds, which is not enough to accept a kernel. Raises InvalidMeasurement for
+    a sample that is not a duration, and ValueError for too few or unpaired samples."""
     pairs = _paired(arm, candidate)
     found = _interval(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -47,9 +48,9 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change is as fast as the incumbent. Student's interval must reach 1 (the bootstrap's interval
-    is too narrow for this with three processes). Both intervals must also stay within the allowed loss, since
-    otherwise a slower kernel could pass as noise."""
+    """Whether a change is as fast as the incumbent. Student's interval must reach 1, because with three
+    processes the bootstrap's interval is too narrow for this. Both intervals must also stay within the
+    allowed loss, or noise could hide a slower kernel."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -64,7 +65,7 @@ def _interval(pairs: Pairs) -> statistics.Interval:
 
 
 def central(rows: Rows) -> float:
-    """The geometric mean of the processes' medians. InvalidMeasurement for a sample that is not a
+    """The geometric mean of the processes' medians. Raises InvalidMeasurement for a sample that is not a
     duration."""
     _durations(rows)
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
@@ -110,8 +111,7 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
 
 
 def _improvement(rows: Sequence[Timing]) -> None:
-    """Raise Failed for a change that is, or may be, slower than the incumbent in some case, or that is faster
-    in no case."""
+    """Raise Failed if a change may be slower than the incumbent in some case, or is faster in no case."""
     ratios = {t.case: t.ratios[KEPT] for t in rows if KEPT in t.ratios}
     samples = {t.case: (t.samples[KEPT], t.samples[CANDIDATE]) for t in rows if KEPT in t.ratios}
     slower = [case for case, both in samples.items() if not no_slower(*both)]
@@ -125,7 +125,7 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 def _believable(program: Program, t: Timing) -> None:
     """Raise InvalidMeasurement if the median of any process, or of the CUDA graph, is shorter than the
-    hardware allows. A mean over processes could hide such a median."""
+    hardware allows. A mean over processes could hide such a time."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:

@@ -1,4 +1,5 @@
-"""Code that all gates share: run a gate, leave it early, identify evidence, and explain wrong numbers."""
+"""Functions that all gates share: run a gate, leave it early, identify evidence, and explain wrong
+numbers."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ class Gates:
 
     @contextmanager
     def gate(self, name: str) -> Iterator[dict[str, Any]]:
-        """Run a gate in the with block, which fills the yielded dict of figures or raises Failed.
-        ``findings`` in the dict are recorded separately."""
+        """Run a gate in a ``with`` block. The block fills the yielded dict with figures, or raises Failed.
+
+        The dict's ``findings`` are recorded separately.
+        """
         self.progress(name, f"case {self.case}" if self.case else "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
@@ -62,14 +65,14 @@ class Gates:
 
 
 class Stop(Exception):
-    """Raised when a gate has failed; holds the report on the failure."""
+    """Raised after a gate has failed; holds the report on the failure."""
 
     def __init__(self, rejected: Rejected):
         self.rejected = rejected
 
 
 def silent(gate: str, words: str) -> None:
-    """A Progress that reports to nobody."""
+    """A Progress that prints nothing."""
 
 
 def identity(spec: Spec, kernel: KernelSource) -> Identity:

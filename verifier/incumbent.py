@@ -1,4 +1,4 @@
-"""The incumbent: an accepted kernel, with its schedules, that a change has to beat."""
+"""The incumbent: the accepted kernel, with its schedules, that a change has to beat."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from coda_agent.verifier.report import Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
-Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth timing
+Known = Mapping[int, Sequence[Schedule]]  # schedules worth timing, by step
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """An accepted kernel that a change has to beat, with its tuned schedules by case and step, and its
-    finalists: the schedules of the last tuning round."""
+    """The accepted kernel that a change has to beat. It has its tuned schedules by case and step, and its
+    finalists (the schedules of the last tuning round)."""
 
     kernel: KernelSource
     schedules: Mapping[str, Mapping[int, Schedule]]
@@ -45,19 +45,18 @@ class Incumbent:
 
     @property
     def proved(self) -> Known:
-        """The incumbent's tuned schedules of all cases, on which its results were checked."""
+        """The incumbent's tuned schedules for all cases; its results were checked on these."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:
-        """A job that tunes the incumbent again over its known schedules, since these may come from another
+        """A job that tunes the incumbent again over its known schedules, because they may come from another
         GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """For each step the schedules of the ``last`` tuning round or, if there are none, the ``chosen``
-    schedule."""
+    """The schedules to time for each step: those of the ``last`` tuning round, or else the ``chosen`` one."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 

@@ -9,14 +9,14 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def load(path: str | Path, check: bool = True) -> Spec:
-    """Read and check a spec. ``check=False`` skips running its reference, and so needs no torch.
+    """Read and check a spec. ``check=False`` does not run the reference, and so needs no torch.
 
     Raises SpecError for any fault of the file.
     """
 
     def tried(spec: Spec) -> None:
         if check:
-            # imports torch, which only the reference needs
+            # imports torch, which only the trial run needs
             from coda_agent.verifier.numerics.trial import check_reference
 
             check_reference(spec)

@@ -2,8 +2,9 @@
 the gates before them.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
-(``verifier.gpu.worker``), in stages that are stored, so that an interrupted measurement can continue. One
-worker tunes and checks the kernel. Then several fresh workers measure its time, each on its own inputs.
+(``verifier.gpu.worker``). It is divided into stages whose results are stored, so an interrupted measurement
+can continue. One worker tunes and checks the kernel. Then several fresh workers time it, each on its own
+inputs.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
-ROUNDS = 40  # per process, at most
-FEW_FLOPS = 5e10  # up to here the oracle is fast, and every family of inputs is tried
+ROUNDS = 40  # at most, per process
+FEW_FLOPS = 5e10  # up to here the fp64 oracle is fast, so every family of inputs is tried
 ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
-SINGLE_ROW = ("integers",)  # the family for a single row: exact bits say more than statistics do
+# the family of inputs for a single row, where exact results say more than statistics
+SINGLE_ROW = ("integers",)
 # The controls run on the case whose time is nearest to this: long enough that a launch is a small part of it,
 # and short enough for many rounds.
 CONTROL_SECONDS = 1e-3
@@ -78,8 +80,8 @@ SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "qu
 class MeasureOptions:
     """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
     ``verifier.baselines.quack.ARMS``. QuACK's arms are left out if QuACK cannot compute the spec. The
-    torch.compile arm must be there, because the decision compares with it. ``rounds``: rounds per process,
-    which are fewer for long kernels. ``sanitize``: run small sizes again under compute-sanitizer."""
+    torch.compile arm is required, because the decision compares with it. ``rounds``: rounds per process; long
+    kernels get fewer. ``sanitize``: also run small sizes under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -89,7 +91,7 @@ class MeasureOptions:
 
 
 class Checkpoint(Protocol):
-    """The store of a measurement's finished stages, by name."""
+    """Stores the results of a measurement's finished stages, by the stages' names."""
 
     def load(self, piece: str) -> dict[str, Any] | None: ...
     def save(self, piece: str, found: dict[str, Any]) -> None: ...
@@ -110,9 +112,9 @@ def measure(
     """Run the GPU gates on every case of the spec.
 
     ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel). The
-    decision compares the candidate with it as well as with the baseline. If an edited text has no known
-    schedules, tuning tries only the finalists of ``kept``'s tuning. ``quack``: known schedules of QuACK's
-    arms, by case. ``ahead``: workers from ``start_workers``, which this function closes.
+    decision compares the candidate with it as well as with the baseline. If the kernel is edited code without
+    known schedules, tuning tries only the finalists of ``kept``'s tuning. ``quack``: known schedules of
+    QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has started; this function closes them.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -130,8 +132,8 @@ def measure(
 def proved(
     spec: Spec, kernel: KernelSource, timings: Sequence[Timing], *, progress: Progress = silent
 ) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
-    """Run numerics and stability by the current protocol on a kernel that an earlier protocol tuned and
-    timed. Returns the passed gates and the seeds of their inputs, or the rejection."""
+    """Check a kernel that was tuned and timed under an earlier protocol: run numerics and stability by the
+    current protocol. Returns the passed gates and the seeds of their inputs, or the rejection."""
     gates = Gates(progress)
     session = _Session(spec, kernel, MeasureOptions(), gates, _Tuned(timings), {}, None)
     try:
@@ -144,7 +146,7 @@ def proved(
 
 
 class _Tuned:
-    """A store that holds only tuned schedules, which come from timings."""
+    """A Checkpoint that holds only tuned schedules, taken from timings."""
 
     def __init__(self, timings: Sequence[Timing]):
         self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
@@ -157,8 +159,8 @@ class _Tuned:
 
 
 def start_workers() -> list[Worker]:
-    """Start two workers, which import modules while a later measurement is prepared: the worker that checks,
-    and the first worker that times."""
+    """Start two workers ahead of a measurement, so that they import modules meanwhile: one to check, one to
+    time."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
@@ -175,11 +177,14 @@ class _Session:
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
-    workers: dict[int | None, Worker] = field(default_factory=dict)  # by timing process; None: for checks
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # stages by name
-    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one stage per process
-    controls: list[dict[str, Any]] = field(default_factory=list)  # of every process, failed tries included
-    seconds: dict[str, float] = field(default_factory=dict)  # of all stages, by name and "name: part"
+    # keyed by timing process; None is the worker for checks
+    workers: dict[int | None, Worker] = field(default_factory=dict)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of stages, by name
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case; one stage per process
+    # of every process, including failed attempts
+    controls: list[dict[str, Any]] = field(default_factory=list)
+    # seconds per stage; a part of a stage has the key "name: part"
+    seconds: dict[str, float] = field(default_factory=dict)
     heard: str = ""  # the last progress message of the current worker
 
     def run(self) -> Measured:
@@ -230,7 +235,7 @@ class _Session:
     def _piece(
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
     ) -> dict[str, Any]:
-        """The result of one stage of the measurement, either stored earlier or from a worker now."""
+        """Return the result of a stage that runs in a worker, stored or new."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -252,9 +257,9 @@ class _Session:
         return found
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise InvalidMeasurement if the worker died because of an arm other than the candidate. Another arm
-        is to blame if the worker died while preparing it, or if memory ran out during timing, because the
-        candidate allocates none then."""
+        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. That is the case if
+        the worker died while preparing another arm. It is also the case if memory ran out during timing, when
+        the candidate allocates none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(
@@ -268,10 +273,10 @@ class _Session:
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
     ) -> dict[str, Any]:
-        """The result of a stage: from this measurement, from an interrupted one (stored under ``place``), or
-        computed now."""
+        """Return a stage's result: from this measurement, from an interrupted one (stored under ``place``),
+        or new."""
         if name not in self.found:
-            place = f"{place or name} by protocol {PROTOCOL}"  # stages of another protocol do not count
+            place = f"{place or name} by protocol {PROTOCOL}"  # results under another protocol do not count
             kept = self.keep.load(place) if self.keep else None
             if kept is None:
                 kept = make()
@@ -289,8 +294,8 @@ class _Session:
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker for the checks, or for one timing process. The worker that is needed next is started
-        too, so that it imports meanwhile."""
+        """The worker for the checks, or for one timing process. It also starts the next worker, which can
+        import modules meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -352,7 +357,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self._retire(None)  # the timing processes need that worker's memory
+        self._retire(None)  # frees that worker's memory for the timing processes
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -366,8 +371,8 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """Score a case with controls in one process; try again if the controls fail. The process must find
-        the planted delay, and no difference between equal arms. Failed tries are reported but do not
+        """Time a case with controls in one process, and repeat if the controls fail. The process must find
+        the planted delay, and no difference between equal arms. Failed attempts are reported but do not
         count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
@@ -379,14 +384,15 @@ class _Session:
         raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The kernel's time over its own time, repeated, from all valid processes. It is only reported: the
-        controls judged each process by itself."""
+        """The ratio between two timings of the same kernel, over all valid processes. It is reported and
+        decides nothing, because the controls have judged each process."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
 
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
-        """Time one case in one process. ``attempt`` is set for a score with controls."""
+        """Time one case in one process. ``attempt``: the number of the attempt, for a timing with
+        controls."""
         controlled = attempt is not None
         arms, known = self._arms(), self.quack.get(case.name)
         race = Benchmark(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
@@ -397,7 +403,7 @@ class _Session:
         return found
 
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
-        """Raise InvalidMeasurement if an interrupted measurement continues on another machine, since a report
+        """Raise InvalidMeasurement if an interrupted measurement continues on another machine: a report
         covers one machine."""
         first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
@@ -438,7 +444,7 @@ class _Session:
             samples=samples,
         )
 
-    # What is asked for
+    # Cases, arms and jobs
 
     def _measured_cases(self) -> list[Case]:
         return [case for case in self.spec.cases if case.bench]
@@ -460,8 +466,8 @@ class _Session:
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
     def _job(self, case: Case) -> KernelCase:
-        """The job of a measured case on its tuned schedules, with every family of inputs if the fp64 oracle
-        is fast."""
+        """The job of a measured case on its tuned schedules. It covers every family of inputs if the fp64
+        oracle is fast enough."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.kernel.program, case.sizes).flops
@@ -470,14 +476,14 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        # With an incumbent, both kernels are tuned now, so that neither uses schedules found on another day,
-        # at other clocks or on another card.
+        # If there is an incumbent, both kernels are tuned now. Otherwise one of them could use schedules
+        # found on another day, at other clock rates or on another GPU.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
     def _to_race(self, case: Case) -> Known | None:
-        """The schedules to time: known good ones or, for an edited text, the incumbent's finalists. With
-        other schedules, the measurement would compare schedules and not texts."""
+        """The schedules to time: known good ones or, for edited code, the incumbent's finalists. With other
+        schedules, the measurement would compare schedules instead of code."""
         if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
@@ -486,16 +492,15 @@ class _Session:
         )
 
     def _rival(self, case: Case) -> KernelCase | None:
-        """The incumbent's job, on schedules that were tuned in this measurement; None without an
-        incumbent."""
+        """The incumbent's job, on schedules tuned in this measurement; None if there is no incumbent."""
         if self.kept is None:
             return None
         tuned = by_step(self._rival_tuned(case)["schedules"])
         return replace(self.kept.job(self.spec, case), schedules=(tuned,))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
-        """The result of tuning the incumbent. Raises InvalidMeasurement if it does not run here, which says
-        nothing about the candidate."""
+        """The result of tuning the incumbent. Raises InvalidMeasurement if the incumbent does not run here,
+        because that says nothing about the candidate."""
         assert self.kept is not None
         try:
             return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
@@ -507,9 +512,8 @@ class _Session:
         return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
-        """Jobs for the unmeasured cases and the hidden sizes. Each runs on the ``tuned`` schedules that fit
-        it, or on one schedule of the compile gate if no tuned one fits. Without ``tuned``, it runs on all
-        schedules of the compile gate."""
+        """Jobs for the unmeasured cases and the hidden sizes. Each job runs on those ``tuned`` schedules that
+        fit its sizes, or on one schedule of the compile gate if none fits."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -528,7 +532,7 @@ class _Session:
         return jobs
 
     def _chosen(self) -> list[Schedules]:
-        """The schedules that tuning chose for the measured cases, without repeats."""
+        """The schedules that tuning chose for the measured cases, without duplicates."""
         every = [self._job(case).schedules[0] for case in self._measured_cases()]
         return [s for i, s in enumerate(every) if s not in every[:i]]
 
@@ -543,8 +547,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of each QuACK arm that has the same finalists in every process. An arm's finalists differ
-    between processes if QuACK's cache was emptied in between."""
+    """The finalists of those QuACK arms for which all processes agree. They differ if QuACK's cache was
+    emptied between two processes."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 
@@ -553,7 +557,7 @@ DEVICE = ("gpu", "uuid", "driver", "torch", "cuda", "multiprocessors")
 
 
 def _conditions(pieces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The device once, and clocks and power of each stage."""
+    """The device, listed once, and the clocks and power of each stage."""
     first = next(iter(pieces.values()), {})
     told = {key: first[key] for key in DEVICE if key in first}
     during = {n: {k: v for k, v in found.items() if k not in DEVICE} for n, found in pieces.items()}

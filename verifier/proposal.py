@@ -1,11 +1,11 @@
 """A proposed elementwise primitive: a person defines its meaning, and these functions judge an author's
 CuTeDSL.
 
-The meaning is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
-functions are put into a frame: the lowered text of a toy kernel that applies the primitive to an accumulator
-and to loaded tiles. The frame's ``loaded`` output, in fp32, comes from the exact function, whose error is
-limited in units in the last place at each point. Its ``fused`` output, in bf16, comes from the coarser
-variant, if there is one, and the error gate judges it.
+The definition is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
+functions are inserted into a toy kernel, called the frame. The frame is lowered code that applies the
+primitive to an accumulator and to loaded tiles. The frame's ``loaded`` output, in fp32, uses the exact
+function; its error at each point is limited in units in the last place (ulps). The ``fused`` output, in bf16,
+uses the coarser variant if there is one; the error gate judges it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SIZE = 256  # extent of the toy kernel's matrices: 65536 points per family, as m
 SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
 OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
 STAND_INS = ("abs", "maximum", "where")  # existing operations with one, two and three arguments
-LARGEST = (2 - 2.0**-23) * 2.0**127  # of fp32
-USUAL = 8.0  # the range in which activations are used
+LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite fp32 number
+USUAL = 8.0  # activations usually lie between minus and plus this
 SCOPE = (
     "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
     "width or a table is a family's own work (primitives/lang/ops/reductions.py, tiles.py, stateful.py)"
@@ -58,9 +58,9 @@ class Proposal(Model):
 
     ``reference``: an expression of the arguments with torch's names. ``domain``: the closed interval of each
     argument on which the reference must hold; by default all of fp32 except NaN. ``ulps``: the allowed error
-    of the exact function in units in the last place of the truth, at an argument within two units of the
-    given one. ``derivative_of``: the operation whose derivative with respect to its first argument this
-    primitive is. ``example``: a line of a kernel that uses the primitive.
+    of the exact function, in units in the last place of the truth. The truth may be taken at any argument
+    within two ulps of the given one. ``derivative_of``: the operation of which this primitive is the
+    derivative, with respect to the first argument. ``example``: a line of a kernel that uses the primitive.
     """
 
     name: str
@@ -127,18 +127,18 @@ class Proposal(Model):
 
     @property
     def meaning(self) -> str:
-        """The source text of the function with which the interpreter evaluates the primitive."""
+        """Source text of the function that the interpreter evaluates for the primitive."""
         return f"lambda torch, {', '.join(self.arguments)}: {self.text}"
 
     def truth(self, *arguments: Tensor) -> Tensor:
-        """The reference on these tensors, in their dtype."""
+        """Evaluate the reference on these tensors, in their dtype."""
         import torch
 
         found: Tensor = _function(self.meaning)(torch, *arguments)
         return found
 
     def interval(self, argument: str) -> tuple[float, float]:
-        """An argument's interval, in fp32 numbers."""
+        """An argument's interval, with ends in fp32."""
         return self.domain.get(argument, (-math.inf, math.inf))
 
     # The frame
@@ -164,8 +164,8 @@ class Proposal(Model):
         )
 
     def program(self, spec: Spec, operation: str = "") -> Program:
-        """The toy kernel with ``operation`` in the primitive's place, or else an existing operation with as
-        many arguments. Its reads, writes and launches are the same with any of them."""
+        """The toy kernel with ``operation`` in the primitive's place; by default with an existing operation
+        that has as many arguments. The choice does not change its reads, writes and launches."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -180,8 +180,8 @@ class Proposal(Model):
         return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
-        """The toy kernel's lowered text with an author's functions in it. If the vocabulary has the primitive
-        already, its own functions are not imported, since the author's functions replace them."""
+        """The toy kernel's lowered code with an author's functions in it. If the vocabulary already has the
+        primitive, its own functions are not imported; the author's functions replace them."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
@@ -191,7 +191,7 @@ class Proposal(Model):
 
     @contextmanager
     def _operation(self, fast: bool) -> Iterator[None]:
-        """Add the primitive to the vocabulary inside the with block, only to lower the frame."""
+        """Within the ``with`` block, add the primitive to the vocabulary; used only to lower the frame."""
         exact, coarse = self.templates(fast)
         there = OPERATIONS.pop(self.name, None)
         infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
@@ -204,19 +204,19 @@ class Proposal(Model):
                 OPERATIONS[self.name] = there
 
     def templates(self, fast: bool) -> tuple[str, str | None]:
-        """The operation's templates ``cute`` and ``fast``, which call the author's functions."""
+        """The operation's code templates ``cute`` and ``fast``, which call the author's functions."""
         places = ", ".join(f"{{{i}}}" for i in range(len(self.arguments)))
         return f"{self.name}({places})", f"{self.name}_fast({places})" if fast else None
 
 
 @cache
 def _function(meaning: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = eval(meaning)  # the owner's text is trusted, as a spec's reference is
+    function: Callable[..., Any] = eval(meaning)  # the owner's text is trusted, like a spec's reference
     return function
 
 
 def load(path: str | Path, new: bool = True) -> Proposal:
-    """Read a proposal. If it is ``new``, also check its reference, and that the vocabulary lacks it. Raises
+    """Read a proposal. ``new``: also check its reference, and that the vocabulary lacks it. Raises
     SpecError."""
     return read(path, Proposal, _check if new else lambda made: None)
 
@@ -235,7 +235,7 @@ def imports(source: str) -> str:
 
 
 def parse(text: str) -> Proposal:
-    """Parse a proposal from a run's journal, which was checked before. Raises SpecError."""
+    """Parse a proposal from a run's journal; it was checked when the run began. Raises SpecError."""
     return of_text(Path("the run's proposal"), text, Proposal, lambda made: None)
 
 

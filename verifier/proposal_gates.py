@@ -33,11 +33,11 @@ UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
-    """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a compile in
-    confinement."""
+    """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a confined
+    compilation."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", source
-    )  # tells an audit hook, as for edited CuTeDSL, about code that must not run anywhere else
+    )  # for the audit hook: this code must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
@@ -63,7 +63,7 @@ def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
 
 
 def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
-    """Evaluate the functions as written, with each operation rounded to fp32, and judge the results."""
+    """Evaluate the functions with each operation rounded to fp32, and judge the results."""
     drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
     calls: list[tuple[bool, list[torch.Tensor]]] = []
     for inputs in drawn.values():
@@ -128,8 +128,8 @@ def _conditions() -> dict[str, Any]:
 def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
-    """Run the GPU gates: compare the kernel that calls the functions with fp64, and its repeated runs bit for
-    bit."""
+    """Run the GPU gates on the kernel that calls the functions: compare it with fp64, and repeated runs bit
+    for bit."""
     from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)

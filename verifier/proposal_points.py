@@ -1,7 +1,5 @@
-"""Judge a proposed primitive's outputs: the points at which the frame is run, and the errors allowed there.
-
-Each family of points is drawn within the proposal's domain. The oracle is the proposal's reference in fp64.
-"""
+"""Judge a proposed primitive's outputs: choose the points at which the frame runs, and limit the errors
+there."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ if TYPE_CHECKING:
 ULP = 2.0**-23
 BACKWARD = 2 * ULP  # the function may be evaluated at this relative distance from a point
 TINY = 2.0**-126  # the smallest normal number of fp32
-FLUSHED = 2.0**-100  # results below this may be zero, such as a reciprocal of a number just below overflow
+FLUSHED = 2.0**-100  # results below this may be zero, such as the reciprocal of a number just below overflow
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 
 
 def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
-    """Draw the frame's inputs from a family of points. Usual values replace points at which the reference is
-    undefined (NaN)."""
+    """Draw the frame's inputs from a family of points. Points at which the reference is undefined (NaN) are
+    replaced by usual values."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +60,7 @@ def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
 
 
 def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tensor:
-    """Draw from all magnitudes of fp32 within the interval."""
+    """Draw fp32 numbers of all magnitudes within the interval."""
     import torch
 
     low, high = interval
@@ -75,8 +73,8 @@ def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tenso
 
 
 def _edges(interval: tuple[float, float]) -> list[float]:
-    """Zeros, denormals, powers of two, large numbers, infinities, and the interval's ends with their
-    neighbours."""
+    """Zeros, denormals, powers of two, large numbers, infinities, and the interval's ends with neighbouring
+    numbers."""
     import torch
 
     low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
@@ -123,8 +121,8 @@ def errors_of(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """The exact function's largest error over all points, in units in the last place, beyond what its
-    arguments' own last places explain. Raises Failed if it exceeds the proposal's bound."""
+    """The exact function's largest error over all points, in ulps, beyond the error that rounding its
+    arguments explains. Raises Failed if it exceeds the proposal's bound."""
     import torch
 
     wide = [a.double() for a in arguments]

@@ -1,8 +1,8 @@
 """Check that a committed kernel's evidence covers the committed files.
 
-The kernel is traced and lowered again, and every hash is compared, because a report is evidence for something
-else if the kernel, program, lowered text or spec was edited later. ``report_audit`` checks a report's figures
-against each other. This needs the jail, but no GPU, since nothing is timed again.
+The kernel is traced and lowered again, and every hash is compared. If the kernel, program, lowered code or
+spec was edited later, the report says nothing about it. ``report_audit`` checks a report's figures against
+each other. This needs the jail, but no GPU, because nothing is timed again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UNTOLD = f"it does not say which kernel was {KEPT}, and on which schedules"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:
-    """The faults in the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty if there are none. With
-    ``edited``, the evidence is that of ``kernels/NAME.raw.*``, whose CuTeDSL an author edited.
+    """The faults in the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty if there are none.
+    ``edited``: check ``kernels/NAME.raw.*`` instead, whose CuTeDSL an author edited.
 
     Raises JailUnavailable if nothing can be traced.
     """
@@ -62,7 +62,8 @@ def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> 
 
 
 def _text(path: Path) -> str:
-    with path.open(encoding="utf-8", newline="") as file:  # keep line ends, which are hashed
+    # keep line ends as they are, because they are hashed
+    with path.open(encoding="utf-8", newline="") as file:
         return file.read()
 
 
@@ -89,13 +90,14 @@ def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
     if isinstance(traced, Rejected):
         place = f"{name}.py:{traced.line}" if traced.line else f"{name}.py"
         return [f"{place}: rejected ({traced.code}): {traced.message}"]
-    if traced.program._replace(schedule=program.schedule).hash == program.hash:  # a source has no schedules
+    # a source specifies no schedules
+    if traced.program._replace(schedule=program.schedule).hash == program.hash:
         return []
     return [f"{name}.py traces to another program than {name}.program.json: accept a run of it"]
 
 
 def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[str]:
-    """Check that the program lowers to the measured text."""
+    """Check that the program lowers to the code that was measured."""
     lowered, found = lower(program), []
     if lowered.text != text:
         found.append(f"{name}.program.json lowers to another text than {name}.cutedsl.py: measure again")
@@ -103,8 +105,8 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
 
 
 def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
-    """Check that the text edited by an author belongs to the kernel's own program (schedules may differ), and
-    is the text that was measured."""
+    """Check that the edited code belongs to the kernel's own program (schedules may differ), and that it was
+    measured."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
         found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
@@ -124,8 +126,8 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 
 def _beaten(name: str, report: Accepted) -> list[str]:
-    """Check from the report's samples that the edited text is faster in some case than the text that it was
-    to replace, and slower in none. The report names that text (the program's own, or an edit that beat it)
+    """Check from the report's samples that the edited code is faster in some case than the code that it
+    replaces, and slower in none. The report names the replaced code (the program's own, or an earlier edit)
     and its tuning."""
     ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
@@ -141,7 +143,7 @@ def _beaten(name: str, report: Accepted) -> list[str]:
 
 
 def _gates(name: str, report: Accepted) -> list[str]:
-    """Check that every gate passed. An edited text has the gate ``edit`` instead of ``trace``."""
+    """Check that every gate passed. Edited code has the gate ``edit`` instead of ``trace``."""
     passed = {gate.gate for gate in report.gates}
     wanted = RAW_GATES if report.identity.raw else GATES
     return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

@@ -1,7 +1,7 @@
 """Reports on one kernel: ``Accepted | Checked | Rejected``, discriminated by ``status``.
 
-Each report has only the fields of its status. Times are in milliseconds. Ratios are another arm's time over
-the candidate's, so above 1 the candidate is faster. Intervals have the stated confidence.
+Each report has only the fields of its status. Times are in milliseconds. A ratio is another arm's time over
+the candidate's, so the candidate is faster if it is above 1. Intervals have the stated confidence.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-RAW_GATES = ("edit", *GATES[1:])  # gates for an edited text; its program was traced before
-# gates of a primitive's functions
+# gates for lowered code that an author edited; its program was traced before
+RAW_GATES = ("edit", *GATES[1:])
+# gates for the functions of a proposed primitive
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
-# The version of the measurement protocol, used since 2026-11-23; every stricter protocol gets the next one.
+# The version of the measurement protocol, in use since 2026-11-23. Each stricter protocol increments it.
 PROTOCOL = 5
-TYPICAL_ALONE = 4  # the last protocol without stretched inputs; its reports are valid until they are renewed
+# the last protocol that tested only typical inputs; its reports stay valid until they are renewed
+TYPICAL_ALONE = 4
 
 CANDIDATE = "candidate"  # the arm that every timing has
 
-# Reports also come from files, so the numbers are bounded: computing with them must not overflow.
-Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, and ratios of them
+# Reports also come from files, so numbers are bounded to keep computations from overflowing.
+Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, or ratios of them
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
@@ -47,7 +49,7 @@ class _ReportModel(BaseModel):
 
 
 class Gate(_ReportModel):
-    """A passed gate: its seconds, figures, and findings that do not reject."""
+    """A passed gate: its duration in seconds, its figures, and findings that do not reject the kernel."""
 
     gate: str
     seconds: Seconds
@@ -57,7 +59,7 @@ class Gate(_ReportModel):
 
 class Identity(_ReportModel):
     """The identity of the measured kernel: SHA-256 of spec, program and lowered text, and versions of
-    packages. ``raw`` says whether the lowered text was edited by an author."""
+    packages. ``raw``: whether an author edited the lowered code."""
 
     spec: str
     spec_hash: str
@@ -72,7 +74,7 @@ class Identity(_ReportModel):
 
 
 class Ratio(_ReportModel):
-    """A ratio with its confidence interval, which encloses both Student's interval over processes and the
+    """A ratio with its confidence interval, which is the union of Student's interval over processes and the
     bootstrap's.
 
     ``detectable``: the smallest relative difference that this measurement could detect.
@@ -86,13 +88,14 @@ class Ratio(_ReportModel):
 
 
 class Timing(_ReportModel):
-    """One measured case: schedules by step, each arm's median, and each arm's ratio to the candidate.
+    """One measured case. It has the schedules by step, each arm's median, and each arm's ratio to the
+    candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
     timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: if the kernel has
     several parts, the milliseconds of each part when it runs alone, under the roofline's names.
-    ``finalists``: by step, the last candidates of tuning, fastest first. ``kept_schedules``: the schedules to
-    which the kernel that the candidate would replace was tuned in this measurement. ``quack``: the
+    ``finalists``: by step, the last candidates of tuning, fastest first. ``kept_schedules``: the tuned
+    schedules, from this measurement, of the kernel that the candidate would replace. ``quack``: the
     ``finalists`` of each QuACK arm, by stage; the arm ran on the first of them.
     """
 
@@ -139,7 +142,7 @@ class Authorship(_ReportModel):
 
 
 class Rejected(_ReportModel):
-    """A candidate that failed a gate: a message that tells the author why, the evidence, and the gates passed
+    """A candidate that failed a gate: the message for its author, the evidence, and the gates that it passed
     before."""
 
     status: Literal["rejected"] = "rejected"
@@ -171,9 +174,9 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_ReportModel):
-    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings from before
-    protocols had numbers. ``rival``: the hash of the lowered text that the candidate was to replace, if there
-    was one. ``renewed``: when, and on which machine, a later protocol repeated numerics and stability."""
+    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings older than the
+    numbering. ``rival``: the hash of the lowered code that the candidate was to replace, if any. ``renewed``:
+    the time and machine of a later repetition of numerics and stability under a newer protocol."""
 
     protocol: int = 0
     identity: Identity
@@ -182,19 +185,19 @@ class _Measurement(_ReportModel):
     timings: tuple[Timing, ...]
     conditions: dict[str, Any]
     controls: tuple[dict[str, Any], ...] = ()
-    seconds: dict[str, Seconds] = Field(default_factory=dict)  # by stage of the measurement
+    seconds: dict[str, Seconds] = Field(default_factory=dict)  # by stage
     seeds: dict[str, int]
     renewed: dict[str, str] = Field(default_factory=dict)
     date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
-        """The schedules of QuACK's arms by case, from the timings that have such arms."""
+        """The schedules of QuACK's arms by case, for the cases that have such arms."""
         gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
 
 class Unmeasured(_ReportModel):
-    """An invalid measurement, which gives no verdict on the kernel: the reason and the evidence."""
+    """An invalid measurement, with the reason and the evidence. It says nothing about the kernel."""
 
     status: Literal["unmeasured"] = "unmeasured"
     reason: str
@@ -209,9 +212,9 @@ class Measured(_Measurement):
 
 
 class Accepted(_Measurement):
-    """A kernel that passed all gates, including the GPU's: correct, stable, measured, and faster than the
-    spec demands on every deciding case. If all measured cases are ``bench: report`` (as for fp8), no case
-    decides, and the report claims nothing about speed."""
+    """A kernel that passed all gates: it is correct, stable, measured, and faster than the spec demands on
+    every deciding case. If all measured cases are ``bench: report`` (as for fp8), no case decides, and the
+    report makes no claim about speed."""
 
     status: Literal["accepted"] = "accepted"
     authorship: Authorship | None = None

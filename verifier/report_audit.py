@@ -1,7 +1,7 @@
-"""Audit a report: derive its claims again from its own samples, by the gates' rules.
+"""Audit a report: recompute its claims from its own samples, by the gates' rules.
 
-Anyone can edit a report's file. So every derived figure is computed again, and everything that the protocol
-demands must be present and within limits. Times are in milliseconds.
+Anyone can edit a report's file. So every derived figure is recomputed, and everything that the protocol
+demands must be present and within its limits. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
 
-# Fields that every schedule must have. Fields that were added later are missing in older reports.
+# Fields that every schedule must have. Older reports lack fields that were added later.
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
-ROUNDED = 1e-4  # tolerance for numerics' rounded figures, and for the kernel's ratio to itself
+# tolerance for rounded figures of numerics, and for the ratio between timings of the same kernel
+ROUNDED = 1e-4
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -62,7 +63,7 @@ class _Steady(BaseModel):
 
 
 class _Control(BaseModel):
-    """One process's controls: the candidate against itself, without and with a planted delay."""
+    """One process's controls: the ratios of the candidate to itself, without and with a planted delay."""
 
     process: int
     case: str
@@ -76,8 +77,8 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not support, and every demand of the protocol that the report
-    does not meet."""
+    """Every claim that the report's figures do not support, and every requirement of the protocol that it
+    misses."""
     if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
@@ -93,10 +94,10 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
 
 
 def of_samples(timing: Timing, arm: str) -> Ratio | None:
-    """The arm's ratio to the candidate, computed again from the samples; None if there are too few."""
+    """Recompute the arm's ratio to the candidate from the samples; None if there are too few."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError, InvalidMeasurement):  # samples are missing, too few, or no durations
+    except (KeyError, ValueError, InvalidMeasurement):  # samples are missing, too few, or not durations
         return None
 
 
@@ -110,7 +111,7 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that each measured case was timed once, at its sizes, against every arm, with samples that
+    """Check that each measured case was timed once, at its sizes, against every arm, and that the samples
     reproduce its figures."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
@@ -141,8 +142,7 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
-    """Check that each step has a valid schedule, and that the program's own schedules are those that were
-    timed."""
+    """Check that each step has a valid schedule, and that the program's own schedules were the ones timed."""
     steps = {step.index for step in cut(program).gemms}
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
@@ -209,16 +209,16 @@ def _sampled(t: Timing) -> list[str]:
 
 
 def _median(rows: Rows) -> float:
-    """The median as a report computes it; NaN, which equals nothing, if there are no samples."""
+    """The median as a report computes it; NaN if there are no samples."""
     try:
         return round(central(rows), 5)
-    except (ValueError, ZeroDivisionError, InvalidMeasurement):  # samples are missing, or no durations
+    except (ValueError, ZeroDivisionError, InvalidMeasurement):  # samples are missing, or not durations
         return math.nan
 
 
 def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that the decision is the same if it is taken again on the report's timings: the kernel is
-    accepted, with the same figures."""
+    """Check that deciding again on the report's timings gives the same result: acceptance, with the same
+    figures."""
     figures: dict[str, Any] = {}
     try:
         decide(spec, program, report.timings, figures)
@@ -235,8 +235,8 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that each process timed every case, found the planted delay, and found no difference between the
-    kernel and itself."""
+    """Check each process: it timed every case, found the planted delay, and found no difference between two
+    timings of the kernel."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
@@ -255,7 +255,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
-    """Check that a process's last attempt has no faults, and that each earlier attempt has some."""
+    """Check that a process's last attempt is valid, and that each earlier attempt is not."""
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
@@ -266,15 +266,14 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
 
 
 def _encloses(i: Interval) -> bool:
-    """Whether the interval encloses its estimate and the intervals of both methods, bootstrap and Student's
-    t."""
+    """Whether the interval encloses its estimate and both methods' intervals (bootstrap and Student's t)."""
     lows, highs = zip(i.bootstrap, i.student, strict=True)
     return min(lows) == i.low <= i.estimate <= i.high == max(highs)
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
     """Check that each case has a stage in the measurement, with clocks and power read in every round. The
-    case on which the controls ran has a stage that is named after them."""
+    stage of the case with controls is named after the controls."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
@@ -304,9 +303,9 @@ def _rounds(report: Accepted, case: str, process: int) -> int | None:
 
 
 def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
-    """Check that the ratio of the kernel to itself in the benchmark gate follows from the processes'
-    controls. The ratio's interval cannot be computed again, since it also depends on the controls' rounds,
-    which reports lack."""
+    """Check that the benchmark gate's ratio of the kernel to itself follows from the processes' controls. The
+    ratio's interval cannot be recomputed, because it also depends on the controls' rounds, which reports do
+    not contain."""
     try:
         told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
         made = compared(
@@ -369,7 +368,7 @@ def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dic
 
 
 class _Lacking(Exception):
-    """A gate lacks a case's figures, or has invalid ones."""
+    """A case's figures are missing from a gate, or invalid."""
 
 
 def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read]) -> _Read:
@@ -388,7 +387,7 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
 def _families(
     spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
 ) -> tuple[str, ...]:
-    """The families of inputs that a protocol tries on a case: fewer for a large case, or for a single row."""
+    """The families of inputs that a protocol runs on a case; a large case or a single row has fewer."""
     from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
 
     if case == ONE_ROW:

@@ -1,9 +1,9 @@
 """Ratios of interleaved samples, with confidence intervals.
 
-Both arms of a round run at the same clocks and temperature. So a ratio is the median of the rounds' ratios,
-in which drift cancels, and the kernels' difference and noise remain. A ratio of medians would include drift,
-because the two medians come from different mixtures of clocks if the clock changes. Differences between
-processes (addresses, neighbours) do not show within one process, so ``across`` samples whole processes.
+Both arms of a round run at the same clock rate and temperature. The reported ratio is the median of the
+rounds' ratios, in which drift cancels. A ratio of two medians would include drift: if the clock rate changes,
+the two medians come from different mixtures of clock rates. Differences between processes (addresses, other
+load) are invisible within one process, so ``across`` samples whole processes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
-POWER = 0.8  # the probability of finding a difference that is called detectable
-TRIM = 0.2  # share of rounds cut at each end (Yuen's choice), so that a few host hiccups do not decide
+POWER = 0.8  # the probability that a measurement finds a difference which is called detectable
+# fraction of rounds dropped at each end (Yuen's choice), so that a few delays of the host do not decide
+TRIM = 0.2
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its two-sided confidence interval: ``low`` and ``high`` enclose the intervals of both
-    methods."""
+    """A ratio with its two-sided confidence interval: from ``low`` to ``high``, the union of both methods'
+    intervals."""
 
     estimate: float
     low: float
@@ -41,8 +42,8 @@ class Interval:
 def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
     """The median over rounds i of a[i] / b[i], two samples in the same unit.
 
-    If ``a`` holds a baseline's seconds and ``b`` a candidate's, the median is the speedup, and ``low`` the
-    speedup that one may claim. The bootstrap resamples rounds (percentile interval). The cross-check is
+    If ``a`` is a baseline's time and ``b`` a candidate's, the median is the speedup, and ``low`` is the
+    speedup that may be claimed. The bootstrap resamples rounds (percentile interval). The cross-check is
     Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive
     samples.
     """
@@ -62,11 +63,11 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
 def across(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """The geometric mean of several processes' ratios. A pair holds the samples of both arms in one process.
+    """The geometric mean of several processes' ratios. Each pair has the samples of both arms in one process.
 
-    The interval is that of Student's t on the processes' log ratios. The cross-check is a bootstrap that
-    resamples processes, and then rounds within them. Raises ValueError as ``ratio`` does, and for fewer than
-    two processes.
+    The interval is Student's t on the processes' log ratios. The cross-check is a bootstrap, which resamples
+    processes and then the rounds within each. Raises ValueError in the same cases as ``ratio``, and for fewer
+    than two processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) do not show how processes spread; measure in at least 2")
@@ -87,8 +88,8 @@ def across(
 
 
 def through(first: Interval, second: Interval) -> Interval:
-    """The ratio a / c, from the ratios a / b and b / c of two measurements that share arm b. The
-    measurements' errors are independent, so the squares of the half-widths are added, in logarithms."""
+    """The ratio a / c, from two measurements of a / b and b / c. Their errors are independent, so the
+    half-widths are combined as the root of the sum of squares, in logarithms."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         centre = math.log(first.estimate) + math.log(second.estimate)
@@ -126,8 +127,8 @@ def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[flo
 
 @lru_cache(1024)  # reports, tables and audits ask for the same ratios again
 def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int) -> tuple[float, float]:
-    """The bootstrap's interval: percentiles of the mean, over resampled processes, of resampled rounds'
-    medians."""
+    """The bootstrap's percentile interval: resample processes, resample each one's rounds, and take the mean
+    of the medians."""
     rounds = {len(row) for row in rows}
     means = sorted(_equal_draws(rows, seed) if len(rounds) == 1 else _draws(rows, seed))
     tail = (1 - confidence) / 2
@@ -136,7 +137,7 @@ def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int
 
 
 def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """The means whose percentiles ``_bootstrap`` takes."""
+    """The bootstrap's means, whose percentiles ``_bootstrap`` takes."""
     draw = random.Random(seed)
     return [
         fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
@@ -145,9 +146,9 @@ def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
 
 
 def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """Compute the same numbers as ``_draws``, to the last bit, several times as fast, for rows of equal
-    length. NumPy's Mersenne Twister, set to the state of Python's, draws the same random numbers."""
-    import numpy as np  # imported here, since half of this module's users need no bootstrap
+    """Compute exactly the numbers of ``_draws``, several times as fast, for rows of equal length. NumPy's
+    Mersenne Twister, set to the state of Python's, draws the same random numbers."""
+    import numpy as np  # imported here, because half of this module's users need no bootstrap
 
     _, (*state, position), _ = random.Random(seed).getstate()
     twister = np.random.RandomState()
@@ -175,7 +176,7 @@ def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
 @lru_cache(256)
 def student_quantile(confidence: float, freedom: int) -> float:
     """t with P(|T| <= t) = confidence for ``freedom`` degrees of freedom (0.95, 29 -> 2.0452)."""
-    low, high = 0.0, math.pi / 2  # search for the angle atan(t / sqrt(freedom)), which is bounded, unlike t
+    low, high = 0.0, math.pi / 2  # search for the angle atan(t / sqrt(freedom)): it is bounded, unlike t
     while high - low > 1e-13:
         middle = (low + high) / 2
         low, high = (middle, high) if _student_mass(middle, freedom) < confidence else (low, middle)

@@ -1,6 +1,6 @@
 """Time several arms interleaved on one GPU, each call from a cold L2 by default.
 
-Every round runs every arm once in a random order, so that clocks, temperature and other load affect all arms
+Every round runs every arm once in random order, so clock rate, temperature and other load affect all arms
 equally. ``verifier.statistics.ratio`` then compares round by round. The GPU's clocks are never set.
 """
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 
-FEWEST = 12  # rounds of a measurement
+FEWEST = 12  # least number of rounds in a measurement
 Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things to time. ``call`` launches its work on the current CUDA stream and does not wait for
+    """One implementation to time. ``call`` launches its work on the current CUDA stream and does not wait for
     it. ``before`` launches work ahead of each ``call``, before the flush, and is not timed."""
 
     name: str
@@ -34,7 +34,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Samples:
-    """The seconds of one arm, in the order of the rounds: sample i of every arm is from round i."""
+    """The seconds of one arm, in order of rounds: sample i of every arm is from round i."""
 
     name: str
     seconds: tuple[float, ...]
@@ -51,21 +51,21 @@ class Clock(Protocol):
         """The time on the host, in seconds."""
 
     def flush(self) -> None:
-        """Enqueue the eviction of everything from the L2."""
+        """Enqueue an operation that evicts everything from the L2."""
 
     def start(self) -> int:
-        """Mark the start of a timed region; the host may enqueue the region's work before the device gets
-        there."""
+        """Mark the start of a timed region. The host may enqueue the region's work before the device reaches
+        it."""
 
     def stop(self, mark: int) -> None:
         """Mark the end of a timed region."""
 
     def turn(self) -> tuple[float, ...]:
         """End a round, and wait for the previous round. Returns the seconds of the previous round's regions
-        in order, or nothing if they were drained."""
+        in order; nothing if ``drain`` has returned them."""
 
     def drain(self) -> tuple[float, ...]:
-        """Wait for the round that ended last; return the seconds of its regions."""
+        """Wait for the last ended round; return the seconds of its regions."""
 
 
 def measure(
@@ -83,17 +83,17 @@ def measure(
 
     ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order of the
     arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
-    first one round, whose first calls compile, then ``warmup_seconds`` of rounds. It is long because a GPU
-    slows down over seconds as it reaches its power limit, and not equally for every kernel. After ``longest``
-    seconds no further round begins, unless there are fewer than FEWEST. Raises ValueError without arms or
-    rounds, and for repeated names.
+    one round in which first calls compile, then ``warmup_seconds`` of rounds. The warm-up is long because a
+    GPU slows down over seconds as it reaches its power limit, and some kernels slow down more than others.
+    After ``longest`` seconds no further round begins, unless there are fewer than FEWEST. Raises ValueError
+    if there are no arms or rounds, or if names repeat.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
     _warm_up(arms, warmup_seconds, cold, clock)
     shuffled = random.Random(seed)
     orders: list[Sequence[Arm]] = []
-    seconds = []  # the previous round is timed while this one runs, so that the device always has work
+    seconds = []  # the previous round is read while this one runs, so that the device always has work
     end = clock.now() + longest
     while len(orders) < rounds and (len(orders) < FEWEST or clock.now() < end):
         orders.append(shuffled.sample(arms, len(arms)))
@@ -120,7 +120,7 @@ def _check(arms: Sequence[Arm], rounds: int) -> None:
 
 def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> None:
     _round(arms, cold, clock)
-    clock.drain()  # the first round compiles, which must not count as heating
+    clock.drain()  # the first round compiles, which must not count as warm-up
     begin = clock.now()
     turn = 0
     while clock.now() - begin < seconds:
@@ -144,18 +144,18 @@ def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
 class CudaClock:
     """CUDA events on the current stream of the current device.
 
-    The host enqueues each region before the device enters it, since launch latency belongs to the host and is
-    measured by ``host_time``. The host is a round ahead. Unless a round takes the device more than twice as
-    long as the host, a spin on the device precedes each region. Only regions count as the device's time, but
-    everything that a round enqueues counts as the host's, so flushes and ``before`` calls lengthen the host's
-    lead. Longer kernels run back to back, without a spin, because an H100 that idles between them saves power
-    for clocks that no training step reaches.
+    The host enqueues each region before the device reaches it, so launch latency is not included;
+    ``host_time`` measures it. The host is one round ahead. The device spins before each region, unless a
+    round takes the device more than twice as long as the host. Here the device's time is that of the regions
+    only. The host's time is that of everything that a round enqueues, including flushes and ``before`` calls.
+    Longer kernels run back to back without a spin: an H100 that idles between kernels saves power, and then
+    reaches clock rates that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6
-    MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for this long
-    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; or twice the L2, if that is more
-    CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that a spin is never too short
+    MAX_HEAD_START = 5e-3  # limit for a first call that compiles, during which the GPU must not idle longer
+    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; more if twice the L2 is more
+    CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that no spin is too short
 
     def __init__(self) -> None:
         import torch
@@ -164,17 +164,17 @@ class CudaClock:
         size = max(self.FLUSH_BYTES, 2 * properties.L2_cache_size)
         self._scratch = torch.empty(size // 4, dtype=torch.int32, device="cuda")
         self._regions: list[Region] = []
-        self._before: list[Region] = []  # regions of the round that ended last
+        self._before: list[Region] = []  # regions of the last ended round
         self._entered = 0.0
         self._spin = self.MIN_HEAD_START
-        self._longest = 0.0  # most host seconds that a region of this round took to enqueue
+        self._longest = 0.0  # the most host seconds that enqueuing a region of this round took
         self._turned = time.perf_counter()
 
     def now(self) -> float:
         return time.perf_counter()
 
     def flush(self) -> None:
-        self._scratch.fill_(1)  # written by a kernel; a memset might take another path
+        self._scratch.fill_(1)  # written by a kernel, because a memset might take another path
 
     def start(self) -> int:
         import torch
@@ -212,11 +212,11 @@ class CudaClock:
 def host_time(
     call: Callable[[], object], n: int = 200, *, synchronize: Callable[[], object] | None = None
 ) -> float:
-    """Seconds that the host spends in ``call``: the median of ``n`` calls, with the device drained between
-    them.
+    """Seconds that the host spends in ``call``: the median of ``n`` calls. The device finishes each call
+    before the next.
 
-    With small inputs this is the cost of a launch. Without draining, the host would wait for a full launch
-    queue, and the time would be the device's.
+    With small inputs this is the cost of a launch. Otherwise the host would wait for a full launch queue, and
+    the result would be the device's time.
     """
     if n < 1:
         raise ValueError(f"{n} calls give no median; use at least 1")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
     from coda_agent.verifier.measure import Checkpoint, MeasureOptions
 
-MAX_STEPS = 16  # matmuls of a kernel; each is compiled and tuned separately
+MAX_STEPS = 16  # limit on the matmuls of a kernel; each is compiled and tuned separately
 
 
 class Verdict(NamedTuple):
@@ -50,8 +50,8 @@ def check(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Verdict:
-    """Trace a source in the jail, then run the gates contract, interpret and compile (for sm_90a), without a
-    GPU. ``schedules`` are the author's, by step."""
+    """Trace a source in the jail, then run the gates contract, interpret and compile. Compiling for sm_90a
+    needs no GPU. ``schedules``: the author's schedules by step."""
     found = examine(spec, source, schedules=schedules, weak_jail=weak_jail, progress=progress)
     return (
         Verdict(found, None)
@@ -61,7 +61,7 @@ def check(
 
 
 class Examined(NamedTuple):
-    """A program that passed the gates before the compiler, with the source line of each node."""
+    """A program that passed the gates before compile, with the source line of each node."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -108,12 +108,12 @@ def check_edited(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """Run the gates on a program's lowered text that an author edited: edit instead of trace, then the others
-    of ``check``. The text compiles in confinement, also on the ``tuned`` schedules. Only a GPU can show its
-    results."""
+    """Run the gates on lowered code that an author edited: the gate edit in place of trace, then the other
+    gates of ``check``. The code is compiled in confinement, also on the ``tuned`` schedules. Its results can
+    be checked only on a GPU."""
     sys.audit(
         "coda_agent.verifier.verify.check_edited", text
-    )  # tells an audit hook about code that must not run anywhere else
+    )  # for the audit hook: this code must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
@@ -139,14 +139,14 @@ def verify(
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """Run all gates that this machine can run. With ``gpu``, that includes ``verifier.measure.measure``,
-    which stores finished stages in ``keep`` and starts from ``quack``'s known schedules."""
+    """Run all gates that this machine can run. ``gpu``: also run ``verifier.measure.measure``, which stores
+    finished stages in ``keep`` and first tries ``quack``'s known schedules."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure, start_workers
 
     with ExitStack() as stack:
-        # The workers start first, because their imports take as long as the gates of ``check``.
+        # The workers start first, because importing takes them as long as ``check`` takes.
         ahead = [stack.enter_context(worker) for worker in start_workers()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
@@ -188,7 +188,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Run only the gates contract and interpret, on an existing program; None if it passes both."""
+    """Run only the gates contract and interpret on an existing program. Returns None if it passes both."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:
@@ -213,7 +213,7 @@ def _unmeasured() -> str:
 
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
-    """Check the hardware's demands on names and shapes; type inference has checked the rest."""
+    """Check the hardware's requirements on names and shapes; type inference has checked the rest."""
     from coda_agent.primitives.compiler.probe_schedules import candidates, fits
     from coda_agent.primitives.lang.partition import cut
     from coda_agent.primitives.runtime.launchable import alignment_errors
@@ -250,8 +250,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The nodes that a message is about: the node of the output that it names first, or the nodes that read
-    the input that it names first."""
+    """The nodes that a message is about: those of the output or input that it names first."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]
@@ -298,7 +297,7 @@ _VALUE = re.compile(r"\bn(\d+)_\d+ =")
 
 
 def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
-    """The line of the kernel file that a compiler's message is about. The message quotes the lowered text, in
+    """The line of the kernel file that a compiler's message is about. The message quotes lowered code, in
     which values are named after nodes."""
     nodes = [int(found) for found in _VALUE.findall(words)]
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
@@ -318,8 +317,8 @@ def _compile_cases(
     schedules: Iterable[Schedule],
     lines: Sequence[int | None],
 ) -> Sequence[Resources]:
-    """Compile a kernel; return the compiler's report. Raises Failed with the compiler's message, and with the
-    line of the kernel file if that is known."""
+    """Compile a kernel; return the compiler's report. Raises Failed with the compiler's message and, if
+    known, the line of the kernel file."""
     from coda_agent.primitives.runtime.compile import report
 
     try:
@@ -337,7 +336,7 @@ def _compile_cases(
 def _left_out(
     program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
 ) -> list[str]:
-    """Findings on the tiles that are not compiled, because their epilogue leaves too little shared memory."""
+    """Findings on tiles that are not compiled because their epilogue leaves too little shared memory."""
     return [
         f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at_dims(shown)}: the tiles that it reads "
         "and returns leave that one no room in shared memory for the operands"
@@ -354,8 +353,8 @@ def compile_gate(
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
 ) -> None:
-    """Compile every step on the schedules that fit it, once for each set of static dims among the spec's
-    cases; compile vector kernels only once."""
+    """Compile every step on the schedules that fit it, once for each set of static dims in the cases. Vector
+    kernels are compiled only once."""
     schedules = tuple(schedules)
     several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
     resources: list[tuple[dict[str, int], Resources]] = []

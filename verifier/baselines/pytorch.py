@@ -1,8 +1,8 @@
 """PyTorch baselines: the plain formulation of a spec, compiled and eager, and cuBLAS's bare matmuls.
 
-``BASELINES`` has the builders by name. A builder takes (spec, sets of inputs, sizes) and returns one call per
-set. The call takes no arguments and launches the work on the current stream. QuACK's own kernels need a
-search over schedules, and are in ``verifier.baselines.quack``.
+``BASELINES`` maps names to builders. A builder takes (spec, sets of inputs, sizes) and returns one call per
+set. The call takes no arguments and launches the work on the current stream. QuACK's kernels need a search
+over schedules, so they are in ``verifier.baselines.quack``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torch.compile's "max-autotune" replays CUDA graphs, which first copy every input into the graph's own
-# memory. Users who keep inputs in place do not pay for that copy. The host launch time that graphs save is
-# not part of the timing anyway.
+# memory. Users who keep inputs in place do not pay for that copy. Graphs also save the host's launch time,
+# but our timing does not include that time.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
@@ -37,8 +37,8 @@ def compiled_call(
     *,
     backend: str = "inductor",
 ) -> Callable[[], dict[str, Tensor]]:
-    """The ``formulation`` under ``torch.compile``, with fullgraph and static shapes; it compiles on the first
-    call.
+    """The ``formulation`` under ``torch.compile``, with fullgraph and static shapes. The first call compiles
+    it.
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs).
     """
@@ -49,8 +49,7 @@ _steps: dict[tuple[Any, ...], Step] = {}
 
 
 def _compiled_step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
-    """The compiled function for a spec at these sizes, compiled once per process and shared by all sets of
-    inputs."""
+    """Compile a spec's function for these sizes, once per process; all sets of inputs share the result."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
         _steps[key] = _step(spec, sizes, mode, backend)
@@ -63,14 +62,14 @@ def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step
 
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
-    """A function under ``torch.compile``, with fullgraph and static shapes. It gets its own code object,
-    because Dynamo caches at most eight results per code object, and all specs and sizes would otherwise share
+    """Wrap a function in ``torch.compile``, with fullgraph and static shapes. The function gets its own code
+    object. Dynamo caches at most eight results per code object, and all specs and sizes would otherwise share
     one. Raises ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
-    # The compiler's report on every choice would flood our output, and refused configurations are a normal
-    # part of its search.
+    # The compiler would print a message for every choice. It also refuses some configurations, which is a
+    # normal part of its search.
     torch._inductor.config.autotune_num_choices_displayed = 0
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
@@ -83,34 +82,35 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
 def eager(
     spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> Callable[[], dict[str, Tensor]]:
-    """The ``formulation``, run by PyTorch without a compiler."""
+    """Run the ``formulation`` without a compiler."""
     return _bind(formulation(spec, sizes), spec, inputs)
 
 
 def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """A call that runs only the formulation's matmuls, in cuBLAS: ``torch.mm`` on operands with the same
-    values and layouts, with the same output dtypes, into outputs allocated beforehand. The formulation runs
-    once, to collect the matmuls.
+    """Return a call that runs only the formulation's matmuls, in cuBLAS. It uses ``torch.mm`` on operands
+    with the same values, layouts and output dtypes, and writes into preallocated outputs. The formulation
+    runs once, to collect the matmuls.
 
-    ``torch.mm`` takes no fp8 operands, so for these ``torch._scaled_mm`` is called with the formulation's
-    scales, output dtype and accumulation. cuBLAS applies the scales within the product; a bias is left out.
-    Raises ValueError for a formulation without a matmul.
+    ``torch.mm`` takes no fp8 operands, so these use ``torch._scaled_mm`` with the formulation's scales,
+    output dtype and accumulation mode. cuBLAS applies the scales within the matmul, without a bias. Raises
+    ValueError for a formulation without a matmul.
     """
     return matmuls(spec, [inputs], sizes)[0]
 
 
 def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
-    """One call of ``matmul`` per set of inputs, all into the same outputs."""
+    """One call of ``matmul`` per set of inputs. All calls write into the same outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
     return [partial(_multiplied, found, outs) for found in every]
 
 
 class Product(NamedTuple):
-    """A matmul of a formulation: a [M, K] and b [K, N] with any strides, and its output's dtype.
+    """A matmul of a formulation: operands a [M, K] and b [K, N] with any strides, and the output's dtype.
 
-    With ``ends``, rows up to each of these have a matrix each, b [E, K, N]. For fp8 operands, ``scales`` are
-    those of a and b, and ``fast_accum`` is as the formulation requests.
+    ``ends``: for a grouped matmul, the row at which each group ends; b is then [E, K, N], one matrix per
+    group. ``scales``: the scales of fp8 operands a and b. ``fast_accum``: the accumulation mode that the
+    formulation requests.
     """
 
     a: Tensor
@@ -125,7 +125,7 @@ class Product(NamedTuple):
         return self.a.new_empty(self.a.shape[0], self.b.shape[-1], dtype=self.dtype)
 
     def into(self, out: Tensor) -> None:
-        """Compute only this product again, into ``out`` if PyTorch's function takes one."""
+        """Compute only this matmul again, into ``out`` if PyTorch's function accepts an output buffer."""
         import torch
 
         if self.ends is not None:
@@ -173,13 +173,12 @@ def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequen
 
 
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
-    """The spec's ``baseline`` (or its ``reference`` without one), as a function of the input tensors in
-    order.
+    """The spec's ``baseline``, or its ``reference`` if it has no baseline, as a function of the input tensors
+    in order.
 
     Only outputs are cast to their declared dtypes, with saturation for fp8. Inputs (including scalars,
     integers and fp8 tensors) keep their dtypes and follow PyTorch's promotion rules. An output that
-    ``updates`` an input is written into that input's tensor, which is then returned as the output, so every
-    call changes that input.
+    ``updates`` an input is written into that input's tensor, so every call changes the input.
     """
     from coda_agent.primitives.lang.interpret import rounded
     from coda_agent.verifier.numerics.reference import function
@@ -211,8 +210,7 @@ def _bind(
 
 
 def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
-    """The matmuls of the formulation in order, found by running it once. Raises ValueError if it has no
-    matmul."""
+    """Run the formulation once; return its matmuls in order. Raises ValueError if it has no matmul."""
     found = _recorded(eager(spec, inputs, sizes))
     if not found:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
@@ -220,7 +218,7 @@ def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int])
 
 
 def _recorded(call: Callable[[], object]) -> list[Product]:
-    """Every matmul that ``call`` runs, in order."""
+    """Run ``call``; return its matmuls in order."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -247,8 +245,8 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # Inference mode is off, as in numerics.reference, because in that mode ``linear`` would arrive here
-    # before it is decomposed.
+    # Inference mode is off, as in numerics.reference: in that mode ``linear`` would arrive here as one
+    # operation, not as the matmul that it is decomposed into.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

@@ -1,12 +1,13 @@
-"""QuACK's kernels as arms (competitors in a benchmark). Two arms compute a spec's outputs with QuACK's
-epilogues and differ in how they find schedules; a third arm computes only the spec's matmuls.
+"""QuACK's kernels as arms (competitors in a benchmark).
 
-``QuACK (its own tuner)`` times the schedules of QuACK's autotuner. ``QuACK (our search)`` searches in the
-same rounds as the tuning of our own kernels, over more rasterisations than QuACK's tuner. ``QuACK matmul`` is
-the first arm without an epilogue: it computes only the products, with QuACK's mainloop, which our kernels use
-too. All schedules are timed by our own tuner, with a cold L2. If the last tuning round of an earlier
-measurement is known, its schedules are timed, and others only if those have too few tiles. Importing this
-module imports nothing heavy, but ``tuned_calls`` does.
+Two arms compute a spec's outputs with QuACK's epilogues, and differ in how they choose schedules. ``QuACK
+(its own tuner)`` times the schedules that QuACK's autotuner would time. ``QuACK (our search)`` uses the
+search of our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs QuACK's GEMMs
+without an epilogue. Our kernels use the same mainloop.
+
+Our own tuner times all schedules, with a cold L2. If the last tuning round of an earlier measurement is
+known, the tuner times only its schedules. It adds others if those have too few tiles. Importing this module
+imports nothing heavy, but ``tuned_calls`` does.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ if TYPE_CHECKING:
     from quack.gemm_config import GemmConfig
     from torch import Tensor
 
-FORMAT = 2  # version of cached tunings and of the search
+FORMAT = 2  # version of the search and of the cached tunings
 OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
-PAIR_GRAIN = 32  # SM90: an epilogue over pairs of columns needs tile_n to be a multiple of this
+PAIR_GRAIN = 32  # SM90: tile_n must be a multiple of this if an epilogue works on pairs of columns
 SWIZZLE = 8  # the only rasterisation group size that QuACK's own tuner uses
-SMALL = 256  # the size that symbolic dims have while compiling
+SMALL = 256  # the value of symbolic dims while compiling
 
 Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
-    """The arms that apply to a spec. QuACK's arms are left out if QuACK has no epilogue for the spec or
-    cannot take its operands.
+    """The arms that apply to a spec. This leaves out QuACK's arms if QuACK has no epilogue for the spec, or
+    does not accept its operands.
 
-    ``beside_kept``: also leave out QuACK's bare matmul, because an edited text is compared with an accepted
-    kernel. That comparison says more, and tuning the matmul would take longer than tuning the edited text.
+    ``beside_kept``: also leave out QuACK's bare matmul, because edited code is compared with an accepted
+    kernel. That comparison says more than the matmul does, and tuning the matmul would take longer than
+    tuning the edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
@@ -82,8 +84,8 @@ def config(
 
 def own_space(stage: QuackEpilogue) -> Configs:
     """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``).
-    They are QuACK's tiles and clusters at one rasterisation, also with swapped operands if the epilogue pairs
-    and reduces nothing."""
+    They combine QuACK's tiles and clusters with one rasterisation. If the epilogue neither pairs columns nor
+    reduces, they also include swapped operands."""
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -92,8 +94,8 @@ def own_space(stage: QuackEpilogue) -> Configs:
 
 
 def our_space(stage: QuackEpilogue) -> Configs:
-    """The schedules of our own search's first round: tiles that this epilogue admits, in clusters of two, and
-    small tiles for a small output."""
+    """The schedules of our search's first round: the tiles that this epilogue accepts, in clusters of two,
+    and small tiles if the output is small."""
     return [
         config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
         for s in starting((stage.a.shape[0], stage.b.shape[1]))
@@ -102,13 +104,13 @@ def our_space(stage: QuackEpilogue) -> Configs:
 
 
 def _as_they_are(ranked: Configs) -> Configs:
-    """The second round of QuACK's own tuner, which refines nothing."""
+    """The second round of QuACK's tuner: the same schedules, without refinement."""
     return []
 
 
 def _rasterised(ranked: Configs) -> Configs:
-    """The schedules of our own search's second round: the leaders with several rasterisation groups, and the
-    best one also in clusters of four."""
+    """The second round of our search: the best schedules with several rasterisation groups, and the very best
+    also in clusters of four."""
     every = [*leaders(ranked), *(replace(best, cluster_m=2, cluster_n=2) for best in ranked[:1])]
     return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
 
@@ -122,8 +124,9 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """A tuned arm: one call per set of inputs, and the ``finalists`` of the tuning (its last round's
-    schedules) as JSON data. Each stage, which is one GEMM of QuACK's, runs on the first of its finalists."""
+    """A tuned arm. It has one call per set of inputs, and the schedules of the last tuning round
+    (``finalists``) as JSON data. Each stage is one GEMM of QuACK's, and runs on the first of its
+    finalists."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -136,12 +139,13 @@ def tuned_calls(
     sizes: Mapping[str, int],
     known: QuackTuned | None = None,
 ) -> Tuned:
-    """For each set of inputs, one call that runs QuACK's GEMMs for ``arm`` (one of ``ARMS``), each on its
-    fastest schedule. The call returns the spec's outputs or, for ``MATMUL``, the numbered products.
+    """Tune ``arm`` (one of ``ARMS``). For each set of inputs, return one call that runs QuACK's GEMMs, each
+    on its fastest schedule. The call returns the spec's outputs; for ``MATMUL`` it returns the GEMMs' results
+    by number.
 
     Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, which are
-    timed again if QuACK's version and the GPU are the same. Raises ValueError if QuACK has no epilogue for
-    the spec, and RuntimeError if no schedule runs.
+    timed again if they come from this GPU model and this version of QuACK. Raises ValueError if QuACK has no
+    epilogue for the spec, and RuntimeError if no schedule runs.
     """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
@@ -151,7 +155,7 @@ def tuned_calls(
     else:
         ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
         write_atomic(path, json.dumps(_to_json(ranked)))
-    if arm == MATMUL:  # nobody reads the products, so all sets of inputs share the outputs
+    if arm == MATMUL:  # nobody reads the results, so all sets of inputs share the outputs
         every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
     calls = [chained([s.prepare(c) for s, (c, *_) in zip(own, ranked, strict=True)]) for own in every]
     return Tuned(calls, _to_json(ranked))
@@ -190,7 +194,7 @@ def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> 
 
 
 def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], dict[str, Tensor]]:
-    """Make the calls in order; return all their outputs."""
+    """Return a function that makes the calls in order and merges their outputs."""
 
     def call() -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -211,8 +215,8 @@ def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
 def _ranked(
     spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
 ) -> list[Configs]:
-    """The schedules of each stage's last tuning round, fastest first, from a search or from timing the
-    ``known`` schedules."""
+    """Search, or time the ``known`` schedules. Return the schedules of each stage's last tuning round,
+    fastest first."""
     space, refine = SPACES[arm]
     ranked: list[Configs] = []
     for index, stage in enumerate(stages):
@@ -236,7 +240,7 @@ def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
 def _cache_path(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
     epilogues = [stage.mod.semantic_digest for stage in stages]
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
-    if arm == MATMUL:  # specs with the same products share the tuning
+    if arm == MATMUL:  # specs with the same GEMMs share the tuning
         what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
     key = json.dumps([SEARCHED, FORMAT, *what, arm, epilogues, *_here()])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -247,7 +251,7 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _here() -> list[str]:
-    """The GPU's name and QuACK's version, for which a tuning is valid."""
+    """The GPU's name and QuACK's version. A tuning is valid only for these."""
     import torch
 
     return [torch.cuda.get_device_name(), version("quack-kernels")]
@@ -278,8 +282,8 @@ def _race(
     configs: Configs,
     rounds: int,
 ) -> list[tuple[GemmConfig, float]]:
-    """The schedules with their milliseconds, fastest first. Schedules that the library or the compiler
-    refuses are left out."""
+    """Time the schedules; return them with their milliseconds, fastest first. Schedules that the library or
+    the compiler refuses are left out."""
     prepared = []
     for each in _compilable(spec, sizes, arm, index, stage, configs):
         with contextlib.suppress(*refusals()):
@@ -294,9 +298,9 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times, which are the
-    known ones or those of its first round. Draws small inputs on the GPU. Raises ValueError if QuACK has no
-    epilogue for the spec."""
+    """Jobs that compile into QuACK's object cache what ``tuned_calls`` times first: the known schedules, or
+    those of its first round. Draws small inputs on the GPU. Raises ValueError if QuACK has no epilogue for
+    the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -313,7 +317,7 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs that no process has tried to compile, and for every config the file that notes its
+    """The configs that no process has tried to compile, and for every config the file that records its
     result."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
@@ -325,10 +329,11 @@ def _compilable(
 ) -> Configs:
     """Fill QuACK's object cache; return the configs that compile.
 
-    Non-static sizes are symbolic in the cached objects, so small tensors of the same kind suffice.
-    Rasterisation is a launch argument, so configs that differ only in it share an object. A note in the cache
-    stores each config's result for all processes. The note saves starting a worker, which takes longer than
-    loading an object. A config that killed its worker has no note.
+    Cached objects leave non-static sizes symbolic, so small tensors of the same dtypes and layouts suffice.
+    Rasterisation is a launch argument, so configs that differ only in rasterisation share an object. A small
+    file in the cache records each config's result for all processes. Without it, each process would have to
+    start a worker, which takes longer than loading an object. A config that killed its worker has no such
+    file.
     """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)
@@ -343,7 +348,7 @@ def _launched_alike(config: GemmConfig) -> GemmConfig:
 
 
 def _note(spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, config: GemmConfig) -> Path:
-    """The file that notes whether the compiler accepted a config."""
+    """The file that records whether the compiler accepted a config."""
     key = [spec.hash, small, arm == MATMUL, index, stage.mod.semantic_digest, asdict(config)]
     return objects() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.tried"
 

@@ -2,8 +2,8 @@
 # Device code is traced by the DSL, not run: its values have no Python types.
 """Epilogues composed from QuACK's operators, for specs whose outputs no epilogue of QuACK's library computes.
 
-Each takes the most similar epilogue of ``quack.epilogue.library`` or ``.rotary`` and changes only what its
-own docstring says. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this
+Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``. Its docstring says
+what it changes. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this
 module imports QuACK.
 """
 
@@ -23,18 +23,20 @@ from quack.epilogue.ops import (
 )
 from quack.epilogue.rotary import _angle_turns, _sincos_turns, rotary_cos_sin_load
 
-HEAD_EPS = 1e-6  # fixed when QuACK's operator is created
+HEAD_EPS = 1e-6  # fixed when QuACK creates its operator
 
 
 @gemm_epilogue(ops={"rstd": ColVecLoad("rstd")})
 def row_scale(acc, rstd):
-    """Scale the rows: D = acc * rstd. norm_act_mod without an activation would store this result twice."""
+    """Scale the rows: D = acc * rstd. QuACK's norm_act_mod without an activation would store this result
+    twice."""
     return {"D": acc * rstd}
 
 
 @gemm_epilogue(ops={"cs": rotary_cos_sin_load("cs"), "rstd": ColVecLoad("rstd")}, mode="acc_pair")
 def rstd_rope_table(acc, cs, rstd):
-    """rope_table_epi with its bias replaced by the deferred row scale of rstd_rope_posfreq_epi."""
+    """rope_table_epi, but scaled by a deferred row scale (as in rstd_rope_posfreq_epi) instead of adding a
+    bias."""
     x1, x2 = unpack(acc * rstd)
     c, s = unpack(cs)
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
@@ -55,8 +57,8 @@ _head_rstd = HeadRstd("qk", eps=HEAD_EPS)
     mode="acc_pair",
 )
 def qk_rope_posfreq(acc, pos, freq, qk, w):
-    """qk_rope_epi with its table replaced by the angles of rope_posfreq_epi. It also stores each head's rstd,
-    as qknorm_epi does."""
+    """qk_rope_epi, but with angles computed as in rope_posfreq_epi instead of a table. It also stores each
+    head's rstd, as qknorm_epi does."""
     x1, x2 = unpack(acc * qk * w)
     s, c = _sincos_turns(*_angle_turns(pos, freq))
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
@@ -78,7 +80,7 @@ def rstd_lse_target(acc, rstd):
 
 @gemm_epilogue(outs=_head_sinks, extra_ops=(_target,))
 def softcap_lse_target(acc, cap, reciprocal):
-    """lse_target_epi on capped logits. It uses the exact tanh, because fp32 outputs are computed from it."""
+    """lse_target_epi on capped logits. It uses the exact tanh, because fp32 outputs depend on it."""
     v = cute.math.tanh(acc * reciprocal) * cap
     return {"D": v, "lse": v, "target_logit": v}
 

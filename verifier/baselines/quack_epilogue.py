@@ -31,9 +31,9 @@ class QuackEpilogue:
     with ``accumulate``.
 
     ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares).
-    ``names`` maps the names of the buffers that the spec wants to the spec's names. Each call runs ``start``
-    before the GEMM, and ``finish`` after it, which turns partial results (by QuACK's names) into the spec's
-    other outputs.
+    ``names`` maps QuACK's names to the spec's names, for the buffers that are outputs of the spec. Each call
+    runs ``start`` before the GEMM and ``finish`` after it. ``finish`` takes partial results under QuACK's
+    names, and returns the spec's other outputs.
     """
 
     mod: Any
@@ -55,7 +55,7 @@ class QuackEpilogue:
     def prepare(self, config: GemmConfig) -> Callable[[], dict[str, Tensor]]:
         """Compile for ``config``; return a call that launches and returns the spec's outputs by name.
 
-        All calls and configs of this epilogue share the outputs' buffers.
+        All calls and configs share the output buffers.
         """
         more = {"add_to_output": True} if self.accumulate else {}
         plan = self.mod.plan(self.a, self.b, self.c, out=self.outs, config=config, **more, **self.operands)
@@ -70,14 +70,14 @@ class QuackEpilogue:
 
 
 class Given(NamedTuple):
-    """A case: the spec's inputs on the GPU, its sizes and its constants."""
+    """One case of a spec: its inputs on the GPU, its sizes and its constants."""
 
     inputs: Tensors
     sizes: Mapping[str, int]
     constants: Mapping[str, float]
 
     def number(self, name: str) -> float:
-        """The value of a constant or of a scalar input, since QuACK takes both from the host."""
+        """The value of a constant or of a scalar input, as a Python float; QuACK takes both from the host."""
         return self.constants[name] if name in self.constants else float(self.inputs[name])
 
 
@@ -86,8 +86,8 @@ Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 
 @dataclass(frozen=True)
 class QuackImplementation:
-    """How QuACK computes a spec. ``kind``: whether the epilogues are QuACK's own or composed by us; ``build``
-    makes the epilogues in order.
+    """How QuACK computes a spec. ``kind``: whether the epilogues are QuACK's own or composed by us. ``build``
+    returns the epilogues in order.
 
     ``inexact``: fp32 outputs for which the library uses the hardware's approximate tanh, which fails our
     error gate.
@@ -99,9 +99,11 @@ class QuackImplementation:
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under torch.compile, which runs one kernel instead of several. It is specialised for each
-    combination of argument shapes, since by default a second combination would make the shapes dynamic, which
-    is slower."""
+    """Compile ``function`` with torch.compile, so that it runs as one kernel instead of several.
+
+    There is one compilation for each combination of argument shapes. By default, a second combination would
+    make the shapes dynamic, which is slower.
+    """
 
     def call(*given: Any) -> Any:
         return _compile(function, tuple(getattr(each, "shape", each) for each in given))(*given)
@@ -111,8 +113,8 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compile(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile ``function`` once per ``shapes``: the shapes of tensor arguments, and the other arguments
-    themselves."""
+    """Compile ``function`` once per ``shapes``, which are the shapes of tensor arguments and the values of
+    the others."""
     from coda_agent.verifier.baselines.pytorch import under_compile
 
     compiled: Callable[..., Any] = under_compile(function, "default")

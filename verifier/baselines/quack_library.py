@@ -1,13 +1,18 @@
 """QuACK's epilogues for each spec, from its library where possible.
 
 ``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
-(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). Specs with fp8 operands have no
-epilogue, since the library's epilogues are for 16 bits. The backward of cross-entropy has none, since no
-operator gives a column's index. Nor has a head norm whose eps is an input (QuACK's eps is fixed), or a spec
-that rotates only some of several packed heads, or one with rows of experts. A call also finishes the
-reductions, in the fastest way that is open to a user: QuACK's second kernel for RMSNorm, a torch sum, or a
-few operations under torch.compile. Values that depend only on weights (rotary frequencies, a head's weight
-repeated for every head) are prepared outside the call. Importing this module imports nothing heavy.
+(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). QuACK has no epilogue for:
+
+- fp8 operands, since the library's epilogues are for 16 bits;
+- the backward of cross-entropy, since no operator provides a column's index;
+- a head norm whose eps is an input, since QuACK's eps is fixed;
+- a rotation of only some of several packed heads;
+- grouped matmuls, where each expert has its own rows.
+
+A call also completes the reductions, in the fastest way that a user has: QuACK's second kernel for RMSNorm, a
+torch sum, or a few operations under torch.compile. Values that depend only on weights (rotary frequencies, or
+a head's weight repeated for every head) are computed before the call. Importing this module imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -83,8 +88,8 @@ def _alpha_residual(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Accumulate into the arm's own copy of dw, which is made outside the call. Each call adds to that copy
-    again."""
+    """Accumulate into the arm's own copy of dw. The copy is made before the first call, and each call adds to
+    it."""
     from quack.epilogue.library import identity_epi
 
     dy, x, outs = g.inputs["dy"], g.inputs["x"], {"D": g.inputs["dw"].clone()}
@@ -95,10 +100,10 @@ def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tensor) -> QuackEpilogue:
-    """An epilogue that stores x @ w.mT as preact, and also its activation. ``second`` is QuACK's name for the
-    activation."""
+    """An epilogue that stores x @ w.mT as preact, and also its activation. ``second``: QuACK's name for the
+    output that holds the activation."""
     x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
-    assert w is not None  # every activation's spec has one of the two
+    assert w is not None  # every activation spec has one of the two
     m, n = x.shape[0], w.shape[0]
     outs = {"D": x.new_empty(m, n), second: x.new_empty(m, n // 2 if gated else n)}
     return QuackEpilogue(mod, x, w.mT, outs, {"D": "preact", second: "act"}, operands=operands)
@@ -120,7 +125,8 @@ def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    """rstd_swiglu_preact_epi is not used here, because it stores the pre-activation without its row scale."""
+    """This does not use QuACK's rstd_swiglu_preact_epi, because that one stores the pre-activation before the
+    row scale."""
     from quack.epilogue.library import norm_act_mod
 
     mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)
@@ -178,7 +184,7 @@ def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
-    """QuACK does not write target_logit for ignored rows, so each call first zeroes the whole output."""
+    """QuACK does not write target_logit for ignored rows, so each call first fills that output with zeros."""
     x, w = g.inputs["x"], g.inputs["w"]
     picked = fp32(x, x.shape[0])
 

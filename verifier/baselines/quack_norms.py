@@ -27,8 +27,8 @@ def mean_rstd(sums: Tensor, squares: Tensor, columns: int, eps: float) -> tuple[
 
 
 def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) -> dict[str, Tensor]:
-    """Run QuACK's second kernel, which writes rstd into a given vector. The next GEMM may load that
-    vector."""
+    """Run QuACK's second kernel, which writes rstd into the given vector; the next GEMM may read it from
+    there."""
     from quack.rms_final_reduce import _rms_final_reduce_out
 
     _rms_final_reduce_out(partials["sqsum"], rstd, 1 / columns, eps)
@@ -39,7 +39,7 @@ def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) ->
 
 
 def _residual_rms(g: Given, w: Tensor, *, hg: str | None) -> tuple[QuackEpilogue, Tensor]:
-    """The GEMM before an RMSNorm, and the vector that will hold its rstd."""
+    """The GEMM before an RMSNorm, and the vector for its rstd, which a later kernel fills."""
     from quack.epilogue.library import rms_partial_epi
 
     x, rstd = g.inputs["x"], fp32(w, g.inputs["x"].shape[0])
@@ -113,8 +113,7 @@ def _rotated(g: Given, mod: Any, **operands: Any) -> QuackEpilogue:
 
 
 def _frequencies(g: Given) -> Tensor:
-    """QuACK's table of frequencies for all columns of q, which depends only on inv_freq and the width of
-    q."""
+    """QuACK's table of frequencies for all columns of q. It depends only on inv_freq and q's width."""
     from quack.epilogue.rotary import make_interleaved_inv_freq
 
     return make_interleaved_inv_freq(g.inputs["inv_freq"], g.inputs["w"].shape[0])
@@ -122,7 +121,7 @@ def _frequencies(g: Given) -> Tensor:
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
     """The table is loaded by TMA, which QuACK's own measurements recommend over plain loads. The epilogue
-    needs a bias, so it gets a scalar zero, which costs one addition."""
+    requires a bias, so it gets a scalar zero, at the cost of one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)
@@ -141,8 +140,8 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library's own epilogue takes a table of [M, head width] that the call would have to fill. This
-    epilogue avoids that by computing QuACK's angles in the kernel."""
+    """Compute QuACK's angles in the kernel. The library's own epilogue takes a table [M, head width], which
+    each call would have to fill."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 
     if g.constants["eps"] != HEAD_EPS:

@@ -1,10 +1,10 @@
 """Time a verified program and its competitors (arms) on the GPU. ``score`` is the task that a ``worker``
 runs.
 
-Each process draws its own inputs, checks the candidate on them, times all arms interleaved, and compares the
-outputs of the timed calls bit by bit with the checked outputs. Before each call, and outside the measured
-time, the call's output memory is overwritten. So a correct result there was computed within the measured
-time.
+Each process draws its own inputs, checks the candidate on them, and times all arms interleaved. It then
+compares the outputs of the timed calls with the checked outputs, bit by bit. Before each call, outside the
+measured time, it overwrites the call's output memory. So a correct result must have been computed within the
+measured time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds; at the power limit, clocks swing once in this time
-HOST_CALLS = 21  # each waits for the device, which a 70B kernel occupies for 17 ms
+LONGEST = 1.5  # seconds of rounds; at the power limit, one cycle of the clocks' variation takes this long
+HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
 FEWEST_SETS = 2  # sets of inputs in rotation, so that no call finds its predecessor's inputs in the L2
-MOST_SETS = 8  # each is checked against the fp64 oracle
+MOST_SETS = 8  # the limit, since each set is checked against the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
-PLANTED = 0.02  # the planted delay, as a share of the candidate's time, that a process must detect
-SAME_WITHIN = 0.005  # the largest difference that a kernel's time may have from itself
-FOUND_WITHIN = (0.01, 0.04)  # for the planted delay, to which its launch adds one or two microseconds
+PLANTED = 0.02  # the planted delay that a process must detect, as a fraction of the candidate's time
+SAME_WITHIN = 0.005  # the largest relative difference allowed between two timings of the same kernel
+# limits on the planted delay as measured; its launch adds one or two microseconds
+FOUND_WITHIN = (0.01, 0.04)
 
 Tensors = Mapping[str, "torch.Tensor"]
 _Made = TypeVar("_Made")
@@ -49,9 +50,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The arms to time in addition to the candidate, and the number of rounds, which is reduced for long
-    kernels. ``controlled``: add the control arms, which show whether this process measures correctly.
-    ``kept``: the incumbent that a change has to beat. ``quack``: known schedules of QuACK's arms."""
+    """The arms to time besides the candidate, and the number of rounds. Long kernels get fewer rounds.
+    ``controlled``: add the control arms, which show whether this process measures correctly. ``kept``: the
+    incumbent that a change has to beat. ``quack``: known schedules of QuACK's arms."""
 
     arms: tuple[str, ...]
     rounds: int
@@ -62,7 +63,7 @@ class Benchmark:
 
 
 def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
-    """The milliseconds of every arm in every round on one case, with the results of the checks that make them
+    """Time every arm on one case; return the milliseconds of every round, and the checks that make them
     credible."""
     job, race = given
     report("benchmark", f"case {job.case}")
@@ -111,8 +112,8 @@ def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
 def timed(
     arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True, longest: float = LONGEST
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Each arm's samples in at most ``longest`` seconds of rounds, and the GPU's telemetry during that
-    time."""
+    """Time the arms for at most ``longest`` seconds of rounds. Return each arm's samples, and the GPU's
+    telemetry."""
     from coda_agent.verifier.gpu.telemetry import Monitor, device
 
     with Monitor() as monitor:
@@ -133,9 +134,9 @@ def milliseconds(samples: timing.Samples) -> list[float]:
 
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
-    """The milliseconds of each part of the candidate, run alone, for authors who want to make the candidate
-    faster. Empty if it has only one part. The sum may exceed the time of the whole candidate, whose launches
-    overlap."""
+    """The milliseconds of each part of the candidate when it runs alone; empty for a candidate of one part.
+    They help authors to make the candidate faster. The parts may add up to more than the whole candidate's
+    time, because the candidate's launches overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
         return {}
@@ -149,23 +150,23 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
-    """The control arms: the candidate again, and the candidate with a planted delay. They are interleaved
-    with the arms whose times they validate."""
+    """The control arms: the candidate again, and the candidate with a planted delay. They are timed
+    interleaved with the arms that they validate."""
     seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
 
 
 def _controls_verdict(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
-    """The controls' verdict on this process and, under ``again``, the milliseconds of the repeated candidate
-    in each round."""
+    """Whether the controls validate this process. ``again`` in the result: the milliseconds of the repeated
+    candidate by round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
     told = {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}
     return {"controls": told, "again": milliseconds(same)}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
-    """The reasons why a process with these controls is invalid; empty if it is valid."""
+    """The reasons why these controls make a process invalid; empty if it is valid."""
     low, high = FOUND_WITHIN
     found = []
     if abs(same.estimate - 1) > SAME_WITHIN:
@@ -180,20 +181,19 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
 
 @dataclass
 class _Sets:
-    """The sets of inputs that calls rotate through, and the candidate's outputs on each set, which were
-    checked."""
+    """The sets of inputs that calls rotate through, and the candidate's checked outputs on each set."""
 
     job: KernelCase
     plan: Plan
     seeds: list[int]
     inputs: list[Tensors]
     outputs: list[dict[str, torch.Tensor]]
-    given: list[Fingerprints]  # of the inputs
-    proved: list[Fingerprints]  # of the outputs
+    given: list[Fingerprints]  # fingerprints of the inputs
+    proved: list[Fingerprints]  # fingerprints of the outputs
 
     @classmethod
     def drawn(cls, job: KernelCase, plan: Plan) -> _Sets:
-        """At least two sets, together larger than the L2, so that no arm finds its operands there."""
+        """Draw at least two sets, together larger than the L2, so that no arm finds its operands there."""
         made = cls(job, plan, [], [], [], [], [])
         made._add()
         for _ in range(sets_wanted(made.inputs[0]) - 1):
@@ -201,7 +201,7 @@ class _Sets:
         return made
 
     def _add(self) -> None:
-        """Add one more set, after checking the candidate on it by the error gate."""
+        """Draw one more set, and check the candidate on it by the error gate."""
         trial = InputDraw(self.job)
         fresh = poisoned_run(self.plan, trial.inputs)
         trial.judge(self.plan, fresh)
@@ -226,11 +226,11 @@ class _Sets:
     ) -> timing.Arm:
         """An arm with one call per set of inputs, in rotation.
 
-        Before each call its ``outputs`` are overwritten, and so is the candidate's workspace, in which a
-        kernel could hide results for the next call. For an arm that allocates its own outputs, the same
-        amount of unused memory is overwritten, so that all arms find the GPU in the same state. If an output
-        updates an input, no outputs are overwritten, since the input's buffer must keep its content;
-        ``compare`` runs such a kernel once more.
+        Before each call, its ``outputs`` are overwritten. So is the candidate's workspace, because a kernel
+        could hide results there for the next call. For an arm that allocates its own outputs, the same amount
+        of unused memory is overwritten, so that all arms find the GPU in the same state. If an output updates
+        an input, nothing is overwritten, since the input's buffer must keep its content. ``compare`` then
+        runs the kernel once more.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -247,8 +247,8 @@ class _Sets:
 
     def compare(self) -> None:
         """Raise Failed if the timed calls left other bits than the checked call, or changed an input. If an
-        output updates an input, its buffer now holds the updates of all calls, so the kernel runs once more
-        on the same inputs, drawn again."""
+        output updates an input, its buffer now holds the updates of all calls. In that case the inputs are
+        drawn again and the kernel runs once on them."""
         for index, proved in enumerate(self.proved):
             mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
             untouched(self.job, mine, self.given[index])
@@ -280,8 +280,8 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
-    """Prepare an arm other than the candidate. The candidate has run before, so a failure here is not the
-    candidate's fault. The caller knows the stage from the last progress message."""
+    """Prepare an arm other than the candidate, and report the stage first. The candidate has already run, so
+    a failure here is not its fault."""
     import torch
 
     torch.cuda.synchronize()
@@ -310,8 +310,8 @@ def _incumbent_arm(job: KernelCase, sets: _Sets) -> timing.Arm:
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
-    """An arm that runs the candidate in a CUDA graph. It is timed among the other arms, since alone it would
-    run at other clocks."""
+    """An arm that runs the candidate in a CUDA graph. It is timed among the other arms, because alone it
+    would run at other clock rates."""
     import torch
 
     replays = []
@@ -324,8 +324,8 @@ def _graphed(sets: _Sets) -> timing.Arm:
 
 
 def sets_wanted(inputs: Tensors) -> int:
-    """The number of input sets: at least two, and enough to be larger than the L2 together, but at most
-    MOST_SETS."""
+    """The number of input sets: at least two, at most MOST_SETS, and together larger than the L2 where
+    possible."""
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -339,8 +339,8 @@ def _spin(cycles: int) -> None:
 
 
 def _cycles_per_second() -> float:
-    """The cycles per second of the counter by which ``_spin`` waits. It is measured from the difference
-    between two spins, which excludes the time of their launches."""
+    """The frequency of the counter that ``_spin`` reads, in Hz. It is the difference between two spins, which
+    cancels their launch times."""
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -1,4 +1,4 @@
-"""Check on the GPU that a program is right every time, by tasks that run in a ``worker``.
+"""GPU tasks that check that a program is always right; a ``worker`` runs them.
 
 A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
 from fresh seeds, drawn after the program is fixed.
@@ -35,8 +35,8 @@ Schedules = Mapping[int, Schedule]
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel at the sizes of one case, with one or more choices of schedules. A choice has one schedule per
-    step."""
+    """A kernel at the sizes of one case, with one or more choices of schedules. Each choice has one schedule
+    per step."""
 
     spec: Spec
     kernel: KernelSource
@@ -44,12 +44,12 @@ class KernelCase:
     sizes: Mapping[str, int]
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
-    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only schedules to time
+    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: time only these schedules
     afresh: bool = False  # for tuning: ignore earlier results
 
     def plans(self) -> list[Plan]:
-        """One plan per choice of schedules; the plans share a workspace. Raises Failed if a schedule of the
-        program does not fit these sizes."""
+        """One plan per choice of schedules; the plans share a workspace. Raises Failed if one of the
+        program's schedules does not fit these sizes."""
         from coda_agent.primitives.runtime.executable import Plan
         from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -63,7 +63,7 @@ class KernelCase:
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
-        """A fresh seed, and the inputs drawn from it."""
+        """Draw inputs from a fresh seed; return both."""
         from coda_agent.verifier.numerics.inputs import draw
 
         seed = secrets.randbits(48)
@@ -71,8 +71,8 @@ class KernelCase:
 
 
 class InputDraw:
-    """Fresh inputs of one family, which is a way to draw values. The fp64 truth is computed after a kernel
-    has run, so that a kernel which reads out of bounds cannot find it in the GPU's memory."""
+    """Fresh inputs of one family (a distribution of values). The fp64 truth is computed only after a kernel
+    has run. Otherwise a kernel that reads out of bounds could find it in the GPU's memory."""
 
     def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family
@@ -95,7 +95,7 @@ class InputDraw:
 
     @cached_property
     def exact(self) -> frozenset[str]:
-        """Outputs that must be exact to the bit."""
+        """Outputs that must be bit-exact."""
         from coda_agent.verifier.numerics import exactness, reference
 
         if self.family != "integers":
@@ -105,8 +105,8 @@ class InputDraw:
 
     @cached_property
     def undefined(self) -> dict[str, float]:
-        """Outputs that are not judged, up to which magnitude, because on these inputs the reference itself
-        overflows, cancels or loses too much."""
+        """Outputs on which the reference itself overflows, cancels or loses too much, each with the magnitude
+        up to which it is not judged."""
         from coda_agent.verifier.numerics import error_gate, reference
 
         def jittered() -> dict[str, torch.Tensor]:
@@ -129,8 +129,8 @@ class InputDraw:
 
 
 def tune(job: KernelCase) -> dict[str, Any]:
-    """The fastest schedules by step, the finalists, and the seconds of tuning. An earlier choice is taken
-    from the cache, unless the job is ``afresh``. The inputs are discarded, because the benchmark draws its
+    """Tune; return the fastest schedules by step, the finalists, and the seconds that tuning took. A cached
+    result is reused unless the job is ``afresh``. The inputs are discarded, because the benchmark draws its
     own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
@@ -156,8 +156,8 @@ def numerics(job: KernelCase) -> dict[str, Any]:
     """Compare outputs with the fp64 truth by the error gate, for every family of inputs on every plan. The
     outputs hold NaN before each run.
 
-    Figures on stretched inputs, whose values go beyond the typical ones, are separate under ``beyond``, since
-    other limits apply to them.
+    Stretched inputs go beyond the typical values. Other limits apply to them, so their figures are separate,
+    under ``beyond``.
     """
     from coda_agent.verifier.numerics.stretch import STRETCHED
 
@@ -177,28 +177,28 @@ def numerics(job: KernelCase) -> dict[str, Any]:
 
 
 def _errors_on_draw(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
-    """The seed of one draw of inputs, and every plan's errors on it. Its tensors are freed before the next
-    draw."""
+    """Draw inputs once, and judge every plan on them; return the seed and the errors. The tensors are freed
+    before the next draw."""
     trial = InputDraw(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
 def stability(job: KernelCase) -> dict[str, Any]:
-    """Check on every plan that repeated runs are bitwise equal, although outputs and workspace are filled
-    with one of two poisons before each run. Inputs must be unchanged, and no byte outside a tensor may be
-    written, or affect a result."""
+    """Check on every plan that repeated runs are bitwise equal. Before each run, outputs and workspace are
+    filled with one of two poison values. Inputs must not change. A kernel must not write outside its tensors,
+    and bytes out there must not affect results."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])
-    del drawn  # inputs of a case may take gigabytes
+    del drawn  # the inputs of a case may take gigabytes
     for plan in job.plans():
         _repeat(job, plan, inputs)
     return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
 
 
 def launch(job: KernelCase) -> dict[str, Any]:
-    """Run every plan once for a sanitizer. Nothing else but copies runs on the GPU, because the reference's
+    """Run every plan once for a sanitizer. Apart from copies, nothing else runs on the GPU: the reference's
     cuBLAS calls would add hazards of their own."""
     import torch
 
@@ -211,8 +211,7 @@ def launch(job: KernelCase) -> dict[str, Any]:
 
 
 def clean(_: object) -> dict[str, Any]:
-    """Check after the loss of a worker that the GPU computes a small product correctly; return the free
-    bytes."""
+    """After a worker is lost, check that the GPU computes a small matmul correctly; return the free bytes."""
     import torch
 
     ones = torch.ones(256, 256, device="cuda")
@@ -226,13 +225,12 @@ def _place(job: KernelCase) -> str:
 
 
 def schedules_json(schedules: Schedules) -> dict[str, dict[str, Any]]:
-    """Schedules in the form of reports."""
+    """Convert schedules to the JSON form of reports."""
     return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
 def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run a plan and return its outputs. Before the run, the outputs and the workspace between kernels are
-    filled with NaN."""
+    """Fill the outputs and the workspace with NaN, run a plan, and return its outputs."""
     import torch
 
     outputs = plan.outputs()
@@ -271,7 +269,7 @@ def _repeat(job: KernelCase, plan: Plan, inputs: Guarded) -> None:
 
 
 def _within_bounds(job: KernelCase, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
-    """Raise Failed if a run wrote outside a tensor, or into the workspace's gaps."""
+    """Raise Failed if a run writes outside a tensor, or into gaps of the workspace."""
     beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
     beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
     beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
@@ -289,7 +287,7 @@ def untouched(job: KernelCase, inputs: Mapping[str, torch.Tensor], before: Finge
 def _updated_alike(
     job: KernelCase, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that an output written over its input's buffer equals the output in a separate buffer."""
+    """Check that an output written over its input equals the output written to a separate buffer."""
     import torch
 
     updates = plan.program.signature.updates

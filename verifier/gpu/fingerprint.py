@@ -1,4 +1,4 @@
-"""Handle tensors' memory as integers: take fingerprints that detect changes, and overwrite memory with
+"""Treat tensors' memory as integers: compute fingerprints that detect changes, and overwrite memory with
 poison."""
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1 << 24  # words hashed at a time, whose weights take 128 MiB
+BLOCK = 1 << 24  # words hashed at a time; their weights take 128 MiB
 
 
 class Fingerprints:
     """Fingerprints of tensors by name, computed with a common secret.
 
-    Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, if whoever
-    changed the bits did not know the secret. Every word of at most 32 bits is multiplied by a random 63-bit
-    weight, and the products are summed modulo 2**64. This is a multilinear hash: a word's difference is below
-    2**32, so at most a share of 2**-33 of all weights cancels it. Shape, dtype and strides must agree too.
-    The weights come from a generator whose seed stays on the host, and are wiped after use, so a kernel that
-    reads out of bounds finds none of them.
+    Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, unless the
+    code that changed the bits knew the secret. Every word of at most 32 bits is multiplied by a random 63-bit
+    weight, and the products are summed modulo 2**64. This is a multilinear hash. The difference in a word is
+    below 2**32, so at most 2**-33 of all weights cancel it. Shape, dtype and strides must agree too. The
+    weights come from a generator whose seed stays on the host, and are wiped after use. So a kernel that
+    reads out of bounds cannot find them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -62,9 +62,9 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
     """Overwrite each of these results of ``words`` with poison.
 
-    The poison is drawn anew each time, and looks like a result: read as a number of 16 or 32 bits, it is
-    finite and between 0 and 2. So a kernel that leaves plausible old values in its output leaves poison
-    there.
+    The poison is drawn anew each time and resembles a result: as a 16-bit or 32-bit float it is finite and
+    between 0 and 2. So a kernel that writes nothing leaves poison, and cannot pass off the old values as its
+    result.
     """
     half, other = (0x3C00 | secrets.randbits(10) for _ in range(2))
     for row in rows:

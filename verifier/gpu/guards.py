@@ -1,4 +1,5 @@
-"""Put tensors between poisoned bytes (guard bands), which no kernel may write, or let affect its results."""
+"""Put tensors between poisoned bytes (guard bands). No kernel may write these bytes, and they must not affect
+its results."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GUARD = 4096  # bytes before and after a tensor, which keep its address as aligned as an allocation's
-# The two poisons, as byte values. Every float that is filled with the first is NaN; with the second it is
-# some other number. So a result that depends on poison differs between the two.
+GUARD = 4096  # bytes before and after a tensor; this many keep the tensor as aligned as an allocation
+# The two poisons, as byte values. Every float filled with the first is NaN; filled with the second it is an
+# ordinary number. So a result that depends on poison differs between the two.
 POISONS = (0xFF, 0x7B)
 
 

@@ -1,4 +1,5 @@
-"""Run compute-sanitizer on a kernel at small sizes, to find stray accesses and races on shared memory."""
+"""Run compute-sanitizer on a kernel at small sizes, to find out-of-bounds accesses and shared-memory
+races."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
-# API errors are not reported, since probing the driver for optional functions counts as dozens of them.
+# API errors are not reported: a process that probes the driver for optional functions causes dozens of them.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
-# PyTorch's cache is off, since it puts several tensors into one allocation, so that a store from one tensor
-# into the next would look legal.
+# PyTorch's caching allocator is off. It puts several tensors into one allocation, so an overrun from one
+# tensor into the next would look legal.
 EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def sanitized(job: KernelCase) -> dict[str, Any]:
-    """The number of errors by tool, which are all zero. Raises Failed with the tool's message if a tool found
-    an error.
+    """Run every tool. Returns the number of errors by tool (all zero). Raises Failed with a tool's message if
+    it found an error.
 
     Raises Absent if compute-sanitizer is not installed.
     """
@@ -38,7 +39,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
     if program is None:
         raise Absent("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"  # the tool's output would otherwise mix with a worker's answers
+        # a separate file, so that the tool's output does not mix with a worker's answers
+        log = Path(scratch) / "log"
         wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
         with Worker(wrapper) as worker:
             died = worker.ask(_to_its_end, (task, argument), patience=PATIENCE).get("died")
@@ -55,9 +57,11 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 
 
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
-    """Run a task, and return its CUDA error as the answer instead of raising it. The tool ends a kernel that
-    accesses stray memory, but reports only when the process ends by itself. A worker whose task raised a CUDA
-    error would be killed."""
+    """Run a task; if it raises a CUDA error, return that as the answer.
+
+    The tool stops a kernel that accesses memory out of bounds, but it reports only when the process exits by
+    itself. A worker whose task raises a CUDA error would be killed before that.
+    """
     task, argument = asked
     try:
         task(argument)

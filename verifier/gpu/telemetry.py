@@ -1,6 +1,6 @@
-"""The device of a measurement, with its clocks, power, temperature and throttling.
+"""Record the device of a measurement, with its clocks, power, temperature and throttling.
 
-These values are read and never set, because a verdict applies to the machine as its users have it.
+The values are read and never set: a result applies to the machine as its users run it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, Self
 
 # The sensors sampled while arms run, by their names in reports.
 SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
-NEEDED = SENSORS[:3]  # clocks and power: without them the GPU's state while arms run is unknown
+NEEDED = SENSORS[:3]  # clocks and power, without which the GPU's state under load is unknown
 
 
 class Monitor:
-    """NVML's view of the current device. ``sample`` takes one reading; ``summary`` covers all of them.
+    """Read the current device's sensors through NVML. ``sample`` takes one reading; ``summary`` covers all of
+    them.
 
-    The summary gives the reason for a missing reading. For example, a container may withhold NVML, and a
-    virtual GPU may lack single sensors.
+    The summary gives a reason for each missing reading. For example, a container may withhold NVML, and a
+    virtual GPU may lack some sensors.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,8 @@ class Monitor:
 
 
 def unread(seen: object) -> str:
-    """A message on the clocks or power that a ``summary`` lacks, and why; empty if it lacks none."""
+    """A message that names the clocks or power missing from a ``summary``, and says why; empty if none is
+    missing."""
     if not isinstance(seen, Mapping) or not seen:
         return "nothing was read"
     if "nvml" in seen:
@@ -84,8 +86,8 @@ def unread(seen: object) -> str:
 
 
 def findings(during: Mapping[str, object]) -> list[str]:
-    """One message per reason why clocks or power were not read, with the names of the measurement's stages
-    that lack them."""
+    """Messages on clocks or power that were not read: one per reason, with the names of the affected
+    stages."""
     reasons: dict[str, list[str]] = {}
     for piece, seen in during.items():
         if why := unread(seen):
@@ -97,7 +99,7 @@ def findings(during: Mapping[str, object]) -> list[str]:
 
 
 def _range(seen: Mapping[str, Any], name: str) -> bool:
-    """Whether a summary has a sensor's minimum, median and maximum."""
+    """Whether a summary has the minimum, median and maximum of a sensor."""
     match seen.get(name):
         case [float() | int() as least, float() | int() as middle, float() | int() as greatest]:
             return 0 < least <= middle <= greatest < math.inf
@@ -105,7 +107,7 @@ def _range(seen: Mapping[str, Any], name: str) -> bool:
 
 
 def device() -> dict[str, Any]:
-    """The current device and the PyTorch that drives it."""
+    """The current device, and the version of PyTorch."""
     import torch
 
     known: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}

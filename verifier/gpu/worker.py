@@ -1,10 +1,9 @@
 """Run GPU work in an expendable process, so that a kernel that hangs or writes out of bounds kills only a
 worker.
 
-The process of the user's command holds no CUDA context. It gives tasks to a ``Worker``. If the worker is
-lost, the candidate is rejected with the reason, and a fresh worker finds a clean GPU. A worker runs this
-module with ``python -m``. It reads one task per line, and writes lines of progress and one line with the
-answer.
+The user's command itself holds no CUDA context. It gives tasks to a ``Worker``. If that worker is lost, the
+candidate is rejected with the reason, and a fresh worker starts on a clean GPU. A worker runs this module
+with ``python -m``. It reads one task per line, and writes lines of progress and one line with the answer.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.sandbox import die_with
 from coda_agent.verifier.gates import Failed, Progress, silent
 
-Task = Callable[[Any], dict[str, Any]]  # a top-level function of a module, which returns JSON data
+Task = Callable[[Any], dict[str, Any]]  # a top-level function of a module; it returns JSON data
 
-ROOT = str(Path(__file__).absolute().parents[3])  # the folder of our own packages
-SAID = 2000  # characters of a lost worker's last output
+ROOT = str(Path(__file__).absolute().parents[3])  # the folder that contains our packages
+SAID = 2000  # how many characters of a lost worker's last output to keep
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
 
 
 class Lost(Failed):
     """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. If the candidate was at work, it caused the loss, so it is rejected."""
+    ``out_of_memory``. If this happened while the candidate ran, the candidate is rejected."""
 
 
 class WorkerError(Exception):
@@ -51,13 +50,13 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process that owns the GPU while it works on a task. The constructor does not wait for the process's
+    """A process that uses the GPU while it works on a task. The constructor does not wait for the process's
     imports, which take seconds.
 
     ``wrapper``: a command to run the process under, such as compute-sanitizer. ``ahead``: modules to import
-    before the first task. ``python``: the interpreter of an environment with other versions of packages; it
-    does not get this process's PYTHONPATH, which would take precedence there. ``env``: the worker's
-    environment variables, by default this process's.
+    before the first task. ``python``: the interpreter of an environment with other package versions. It does
+    not get this process's PYTHONPATH, which would override those packages. ``env``: the worker's environment
+    variables, by default this process's.
     """
 
     def __init__(
@@ -86,14 +85,14 @@ class Worker:
 
         Raises Failed if the task raised it. Raises Lost, and kills the worker, if it dies, is silent for
         ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our own bugs, and if the
-        worker died before its first task, since no kernel caused that. Raises Late at the deadline
+        worker died before its first task, because no kernel can have caused that. Raises Late at the deadline
         (``primitives.system.deadline``), and kills the process.
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
             raise self._stillborn()
         self._asked = True
-        with suppress(BrokenPipeError):  # reading the answer finds that the worker died
+        with suppress(BrokenPipeError):  # the read of the answer then reports that the worker died
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
         while True:
@@ -127,7 +126,7 @@ class Worker:
                     file.close()
 
     def finish(self, patience: float) -> int:
-        """Let the worker end by itself, for a wrapper that reports at the end; return the exit status."""
+        """Let the worker exit by itself, so that its wrapper can report; return the exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         limit = deadline.within(patience)
@@ -183,12 +182,12 @@ class Worker:
 
 
 def report(gate: str, words: str) -> None:
-    """Report progress to the parent from within a task, which also shows that the worker is alive."""
+    """Report progress to the parent process from within a task. This also shows that the worker is alive."""
     if _answers is not None:
         _say({"progress": [gate, words]})
 
 
-_answers: Any = None  # the file that a worker writes its lines to; None in other processes
+_answers: Any = None  # in a worker, the file for the lines that it writes; None in other processes
 
 
 def _say(record: dict[str, Any]) -> None:
@@ -203,10 +202,11 @@ def cuda_error(words: str) -> bool:
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    with suppress(OSError):  # a wrapper dies with its parent, but does not take this process with it
+    # a wrapper such as compute-sanitizer dies with its parent, but leaves this process running
+    with suppress(OSError):
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
+    os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     try:
         for module in ahead:
             importlib.import_module(module)
@@ -225,7 +225,8 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
         return {"failed": {"code": failed.code, "message": failed.message, "evidence": failed.evidence}}
     except Exception as error:
         words = str(error)
-        if type(error).__name__ == "OutOfMemoryError":  # torch's class, which not every task imports
+        # torch's class, compared by name because not every task imports torch
+        if type(error).__name__ == "OutOfMemoryError":
             return {
                 "lost": ["out_of_memory", f"the GPU has too little memory for this kernel: {words[:SAID]}"]
             }
@@ -237,7 +238,8 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from coda_agent.verifier.gpu.worker import (
-        _serve as serve,  # not this __main__ module: tasks report through the imported one
+        # imported by name, because tasks report through the imported module and not through __main__
+        _serve as serve,
     )
 
     serve(sys.argv[1:])

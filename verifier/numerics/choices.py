@@ -1,14 +1,14 @@
 """Check that each side of each choice in a program matters on some tried input.
 
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
-a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: on some inputs, the
-program must pass the error gate unchanged and fail it if the choice is forced to the other side. A sigmoid is
-a choice too, since it is constant far from zero: its bend near zero must be needed.
+a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: some inputs must make the
+program pass the error gate as it is, and fail if the other side is forced. A sigmoid counts as a choice too,
+because it is constant far from zero. Inputs must need its bend near zero.
 
-A ``where`` may also choose between two right forms of a value, such as a series near zero and 1 - exp(-t).
-The gate may pass the form that cancels, because it allows what larger values lose, or because the reference
-cancels too. Then nothing needs the accurate form, but it must be *judged*: the program must fail if this side
-alone is off by an eighth.
+A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
+The gate may pass even the form that cancels, because its limits allow for larger values' errors, or because
+the reference cancels too. Then no input needs the accurate form, but it must be *judged*: the program must
+fail if only this side is wrong by an eighth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
-OFF = 9 / 8  # the factor on a side's values that the error gate must see
+OFF = 9 / 8  # the error gate must notice that a side's values are multiplied by this
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
 COMPARED = ("it never holds", "it always holds")
@@ -56,8 +56,8 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements in a run. ``decided``: those that a side decides; ``apart``: those decided ones for
-    which the other side has a different value; ``elements``: all."""
+    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: those of them for
+    which the other side has another value. ``elements``: all."""
 
     decided: int
     apart: int
@@ -66,12 +66,12 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """The evidence on a side from all runs: the largest share of elements that it decided in a run, and the
-    family of inputs of that run."""
+    """The evidence on a side from all runs: the largest share of elements that it decided, and the family of
+    inputs in that run."""
 
     share: float = 0.0
     family: str = ""
-    needed: str = ""  # the family of a run that failed without this side
+    needed: str = ""  # the family of inputs on which the program failed without this side
     tries: int = 0  # runs that passed without this side
     apart: bool = False  # whether the two values ever differed where this side decided
     judged: bool = False  # whether a run failed because this side alone was distorted
@@ -79,7 +79,7 @@ class Seen:
 
 @dataclass
 class Coverage:
-    """Every side of every choice, with the evidence of the judged runs."""
+    """Every side of every choice, with the evidence from the judged runs."""
 
     program: Program
     seen: dict[Side, Seen] = field(init=False)
@@ -88,7 +88,7 @@ class Coverage:
         self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
 
     def _of(self, node: int) -> list[Side]:
-        """A choice's sides. A function with a limit has one side, its bend."""
+        """A choice's sides. A function with a limit has one side: its bend."""
         bends = OPERATIONS[self.program.nodes[node].op].limit
         return [Side(node, side) for side in ((0,) if bends else (0, 1))]
 
@@ -110,17 +110,18 @@ class Coverage:
     def unexercised(self) -> list[Side]:
         """Sides that no run needed, unless the choice is between two forms of one value.
 
-        A comparison used in arithmetic must always be needed.
+        If a comparison is used in arithmetic, both of its sides must be needed.
         """
         return [side for side in self.open if not self._alike(side.node) and not self.seen[side].judged]
 
     def forms(self, side: Side) -> bool:
-        """Whether the choice may be between two forms of one value, and this side decided enough elements."""
+        """Whether the choice may be between two forms of one value, and this side decided enough elements to
+        tell."""
         return self.program.nodes[side.node].op == "where" and self.seen[side].share >= SHARE
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice between values decided enough elements, and always had equal
-        values."""
+        """Whether both sides of a choice between values decided enough elements, and the values were always
+        equal."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
@@ -145,8 +146,8 @@ class Coverage:
 
 
 def choices(program: Program) -> list[int]:
-    """The nodes that are choices. A comparison that is read only as the condition of a ``where`` counts as a
-    part of that ``where``."""
+    """The nodes that are choices. A comparison that is only the condition of a ``where`` counts as part of
+    it."""
     readers: dict[int, list[bool]] = {}
     for node in program.nodes:
         for place, argument in enumerate(node.args):
@@ -180,7 +181,7 @@ class Counting:
 
 
 class Forcing:
-    """A callback for the interpreter that removes one side, so that the choice returns the other side's
+    """A callback for the interpreter that removes one side: the choice always returns the other side's
     value."""
 
     def __init__(self, program: Program, side: Side):
@@ -194,7 +195,7 @@ class Forcing:
 
 
 class Distorting(Forcing):
-    """A callback for the interpreter that multiplies the values which one side decides by ``OFF``."""
+    """A callback for the interpreter that multiplies one side's values by ``OFF``."""
 
     def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
         if index != self.side.node:

@@ -2,9 +2,9 @@
 sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
-second judgement exposes formulas that are almost right (GELU's other form, a piecewise sigmoid), which the
-rounding of 16-bit outputs hides. It gives small values as much weight as large ones, so an activation's tail
-must be right too.
+second judgement detects formulas that are almost right (another GELU formula, a piecewise sigmoid), whose
+error the rounding to 16 bits hides. It gives small values as much weight as large ones, so an activation's
+tail must also be right.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
-REPEATS = 6  # draws of each stretched family, since one draw may scale up what another scales down
-FEW_DIMS = 48  # largest extent of a run for effects that show at any size
+REPEATS = 6  # draws of each stretched family: in one draw, one input's scale may cancel another's
+FEW_DIMS = 48  # largest extent of a run that tests effects which occur at any size
 
 
 class InputSettings(NamedTuple):
@@ -57,17 +57,17 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
     Each family runs at hidden sizes of its own, and each stretched family at several such sizes. Small sizes
-    in a case's ratios are tried with the first family, and with every family if the program computes with
+    in the ratios of a case run with the first family; they run with every family if the program computes with
     sizes or column numbers. The first family also runs at the fixed small sizes, at each extent that a dim
-    has in a case, with all dims longer at once, and between the cases' extents. Runs with one row or few rows
-    use integers, where most results are exact, because a few values make poor statistics.
+    has in a case, at extents between those, and with all dims longer at once. Runs with few rows use
+    integers: a few values make poor statistics, but most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield InputSettings(sizes, "normal", fresh())
     for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
         sizes = hidden(spec, fresh(), largest)
-        for family in STRETCHED:  # these runs are cheap and show most mistakes
+        for family in STRETCHED:  # these runs are cheap and find most mistakes
             yield InputSettings(sizes, family, fresh())
     for family in (*FAMILIES, *ON_CPU):
         yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
@@ -93,15 +93,15 @@ class Comparison(NamedTuple):
     truth: Tensors
     values: Tensors
     exact: frozenset[str]
-    undefined: dict[str, float]  # outputs that are not judged, up to which magnitude: error_gate.undefined
+    undefined: dict[str, float]  # see error_gate.undefined
 
     @classmethod
     def of(cls, spec: Spec, run: InputSettings, drawn: Tensors | None = None) -> Comparison:
-        """Compute a run's truth. ``drawn`` inputs come from a search and replace the inputs of the run's
+        """Compute a run's truth. ``drawn``: inputs that a search found, in place of the inputs of the run's
         family.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
-        forward. When the spec was loaded, both were tried only at tiny sizes.
+        forward. Loading the spec tried both only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -113,7 +113,7 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # not at long extents: they are tried for defects of kernels, which PyTorch's functions do not have
+        # not at long extents, which test kernels; PyTorch's functions have no defects there
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"
@@ -121,7 +121,7 @@ class Comparison(NamedTuple):
         return cls(spec, run, inputs, truth, values, exact, undefined)
 
     def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
-        """Yield the error gate's findings for both ways to judge the outputs: as stored, then unrounded.
+        """Yield the error gate's findings twice: for outputs as stored, then for unrounded outputs.
 
         In a family of ``limits.EXTREME``, unrounded outputs are judged only value by value. Undefined outputs
         are left out.
@@ -132,7 +132,7 @@ class Comparison(NamedTuple):
         yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
 
     def passes(self, program: Program, watch: Watch) -> bool:
-        """Whether all outputs of the program pass the error gate under this watch."""
+        """Whether all outputs of the program pass the error gate with this callback."""
         return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
 
     def _judged(
@@ -147,8 +147,8 @@ class Comparison(NamedTuple):
 
 
 def unrounded(program: Program) -> Program:
-    """The program with its outputs in fp32. An output that a matmul reads is there twice: rounded for the
-    matmul, and unrounded under its own name."""
+    """The program with its outputs in fp32. If a matmul reads an output, both forms exist: the rounded one
+    for the matmul, and the unrounded one under the output's name."""
     nodes, outputs = list(program.nodes), dict(program.outputs)
     types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
     for name in _handed_on(program):

@@ -1,4 +1,5 @@
-"""The error gate: compare a candidate's error with the yardstick's error, which any kernel must make."""
+"""The error gate: compare a candidate's error with that of the yardstick (the reference in fp32, with outputs
+rounded once)."""
 
 from __future__ import annotations
 
@@ -18,18 +19,19 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 32  # with n < FEW elements, chance can make the yardstick's error 2**(10/n) times too small
+FEW = 32  # below this many elements, chance can make the yardstick's error 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# half an fp32 ulp, as a share of the truth's RMS: smaller errors of the yardstick count as this much
+# half an fp32 ulp, relative to the truth's RMS: smaller yardstick errors count as this much
 FLOOR = 2.0**-24
-# how many such halves a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
+# how many such half ulps a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-# how much larger the rest is that cancelling values leave in fp32: its roundings are 2**29 times as large
+# when values cancel, fp32 may leave this many times what fp64 leaves; its roundings are 2**29 times as large
 REST = 2.0**32
-LOST = 2.0**-8  # a loss above this share of an output's RMS is more than a last rounding, except to fp8
-ONE = 2.0**-24  # half an fp32 ulp of 1: differences of values near 1 are multiples of it
-# a loss above this share of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
+# a loss above this fraction of an output's RMS is more than one last rounding (to a dtype wider than fp8)
+LOST = 2.0**-8
+ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
+# a loss above this fraction of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
 COARSE = 2.0**-14
 
 
@@ -61,24 +63,24 @@ def compare(
 ) -> list[OutputError]:
     """Judge every output: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
 
-    got: the candidate's outputs; truth: the outputs of ``reference.oracle``; yard: the outputs of
-    ``reference.yardstick``. All come from one kind of device, since fp32 sums lose more on tensor cores than
-    on a CPU. Three ratios of the candidate's error to the yardstick's are limited for each output: the RMS
-    error; the RMS error of the worst 128x128 tile, over the yardstick's in the same tile; and the largest
-    error, over the yardstick's largest. For outputs narrower than fp32 the slope of the output regressed on
-    the truth is limited too. A value must be finite if the truth is finite and fits the output's dtype. In
-    each row as many values may break this rule as in the yardstick, because an fp32 overflow of an
+    ``got``: the candidate's outputs. ``truth``: the outputs of ``reference.oracle``. ``yard``: the outputs of
+    ``reference.yardstick``. All must come from one kind of device, because fp32 sums lose more on tensor
+    cores than on a CPU. Three ratios of the candidate's error to the yardstick's are limited for each output:
+    the RMS error; the RMS error of the worst 128x128 tile, over the yardstick's in the same tile; and the
+    largest error, over the yardstick's largest. For outputs narrower than fp32 the slope of the output
+    regressed on the truth is limited too. A value must be finite if the truth is finite and fits the output's
+    dtype. In each row, as many values may break this rule as in the yardstick: an fp32 overflow of an
     intermediate value may hit one value here and its neighbour there.
 
-    ``limits`` (of a family of inputs) are widened by the spec's tolerance, and by slack for small samples. A
-    ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so the limit is
-    multiplied by 1 + 4/sqrt(n) (n of the output, or of the tile): by 3% for a full tile, by almost nothing at
-    benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 / sum(t^2), computed
-    from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error says little, so
-    limits are 2**(10/n) times as wide: at M = 1 a row's sum counts as wrong from about 0.1% on. The values of
-    a row share the errors of their common sources, so for m rows the slack is multiplied by 1 + 1/m: by 2 at
-    M = 1, by almost 1 at a case's sizes. Yardstick errors count as at least half an fp32 ulp of the truth's
-    RMS, because an error of exactly zero would forbid any other order of summation.
+    The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
+    two independent RMS errors over n elements scatters by about 1/sqrt(n), so each limit is multiplied by 1 +
+    4/sqrt(n), where n counts the elements of the output or of the tile. That is 3% for a full tile, and
+    almost nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
+    sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
+    says little, so limits are 2**(10/n) times as wide: at M = 1 a row's sum is rejected if it is wrong by
+    about 0.1% or more. The values of a row share errors from their common inputs, so for m rows the slack is
+    multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If it
+    were exactly zero, no other order of summation could pass.
 
     Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is
     0.0): see ``verifier.numerics.exactness``.
@@ -90,8 +92,8 @@ def compare(
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     """An output's RMS error over the truth's RMS, and over the yardstick's RMS error, in any dtype. Both are
-    NaN if ``compare`` finds values that are wrongly finite or not finite. Values that ``compare`` excuses are
-    left out."""
+    NaN if some values are finite and should not be, or the reverse. Values that ``compare`` excuses are left
+    out."""
     stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
@@ -102,10 +104,13 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """The outputs to leave unjudged on inputs beyond the typical, by name, up to which magnitude. The
-    reference overflows in fp32 there or loses more than ``LOST``: any magnitude. Or the truth is zero only
-    because fp64 cancels, since ``jittered`` (of ``reference``) is not zero: what fp32 would leave of that.
-    Empty for a typical family."""
+    """The outputs that are not judged on inputs beyond the typical, each with the largest magnitude that is
+    excused.
+
+    An output is excused at any magnitude if the reference overflows in fp32 or loses more than ``LOST``. If
+    the truth is zero but ``jittered`` (of ``reference``) is not, the zero comes only from cancellation in
+    fp64. Then the output is excused up to what cancellation leaves in fp32. Empty for a typical family.
+    """
     if family not in BEYOND:
         return {}
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
@@ -118,7 +123,7 @@ def undefined(
 
 
 def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, float]) -> list[OutputError]:
-    """The errors without those of ``unjudged`` outputs, whose values are at most as large as it says."""
+    """Drop the errors of ``unjudged`` outputs whose values are no larger than excused."""
 
     def excused(name: str) -> bool:
         size = unjudged.get(name)
@@ -129,8 +134,8 @@ def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, 
 
 @dataclass
 class _Stats:
-    """Sums over one output for the gate's decision: g is the output, t the truth, e and r the errors of g and
-    the yardstick."""
+    """Sums over one output on which the gate decides. g is the output, t the truth; e and r are the errors of
+    g and of the yardstick."""
 
     count: int
     e2: float = 0.0
@@ -153,12 +158,13 @@ class _Stats:
 
     @property
     def effective(self) -> float:
-        """The number of elements that make up the yardstick's error: all if their errors are equal."""
+        """The effective number of elements in the yardstick's error. It equals n if all errors are equally
+        large."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
     def coarse(self) -> bool:
-        """Whether the yardstick's error is as large as 16-bit operands cause."""
+        """Whether the yardstick's error is large enough to come from 16-bit operands."""
         return self.r2 > COARSE**2 * self.t2
 
     @property
@@ -167,8 +173,8 @@ class _Stats:
 
     @property
     def slope_off(self) -> float:
-        """The slope's distance from 1, or from the yardstick's slope if that is nearer. Even the yardstick's
-        slope is not 1 if values repeat along an axis, because their roundings repeat too."""
+        """The slope's distance from 1, or from the yardstick's slope if that is nearer. If values repeat
+        along an axis, their roundings repeat too, and then even the yardstick's slope is not 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
     @property
@@ -218,7 +224,8 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    if limits.values and not stats.coarse:  # else small values' errors are mostly a rounded operand's
+    # else the errors of small values come mostly from a rounded operand
+    if limits.values and not stats.coarse:
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")
     if wrong_bits:
@@ -300,7 +307,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
     """The positions where values can be compared; wrong values are counted in ``stats``. ``holds`` marks
-    where the dtype can represent the truth: elsewhere a kernel may overflow too, so its values are not
+    where the dtype can represent the truth. Elsewhere a kernel may overflow too, so its values are not
     compared."""
     ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
@@ -319,9 +326,9 @@ def _off_by_themselves(
 ) -> list[str]:
     """Judge values one by one, so that small values count as much as large ones; return the findings.
 
-    An error may be ``SHARE`` of its value, ``CANCELLED`` times ``floor``, or ``limit`` times the yardstick's
-    worst error at values up to twice as large. With ``loud``, a value whose row and column are larger than
-    usual may have a proportionally larger error.
+    An error is allowed up to the largest of three bounds: ``SHARE`` of its value, ``CANCELLED`` times
+    ``floor``, and ``limit`` times the yardstick's worst error at values up to twice as large. ``loud``: a
+    value in a large row and column may have a proportionally larger error.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     least = CANCELLED * floor
@@ -345,7 +352,7 @@ def _off_by_themselves(
 
 
 def _loudness(size: Tensor) -> Tensor:
-    """[R, C]: each value's expected size, from the mean squares of its row and column, over the usual size;
+    """[R, C]: each value's expected size (from the mean squares of its row and column) over the usual size;
     at least 1."""
     power = size.square()
     rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
@@ -359,7 +366,7 @@ def _tile_sums(values: Tensor) -> Tensor:
 
 
 def _strip_sums(values: Tensor) -> Tensor:
-    """[R, C] -> [ceil(R / 128), C]: sums over 128 rows each; the last strip has the remaining rows."""
+    """[R, C] -> [ceil(R / 128), C]: sums over strips of 128 rows; the last strip may have fewer."""
     whole, rest = values.tensor_split([len(values) // TILE * TILE])
     sums = whole.unflatten(0, (-1, TILE)).sum(1)
     return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
@@ -390,8 +397,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
-    """Whether most of the values that could be finer are multiples of ``ONE`` and a few steps from the truth,
-    as is the difference of two values near 1."""
+    """Whether most of the values that fp32 could represent more finely are multiples of ``ONE``, a few steps
+    from the truth. The difference of two values near 1 looks like that."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()
@@ -401,7 +408,8 @@ def _cancelled(got: Tensor, truth: Tensor) -> bool:
 
 def _hint(stats: _Stats, rms: float, tile: float, cancelled: bool) -> str:
     """A guess at the mistake, if the numbers suggest one."""
-    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squared error that the slope does not explain
+    # squared error that a wrong slope does not explain
+    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)
     residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
     hint = ""
     if cancelled:

@@ -1,4 +1,4 @@
-"""Find the outputs that must be exact to the bit: sums and products of small integers."""
+"""Find the outputs that must be bit-exact: sums and products of small integers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-#: Elements compared at once: they take 2 GB of fp64 temporaries on a GPU, and fit a core's cache on a CPU.
+# Elements compared at once. They take 2 GB of fp64 temporaries on a GPU, and fit a core's cache on a CPU.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
-EXACT_BITS = 22  # of fp32's 24 bits; the other two are spare, for sums in another order than the reference's
+EXACT_BITS = 22  # of fp32's 24 bits; two are spare, for sums in another order than the reference's
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
@@ -21,7 +21,7 @@ def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
     ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if its
     values equal the fp64 ``truth`` in every element, and are multiples of one power of two that fit in
     ``EXACT_BITS`` bits. Then sums in any order are exact, so a dropped term, a wrong column or an extra
-    rounding flips a bit. An RMS over all elements may not show that bit.
+    rounding flips a bit. An RMS error over all elements may be too coarse to detect this.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 
@@ -44,13 +44,13 @@ def rows_at_once(values: Tensor) -> int:
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """View a tensor as a matrix, of rows by everything else, for counting tiles and positions."""
+    """View a tensor as a matrix (rows by everything else), to count tiles and positions."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """The number of values that differ from the truth rounded once to their dtype, and the first of them in
-    words."""
+    """The number of values that differ from the truth rounded once to their dtype, and a description of the
+    first one."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):
         part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)

@@ -1,4 +1,5 @@
-"""Exercise a program: inputs must need both sides of each choice; no result may depend on an exact size."""
+"""Check a program's choices: inputs must need both sides of each choice, and no result may depend on an exact
+size."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
-STEEPEST = 8  # the highest power of a size that results may follow
-SMALLEST = 8  # the smallest size from which powers change smoothly
+STEEPEST = 8  # results may follow at most this power of a size
+SMALLEST = 8  # the smallest size from which powers of sizes change smoothly
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
-TRIES = 3  # runs to repeat without a side, until one fails
+TRIES = 3  # at most this many runs are repeated without a side, until one fails
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage: which open sides decided values in it, and which it needed."""
+    """Add a judged run to the coverage: record which open sides decided values in it, and which sides it
+    needed."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -46,8 +48,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the open sides, and judge the program on the inputs found, as on
-    any run.
+    """Search the domain for inputs that need the open sides. The program is judged on these inputs as on any
+    others.
 
     Raises Failed if the program is wrong on such inputs, or if no inputs of the domain need a side.
     """
@@ -64,7 +66,7 @@ def reach(
         for how, errors in compared.errors(program):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
         for side in coverage.open:
-            coverage.seen[side].tries = 0  # so that each draw of the search is tried without the side
+            coverage.seen[side].tries = 0  # so that every draw of the search is tried without the side
         cover(compared, program, coverage, counts)
         if not coverage.open:
             return
@@ -82,10 +84,11 @@ def reach(
 def smooth(spec: Spec, program: Program, seed: int) -> None:
     """Compare the program at the sizes that it computes with, and at almost the same sizes.
 
-    A kernel may use sizes only smoothly. A mean does: over twice as many columns, the same sum gives half the
-    mean. Small inputs run as if their dims were a case's, then as if one or all dims were slightly larger or
-    smaller. Scalars that depend only on sizes are computed for every size up to twice a case's. Raises Failed
-    if outputs, or such a scalar, change by more than the eighth power of a size does.
+    Results must depend smoothly on sizes. A mean does: over twice as many columns, the same sum gives half
+    the mean. The program runs on small inputs, but with a case's sizes in its formulas, and then with one or
+    all of these sizes slightly changed. Scalars that depend only on sizes are computed for every size up to
+    twice a case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size
+    does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -118,10 +121,11 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Compute the scalars that depend only on sizes, for every size of one dim and a case's other sizes."""
+    """For one dim, compute the scalars that depend only on sizes at every size up to twice a case's; the
+    case's other sizes stay."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
-    used: set[int] = set()  # nodes with a reader that depends on more than sizes
+    used: set[int] = set()  # nodes with at least one reader that depends on more than sizes
     for index, node in enumerate(program.nodes):
         made = OPERATIONS[node.op].torch
         if index in sized:
@@ -147,7 +151,8 @@ def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> N
 
 
 def _change(a: Tensor, b: Tensor) -> float:
-    """The RMS difference over the smaller RMS, of values that are finite in both; 0 if there are none."""
+    """The RMS difference over the smaller of the two RMS, for values that are finite in both; 0 if there are
+    none."""
     usable = a.isfinite() & b.isfinite()
     a, b = a[usable].double(), b[usable].double()
     least = min(float(a.norm()), float(b.norm()))

@@ -1,9 +1,8 @@
 """Compare a backward's formulas with autograd of its forward, in fp64.
 
-Both use the same drawn inputs, and nothing is rounded, since the backward reads the forward's stored tensors
-in fp64. The remaining error is fp64's, which is larger where small values are differences of large ones. To
-learn how large it may be, both run again in fp32, and the backward reads stored values that are off in their
-last bits.
+Both use the same drawn inputs. Nothing is rounded: the backward reads the forward's stored tensors in fp64.
+The remaining error is fp64's, which grows where small values are differences of large ones. To learn how
+large it may be, both run again in fp32, and the last bits of the stored tensors are changed.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec
 from coda_agent.verifier.spec.rules import PARTS, assigned
 
-LEAST = 2.0**-30  # a difference above this share of the RMS is suspect
+LEAST = 2.0**-30  # a difference above this fraction of the RMS is suspect
 ANYTHING = OutputSpec(shape=(), dtype="fp32")
-CHANGE = 2.0**-24  # relative change of stored values
-NARROWER = 2.0**-20  # fp64's error may be this share of fp32's: of its 29 additional bits, 9 are slack
+CHANGE = 2.0**-24  # relative change of the stored values
+# fp64's error may be this fraction of fp32's; fp64 has 29 more bits, of which 9 are margin
+NARROWER = 2.0**-20
 
 
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
-    """The gradients of a backward that differ from autograd's, each with its RMS error over the true RMS.
+    """The gradients of a backward that differ from autograd's, with the RMS error of each over the true RMS.
 
-    Empty for a spec that has no forward. On inputs ``beyond`` the typical, a gradient is left out if it
-    changes too much with the last bits of the stored tensors, as ``error_gate.undefined`` leaves out outputs.
+    Empty for a spec that has no forward. ``beyond``: inputs are not typical. Then gradients that depend too
+    much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
     """
     if spec.before is None:
         return {}
@@ -52,8 +52,8 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
 
 
 def errors(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, float]:
-    """Each gradient's RMS difference from autograd's, over the RMS of autograd's, for a spec that has a
-    forward."""
+    """The RMS difference between each gradient and autograd's, over the RMS of autograd's. The spec must have
+    a forward."""
     if spec.before is None:
         raise ValueError(f"spec {spec.name} has no forward")
     truth, made = _autograd(spec, spec.before, _wide(drawn), sizes)
@@ -86,7 +86,7 @@ def _autograd(
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The gradients that the formulas of head and backward give."""
+    """The gradients computed by the formulas of head and backward."""
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:
@@ -99,7 +99,7 @@ def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
-    """Sum a gradient that is stored in parts: over all parts for a scalar input, else over heads."""
+    """Sum the partial results of a gradient: over all of them for a scalar input, otherwise over heads."""
     if not name.endswith(PARTS):
         return found
     own = known[_differentiated(name)]
@@ -107,7 +107,7 @@ def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
 
 
 def _gradients(spec: Spec, *parts: Spec) -> list[str]:
-    """The gradients that the formulas of a backward assign, whether or not they are outputs."""
+    """The names of the gradients that a backward's formulas assign, including those that are not outputs."""
     parts = parts or (*([spec.head] if spec.head else []), spec)
     names = sorted({name for part in parts for name in assigned(part.reference)})
     return [name for name in names if name.startswith("d_") and _differentiated(name) in spec.drawn]

@@ -19,10 +19,10 @@ from coda_agent.verifier.spec.parts import TensorSpec
 
 
 class _Drawn(NamedTuple):
-    """The input that a family changes: values of a normal init before the cast, and how the spec uses them.
+    """One input that a family changes: its values by a normal init, before the cast, and how the spec uses
+    it.
 
-    The generator ``rows`` gives the same numbers for every input of one draw; ``own`` gives each input other
-    numbers.
+    ``rows`` gives the same random numbers for every input of one draw; ``own`` gives each input its own.
     """
 
     values: Tensor
@@ -34,42 +34,43 @@ class _Drawn(NamedTuple):
 
 
 def _normal(of: _Drawn) -> Tensor:
-    """Keep the values of the spec's own init."""
+    """Keep the values of the spec's init."""
     return of.values
 
 
 def _positive(of: _Drawn) -> Tensor:
-    """Take magnitudes, so that sums grow with K and a low-precision accumulator stalls."""
+    """Take magnitudes. Sums then grow with K, and a low-precision accumulator stops growing."""
     return of.values.abs_()
 
 
 def _tiny(of: _Drawn) -> Tensor:
-    """Multiply everything by 2**-10, because an eps of 1e-6 matters only for such small values. fp8 values
-    stay, since they would become zeros."""
+    """Multiply everything by 2**-10: an eps of 1e-6 matters only for values this small. fp8 values are
+    unchanged, because they would become zeros."""
     return of.values if of.fp8 else of.values.mul_(2.0**-10)
 
 
 def _small(of: _Drawn) -> Tensor:
-    """Multiply activations by 1e-2, so that additive terms of fixed size (a bias, an eps) dominate, and
+    """Multiply activations by 1e-2. Then additive terms of fixed size (a bias, an eps) dominate, and
     functions are nearly linear."""
     return of.values.mul_(1e-2) if of.activation else of.values
 
 
 def _large(of: _Drawn) -> Tensor:
-    """Multiply activations by 8, so that functions saturate, and maxima dominate sums of exponentials without
+    """Multiply activations by 8. Then functions saturate, and maxima dominate sums of exponentials without
     overflow."""
     return of.values.mul_(8.0) if of.activation else of.values
 
 
 def _huge(of: _Drawn) -> Tensor:
-    """Multiply activations by 40, so that exponentials overflow unless taken relative to a maximum."""
+    """Multiply activations by 40. Then exponentials overflow unless a maximum is subtracted first."""
     return of.values.mul_(40.0) if of.activation else of.values
 
 
 def _outliers(of: _Drawn) -> Tensor:
     """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
-    others. A scale or rounding per block instead of per row, or a range that is too narrow, loses the others.
-    The others are made smaller, so that only cases that overflow in "normal" overflow."""
+    others. A scale per block instead of per row, or a range that is too narrow, loses the other rows or
+    columns. Those are made smaller, so that this family overflows only in cases in which "normal"
+    overflows."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -78,7 +79,7 @@ def _outliers(of: _Drawn) -> Tensor:
 
 def _zeros(of: _Drawn) -> Tensor:
     """Set an eighth of the activations' rows to zero, and scale a quarter to near sqrt(eps), where eps
-    decides."""
+    changes the result most."""
     if not of.activation or not of.values.dim():
         return of.values
     share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
@@ -89,7 +90,7 @@ def _zeros(of: _Drawn) -> Tensor:
 
 
 def _low_rank(of: _Drawn) -> Tensor:
-    """Replace matrices by ones of rank 4 to 8, whose products have correlated errors. Their factors are
+    """Replace matrices by matrices of rank 4 to 8, whose products have correlated errors. Their factors are
     bounded, since a product of several normals could exceed an exponential's range."""
     if of.values.dim() < 2:
         return of.values
@@ -100,8 +101,8 @@ def _low_rank(of: _Drawn) -> Tensor:
 
 
 def _tails(of: _Drawn) -> Tensor:
-    """Multiply an eighth of the activations' rows by 3 and the others by 1/4. So an activation function's
-    tail, below -4, gets weight, and few values are large enough for their errors to hide it."""
+    """Multiply an eighth of the activations' rows by 3 and the others by 1/4. So the tail of an activation
+    function, below -4, gets weight, and few values are large enough to hide errors there."""
     if not of.activation or not of.values.dim():
         return of.values
     many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
@@ -123,24 +124,25 @@ def _spikes(of: _Drawn) -> Tensor:
 
 
 def _negative(of: _Drawn) -> Tensor:
-    """Take magnitudes, and multiply activations by -40, so that all products of a row are far below zero. A
-    running maximum that starts at zero would dominate, and so would a zero in a sum of exponentials."""
+    """Take magnitudes, and multiply activations by -40, so that every result of a matmul is far below zero.
+    Then a running maximum that starts at zero would be wrong, and so would a zero added to a sum of
+    exponentials."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Round to multiples of a power of two, up to 8 times it (2 times in fp8, because tensor cores hold sums
-    of fp8 in fewer bits). A matmul of such values is exact in fp32 in any order of summation, and so are sums
-    and products of its results. ``exactness.exact_outputs`` finds the outputs that must be exact to the bit.
-    """
+    """Round to multiples of a power of two, up to 8 times that power. In fp8 it is 2 times, because tensor
+    cores keep fewer bits of fp8 sums. A matmul of such values is exact in fp32 in any order of summation, and
+    so are sums and products of its results. ``exactness.exact_outputs`` finds the outputs that must be exact
+    to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
-# The families. Each shapes inputs with a normal init. Inputs with another init (a range, indices, a series)
-# keep their values, since the operator relies on them. In "integers", inputs with a uniform init are rounded
-# to few values.
+# The families of inputs. Each one changes the inputs that have a normal init. Inputs with another init (a
+# range, indices, a series) keep their values, since the operator relies on them. In "integers", inputs with a
+# uniform init are rounded to few values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
     "normal": _normal,
     "positive": _positive,
@@ -155,11 +157,11 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 }
 
 
-# Families that run only on a CPU: they test a program's mathematics, not its execution on a GPU.
+# Families that run only on a CPU. They test a program's mathematics, not its execution on a GPU.
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
-# Families that a GPU runs where the truth is quick to compute.
+# Families that also run on a GPU where the truth is quick to compute.
 EVERY = (*FAMILIES, *STRETCHED)
 
 
@@ -168,8 +170,8 @@ def draw(
 ) -> dict[str, Tensor]:
     """Draw inputs by name, in the spec's shapes and dtypes, on ``device``.
 
-    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU. For
-    a backward, the tensors that its forward stores are computed from the drawn inputs.
+    The seed and an input's name determine its values on one kind of device; a GPU draws other values than a
+    CPU. For a backward, the tensors that its forward stores are computed from the drawn inputs.
     """
     return finished(spec, draw_free(spec, sizes, seed, device, family), sizes)
 
@@ -177,7 +179,7 @@ def draw(
 def draw_free(
     spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
 ) -> dict[str, Tensor]:
-    """Draw like ``draw``, but for a backward only what its forward reads and the incoming gradients."""
+    """Like ``draw``, but for a backward draw only the forward's inputs and the incoming gradients."""
     known = (*EVERY, *ON_CPU)
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
@@ -199,7 +201,7 @@ def _draw(
     values = values_of(init, shape, sizes, own, routing(family))
     fp8 = dtype == torch.float8_e4m3fn
     if init.offsets is not None:
-        return values.to(dtype)  # any other integers would be no offsets
+        return values.to(dtype)  # other integers would not be valid offsets
     if family in STRETCHED:
         values = stretched(_typical(tensor, values, sizes, own), family)
     elif init.normal:
@@ -210,17 +212,18 @@ def _draw(
         )
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
-    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)  # not every cast saturates
+    # clamped first, because not every cast saturates
+    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)
 
 
 def routing(family: str) -> str:
-    """How a family shares rows among experts: evenly in the first one, which is measured, and otherwise also
-    so that experts have no row, one row or all of them."""
+    """How a family assigns rows to experts. The first family, which is timed, assigns them evenly. The others
+    also give an expert no rows, one row or all rows."""
     return ROUTINGS[(*EVERY, *ON_CPU).index(family) % len(ROUTINGS)]
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU, from which stretched values are made."""
+    """An input's typical values on a CPU, from which its stretched values are computed."""
     own = _generator(f"{seed}/{name}", "cpu")
     return _typical(tensor, values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
 
@@ -243,7 +246,7 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
-    """Round values of a range to powers of two, since division by these is exact. In a range that contains
+    """Round values of a range to powers of two, because division by these is exact. If the range contains
     fewer than two powers of two, or both signs, round to 8 to 16 multiples of one power of two."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()

@@ -1,7 +1,7 @@
 """The error gate's limits by family of inputs, for every gate that uses them.
 
-The users are the GPU's numerics and benchmark (``checks``), the interpret gate (``cpu_numerics``), and the
-search for mutants that both would pass (``mutation_score.weak_spots``).
+These gates are the numerics and benchmark gates on a GPU (``checks``), the interpret gate (``cpu_numerics``),
+and the search for mutants that pass both (``mutation_score.weak_spots``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class ErrorLimits:
     fp32_rms: float = 4.0
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
-    deviations: float = 4.0  # slack for a statistic over few elements, in standard deviations
+    deviations: float = 4.0  # slack for statistics over few elements, in standard deviations
     shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit roundings
-    values: float | None = None  # limits one value's error over the yardstick's worst at values no larger
+    # limit on a value's error over the yardstick's worst error at values no larger
+    values: float | None = None
     loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
     effective: bool = False  # whether to count only elements that make up the yardstick's error
 
@@ -37,7 +38,7 @@ class ErrorLimits:
 
 
 def of_stored(family: str, long: bool = False) -> ErrorLimits:
-    """Limits for outputs in their own dtypes; with ``long``, one extent is long and the others are short."""
+    """Limits for outputs in their own dtypes. ``long``: one extent is long and the others are short."""
     if family in BEYOND:
         return FAR
     if family == "spikes":
@@ -62,23 +63,23 @@ USUAL = ErrorLimits()
 # all of the loss, and every kernel shares it.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # Families in which exponentials make a few values of an output larger than all others together. A ratio of
-# two RMS errors then compares only these few values, and says nothing about the mathematics. So each value is
+# two RMS errors would compare only these few values, and say nothing about the mathematics. So each value is
 # judged alone.
 EXTREME = ("large", "huge", "negative")
 VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-# If one extent is long, the others are short. Few operands and their roundings repeat along the long extent,
-# so ratios and slopes scatter as they do for few elements. A loss of accuracy that comes only from fp32
-# arithmetic has the usual limits.
+# If one extent is long, the others are short. Then a few operands and their roundings repeat along the long
+# extent, so ratios and slopes scatter as for few elements. The limits on losses from fp32 arithmetic alone
+# are the usual ones.
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-# In sums of few products, some rows and columns are larger than usual by chance, and so are the errors of
-# values that cancel there, which ``loud`` allows. Rows that a family makes large by design gain little from
-# it, because they determine the usual size.
+# In sums of few products, some rows and columns are larger than usual by chance. So are the errors of values
+# that cancel there; ``loud`` allows these. A family that makes rows large by design gains little from this,
+# because those rows determine the usual size.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-# If one value of a row outweighs the rest, the worst element is one of a few, so its limit is wide. A clamp
-# is found anyway, because it is wrong by thousands of roundings.
+# If one value of a row outweighs the rest, the worst element is one of only a few, so its limit is wide. A
+# wrong clamp still fails: its error is thousands of roundings.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
-# Far from typical inputs, one input may outweigh all others, and few values may make up nearly all errors.
+# Far from typical inputs, one input may outweigh all others, and a few values may cause nearly all errors.
 # Then the statistics count only those few (``effective``), and limits for tiles add nothing.
 FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
 FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

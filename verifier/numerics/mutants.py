@@ -1,8 +1,9 @@
 """Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-A mutant with wrong mathematics has another text. A program can express it, so the interpreter's run with
-unrounded outputs judges it too. A mutant with wrong execution has the reference's text, but damaged matmuls
-or outputs, as a faulty lowering or a cheat would have. Only the error gate on stored outputs judges it.
+Some mutants have wrong mathematics, that is, another reference text. A program could express them, so the
+interpreter's run with unrounded outputs judges them too. Others have wrong execution: the reference's text
+with damaged matmuls or outputs, as from a faulty lowering or a cheat. Only the error gate on stored outputs
+judges these.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.spec.model import Spec
 
 Outputs = dict[str, Tensor]
-TAIL = 16  # elements of K that one tensor-core instruction multiplies
+TAIL = 16  # the number of K elements that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # mantissa bits fewer than in fp32
+# how many mantissa bits fewer than fp32
+FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}
 
 
 @dataclass(frozen=True)
 class ReferenceMutant:
-    """A wrong version of the reference: its text, its matmuls, and a change of its outputs.
+    """A wrong version of the reference: its text, its matmuls, and the damage to its outputs.
 
-    ``text`` is the reference's own if only the execution is wrong. If ``product`` is None, the matmuls are
+    ``text`` is the reference's own if only the execution is wrong. ``product`` is None if the matmuls are
     correct.
     """
 
@@ -45,7 +47,7 @@ class ReferenceMutant:
 
     @property
     def spoken(self) -> bool:
-        """Whether a program can express the mutant, because only its text differs from the reference."""
+        """Whether a program can express the mutant: only its text differs from the reference."""
         return self.product is None and self.after is dict
 
 
@@ -116,12 +118,12 @@ def _one_wrong_row(output: Tensor) -> Tensor:
 
 
 def _truncated(output: Tensor, bits: int) -> Tensor:
-    """Clear this many of the last bits of fp32 values, as a cast by truncation does."""
+    """Clear the last ``bits`` bits of fp32 values, as a truncating cast does."""
     return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 def _overflown(output: Tensor, end: float) -> Tensor:
-    """Replace saturated values by NaN, as a cast that does not saturate does."""
+    """Replace saturated values by NaN, as a cast without saturation does."""
     return output.where(output.abs() < end, torch.nan)
 
 
@@ -131,7 +133,7 @@ def _overflown(output: Tensor, end: float) -> Tensor:
 def _wrong_matmuls(spec: Spec, text: str) -> Iterator[ReferenceMutant]:
     yield ReferenceMutant(f"the last {TAIL} of K dropped", text, _without_tail)
     yield ReferenceMutant("one element of K dropped", text, _without_first)
-    # rounding to fp8 would not change fp8 operands
+    # rounding to fp8 does not change fp8 operands
     if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):
         yield ReferenceMutant("matmul operands in fp8", text, _in_fp8)
     yield ReferenceMutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
@@ -161,8 +163,7 @@ def _through_fp8(t: Tensor) -> Tensor:
 
 
 def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matmul whose sum is rounded to ``dtype`` after every ``TAIL`` terms, as many as one instruction
-    adds."""
+    """A matmul that rounds its sum to ``dtype`` after every ``TAIL`` terms (one instruction)."""
     total = torch.zeros((), dtype=dtype, device=a.device)
     for k in range(0, a.shape[-1], TAIL):
         part = a[..., k : k + TAIL].float() @ b[..., k : k + TAIL, :].float()

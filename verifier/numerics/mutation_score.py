@@ -1,4 +1,4 @@
-"""Test whether a spec is strong enough: the gates must pass none of its mutants."""
+"""Test whether a spec is strong enough: each of its mutants must fail a gate."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 
-SAME = 1e-12  # relative difference between two ways to compute a value in fp64
+SAME = 1e-12  # largest relative difference between two correct ways to compute a value in fp64
 
 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    A mutant that a program can express is judged like a run of the interpret gate, and any other mutant like
-    a run on a GPU, each with the families and limits of that gate. The list is empty for a strong spec. Small
-    sizes on a CPU suffice. A text is no mutant if it equals the reference in fp64 in every family, except for
-    the order of its roundings.
+    If a program can express a mutant, it is judged like a run of the interpret gate; otherwise like a run on
+    a GPU. The families and limits are those of that gate. The list is empty for a strong spec. Small sizes on
+    a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family, up to
+    the order of roundings.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -35,7 +35,7 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
 
 
 def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) -> bool:
-    """Whether a mutant computes another function than the reference, as some family of inputs shows."""
+    """Whether the mutant's results differ from the reference's in some family of inputs."""
     return any(
         MutationSample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU)
     )
@@ -43,7 +43,7 @@ def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) ->
 
 @dataclass(frozen=True)
 class MutationSample:
-    """One draw of inputs, on which mutants are judged, with the reference's results."""
+    """One draw of inputs with the reference's results, on which mutants are judged."""
 
     spec: Spec
     sizes: Sizes
@@ -66,8 +66,8 @@ class MutationSample:
         return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
 
     def made(self, mutant: ReferenceMutant) -> Tensors | None:
-        """The mutant's outputs; None if it raises an error or a shape is wrong, which no kernel could
-        hide."""
+        """The mutant's outputs; None if it raises an error or has a wrong shape, because every gate would
+        notice that."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
         except reference.MISTAKES:
@@ -76,9 +76,9 @@ class MutationSample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, ErrorLimits]]:
-        """Yield each output's error with the output's dtype and the limits: for stored outputs those of the
-        error gate. If a program can express the mutant (``spoken``), also yield the errors of unrounded
-        outputs, with the limits of the interpreter."""
+        """Yield each output's error, its dtype and the limits that apply. Stored outputs get the limits of
+        the error gate. If a program can express the mutant (``spoken``), also yield the errors of unrounded
+        outputs, with the interpreter's limits."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -91,8 +91,8 @@ class MutationSample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: ReferenceMutant) -> bool:
-        """Whether the mutant is another function than the reference; a mutant with wrong execution always
-        is."""
+        """Whether the mutant computes another function than the reference. This is always so for wrong
+        execution."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

@@ -1,7 +1,7 @@
 """Run a spec's reference: in fp64 for the truth, in fp32 for the yardstick.
 
-A reference is the spec owner's text, so it is trusted. Its names are checked only so that a typing error is
-reported with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks give the
+The spec's owner wrote the reference, so its code is trusted. Its names are checked only to report a typing
+error with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that this gives the
 same result.
 """
 
@@ -25,33 +25,33 @@ from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-BLOCK_BYTES = 1 << 31  # bytes that one block and its temporaries may take
-# A matrix may be as large as the product of two extents of different dims. If this many such matrices fit,
-# the shapes of the reference's intermediate tensors are not inspected, since inspection makes PyTorch import
-# for 2 s.
+BLOCK_BYTES = 1 << 31  # bytes that a block and its temporaries may take
+# A matrix may be as large as the product of two extents. If so many such matrices fit in memory, the shapes
+# of the reference's intermediate tensors are not inspected: the inspection makes PyTorch spend 2 s on
+# imports.
 AMPLE = 8
 TEMPORARIES = 6  # a guess at how many tensors of a block's size a reference keeps alive at once
 TEXT = "<reference>"
 
 Tensors = Mapping[str, Tensor]
 Function = Callable[..., dict[str, Tensor]]
-Product = Callable[[Tensor, Tensor], Tensor]  # the product of two rounded operands, in fp32
+Product = Callable[[Tensor, Tensor], Tensor]  # the matmul of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference can raise any exception. Each counts as the reference's mistake, including a failed assertion.
+# A reference can raise any exception. Each one counts as a fault of the reference, also a failed assertion.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks. ``whole`` says that the reference's text uses the
-    full size as a number."""
+    """A dim along which a reference may be cut into blocks. ``whole``: the reference uses the full size of
+    this dim as a number."""
 
     name: str
     whole: bool
 
 
 def function(spec: Spec, text: str | None = None) -> Function:
-    """Make ``text`` (by default the reference) a function of inputs, dims and constants, all passed by
+    """Compile ``text`` (by default the reference) to a function of inputs, dims and constants, all passed by
     keyword.
 
     The function returns the outputs by name. It has no casts and no side effects, and ``torch.compile``
@@ -78,7 +78,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # of functions with the same name, torch.nn.functional's has the friendlier signature
+    # torch.nn.functional first, because its functions have the friendlier signatures
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -86,14 +86,14 @@ def scope() -> dict[str, Any]:
 
 
 def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The outputs of the reference (or another ``text``) on these tensors, by name, without a cast."""
+    """The outputs of the reference (or of another ``text``) by name, not cast to their dtypes."""
     dims = {dim: sizes[dim] for dim in spec.dims}
     tensors = {name: inputs[name] for name in spec.inputs}
     return function(spec, text)(**tensors, **dims, **spec.constants)
 
 
 def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Compute all inputs of a spec from its drawn inputs. For a backward, its forward and head run in fp64,
+    """Compute all inputs of a spec from its drawn inputs. For a backward, the forward and head run in fp64,
     and each tensor that they store is rounded once."""
     known = dict(drawn)
     for part in (spec.before, spec.head):
@@ -104,8 +104,8 @@ def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def tiny_inputs(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and the spec's inputs at these sizes in fp64: the inputs that ``values.trial`` draws and,
-    for a backward, the tensors that its forward and head store."""
+    """Tiny sizes, and fp64 inputs at these sizes. The inputs are those of ``values.trial`` and, for a
+    backward, the tensors that its forward and head store."""
     sizes, known = trial(spec)
     for part in (spec.before, spec.head):
         known |= run(part, known, sizes) if part else {}
@@ -113,16 +113,16 @@ def tiny_inputs(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
 
 
 def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The truth: the outputs of the reference (or another ``text``) in fp64, computed in blocks of rows if
-    they are large. fp8 outputs are saturated, as ``fp32`` saturates them."""
+    """The truth: the outputs of the reference (or of another ``text``) in fp64. Large cases are computed in
+    blocks of rows."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
 
 
 def jittered(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The outputs of the oracle if each operation rounds otherwise: its results are multiplied by 1 + 2**-52
-    or 1 - 2**-52 at random (Monte Carlo arithmetic). Where they differ from the oracle's, it knows no more
-    digits: z - tanh(z) is zero in fp64 below 1e-8, and here is not."""
+    """The oracle's outputs if each operation rounds differently: results are multiplied by 1 + 2**-52 or 1 -
+    2**-52 at random (Monte Carlo arithmetic). Digits in which these outputs differ from the oracle's are
+    unreliable. For example, z - tanh(z) below 1e-8 is zero in fp64, but not here."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     with _Jitter():
         return _evaluate(spec, inputs, sizes, torch.float64, outputs)
@@ -133,7 +133,7 @@ def fp32(
 ) -> dict[str, Tensor]:
     """The reference's outputs in fp32. Its matmuls round their operands to the 16-bit dtype of the inputs.
 
-    ``product`` replaces the matmuls, to show how a poor matmul changes the outputs.
+    ``product`` replaces the matmuls, to show how an inaccurate matmul changes the outputs.
     """
     outputs = dict.fromkeys(spec.outputs, torch.float32)
     with _rounded_operands(spec, product):
@@ -141,8 +141,8 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The outputs of ``fp32``, each rounded once to its dtype. Their error is the error that any kernel must
-    make."""
+    """The outputs of ``fp32``, each rounded once to its dtype. Every kernel makes an error of about this
+    size."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
@@ -151,8 +151,8 @@ def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None
 def row_dim(spec: Spec) -> RowDim | None:
     """The dim along which the reference may run in blocks, or None.
 
-    It is the first axis of every tensor that has it. A trial at tiny sizes decides whether blocks give the
-    same result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
+    It is the first axis of every tensor that has it. A trial at tiny sizes checks that blocks give the same
+    result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
     sizes, inputs = tiny_inputs(spec)
@@ -191,7 +191,8 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # In inference mode, linear and matmul would reach the dispatch mode before they are decomposed.
+    # In inference mode, linear and matmul would reach the dispatch mode before they are decomposed into
+    # matmuls.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -200,8 +201,8 @@ def _evaluate(
 
 
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
-    """The dim to cut and the number of rows per block; None if everything fits in one block, or no dim can be
-    cut."""
+    """The dim to split and the number of rows per block. None if everything fits in one block, or if no dim
+    can be split."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
     extents = {d for t in tensors for d in t.shape}
@@ -221,9 +222,9 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
 
 
 def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
-    """The shapes of all tensors that the reference makes, found without computing numbers. Intermediate
-    tensors count, since they need memory too, such as logits that are not returned. The list ends where the
-    control flow depends on numbers."""
+    """The shapes of all tensors that the reference creates, found without computing values. Intermediate
+    tensors (such as logits that are not returned) are included, because they need memory too. The list stops
+    where the control flow depends on values."""
     inputs = {
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
@@ -270,8 +271,7 @@ def _whole(
 
 
 def _saturated(spec: Spec, name: str, value: Tensor) -> Tensor:
-    """An output's values within its declared dtype's range, because an fp8 output saturates however it is
-    computed."""
+    """Clamp an fp8 output to its dtype's range, because fp8 outputs must saturate."""
     return saturated(value, spec.outputs[name].dtype)
 
 
@@ -296,10 +296,11 @@ def _in_blocks(
     device = next(iter(inputs.values())).device
     result: dict[str, Tensor] = {}
     for name, output in spec.outputs.items():
-        kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
+        # sums over blocks are rounded once, at the end
+        kept = dtypes[name] if _leads(output, row.name) else dtype
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
-    def block(start: int, stop: int) -> None:  # a function, so that its temporaries are freed when it returns
+    def block(start: int, stop: int) -> None:  # a function, so that its temporaries are freed on return
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         part |= {name: (inputs[name] - start).clamp(0, stop - start) for name in offsets}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
@@ -328,7 +329,7 @@ class _Jitter(_Mode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if any(returned.alias_info for returned in func._schema.returns):
-            return made  # a view, through which the reference may write
+            return made  # the result is a view, through which the reference may write
         return tree_map_only(Tensor, self._off, made)
 
     def _off(self, value: Tensor) -> Tensor:
@@ -349,8 +350,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Round matmul operands to the 16-bit dtype of the inputs: to bf16, the coarser one, if both occur. fp8
-    fits either; if the inputs have no 16-bit dtype, it becomes bf16."""
+    """Round matmul operands to the 16-bit dtype of the inputs. If both 16-bit dtypes occur, this is bf16, the
+    coarser one. fp8 operands fit in either; if there is no 16-bit dtype, they become bf16."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -360,7 +361,7 @@ def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractCon
 
 
 _aten = torch.ops.aten
-# For each matmul operation: the position of its first operand (the second follows), and its plain product.
+# For each matmul operation: the position of its first operand (the second follows it), and the plain matmul.
 _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
     _aten.mm.default: (0, torch.mm),
     _aten.bmm.default: (0, torch.bmm),
@@ -395,10 +396,10 @@ class _RoundedOperands(_Mode):
         if self.fp8 and a.is_cuda and multiply is torch.mm:
             eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
             if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
-                # With fp8 operands, tensor cores keep fewer bits of a sum, whether or not partial sums are
-                # added in fp32, so the yardstick uses them too.
+                # For fp8 operands, tensor cores keep fewer bits of a sum, even if partial sums are added in
+                # fp32. So the yardstick uses tensor cores too.
                 one = torch.ones((), device=a.device)
-                columns = b.shape[1]  # must be a multiple of 16
+                columns = b.shape[1]  # a multiple of 16 is required
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
                 left = eights[0].contiguous()
                 wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)
@@ -406,7 +407,7 @@ class _RoundedOperands(_Mode):
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
             # Tensor cores truncate when they accumulate in fp32. On an H100 a row's sum of squares then has
-            # 20 times the error of fp32 multiply-adds. No kernel could match those, so the yardstick uses
-            # tensor cores too.
+            # 20 times the error of fp32 multiply-adds. No kernel could be that accurate, so the yardstick
+            # uses tensor cores too.
             return multiply(a, b, out_dtype=torch.float32)
         return multiply(a.float(), b.float())

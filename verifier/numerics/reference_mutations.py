@@ -1,4 +1,4 @@
-"""Write a reference's text with one plausible mistake in its mathematics, which a program can express."""
+"""Rewrite a reference with one plausible mistake in its mathematics, which a program could also contain."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.spec.model import Spec
 
 Kind = TypeVar("Kind", bound=ast.expr)
-Texts = Iterator[tuple[str, str]]  # the mistake's name, and the text with it
-# For each axis, the numbers that come before the number of zeros in the argument of ``pad``.
+Texts = Iterator[tuple[str, str]]  # the mistake's name, and the text that contains it
+# For each axis, the arguments of ``pad`` that precede the number of zeros.
 PADDED = {"-1": "0, ", "1": "0, ", "0": "0, 0, 0, "}
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp")
 
-# Wrong calls, and approximations that an author in a hurry may write. {x} is the first argument, {call} is
+# Wrong calls, and approximations that an author in a hurry may write. {x} is the first argument; {call} is
 # the correct call.
 APPROXIMATIONS = {
     "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
-    # In this order: GELU with erf, Hendrycks' form with sigmoid, no tail, and two with truncated constants.
+    # GELU with erf; with sigmoid (Hendrycks); without a tail; and with truncated constants (two).
     "gelu": (
         "gelu({x})",
         "({x}) * sigmoid(1.702 * ({x}))",
@@ -35,7 +35,7 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last two subtract no maximum, or a maximum that begins at zero.
+    # The last two subtract no maximum, or one that starts at zero.
     "logsumexp": (
         "({x}).amax(-1)",
         "log(exp(({x}) / 2).sum(-1)) * 2",
@@ -43,7 +43,7 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second one reduces its argument by a period with too few digits.
+    # The second one reduces its argument by a period that has too few digits.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
@@ -96,8 +96,8 @@ def _wrong_sums(text: str) -> Texts:
 
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
-    """Drop a factor of a product; drop the divisor of a quotient, or multiply by it. A product of only dims
-    is left alone, since it is a shape."""
+    """Drop a factor of a product; drop the divisor of a quotient, or multiply by it. A product that contains
+    only dims is left alone, because it is a shape."""
     for at, node in _nodes(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
@@ -129,7 +129,7 @@ def _wrong_ends(text: str) -> Texts:
 
 
 def _wrong_choices(text: str) -> Texts:
-    """Take one branch regardless of the condition, swap the branches, or move a comparison's boundary."""
+    """Take one branch regardless of the condition, swap the branches, or shift a comparison's boundary."""
     for at, node in _nodes(text, ast.Call):
         if _name(node) != "where" or len(node.args) != 3:
             continue
@@ -161,7 +161,7 @@ def _wrong_inputs(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_order(text: str) -> Texts:
-    """Take odd columns for even ones, or the reverse; swap two names of one assignment."""
+    """Use odd columns as even ones, or the reverse; swap two names of one assignment."""
     for at, node in enumerate(ast.walk(ast.parse(text))):
         if isinstance(node, ast.Slice) and node.step and node.lower:
             start = ast.Constant(1 - int(ast.unparse(node.lower)))
@@ -173,8 +173,8 @@ def _wrong_order(text: str) -> Texts:
 
 
 def _rounded_on_the_way(text: str) -> Texts:
-    """Round an intermediate value to bf16. Values that only matmuls read are left alone, since they are
-    rounded anyway."""
+    """Round an intermediate value to bf16. Values that only matmuls read are left alone, because matmul
+    operands are rounded anyway."""
     tree = ast.parse(text)
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult)]
     operands = {id(side) for n in products for side in (n.left, n.right)}
@@ -216,8 +216,8 @@ def _wrong_roots(text: str) -> Texts:
 
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
-    """Drop a constant of the spec, cut it to three digits or multiply it by ten; use a literal for a scalar
-    input; divide a mean's sum by a size of a case instead of the actual one."""
+    """Drop a constant of the spec, cut it to three digits or multiply it by ten. Replace a scalar input by a
+    literal. Divide a mean's sum by a case's size instead of the actual size."""
     for at, name in _nodes(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
@@ -253,15 +253,15 @@ def _name(call: ast.Call) -> str:
 
 
 def _nodes(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
-    """The nodes of a kind, each with its position in a walk of the tree. Nodes inside an index do not
-    count."""
+    """The nodes of a kind, each with its position in a walk of the tree. Nodes inside an index are left
+    out."""
     tree = ast.parse(text)
     inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
     return [(i, n) for i, n in enumerate(ast.walk(tree)) if isinstance(n, kind) and id(n) not in inside]
 
 
 def _replaced(text: str, at: int, new: ast.expr | ast.Slice) -> str:
-    """The text with the node at this position of the walk replaced."""
+    """The text after replacing the node at this position of the walk."""
     tree = ast.parse(text)
     target = list(ast.walk(tree))[at]
 

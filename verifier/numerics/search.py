@@ -1,8 +1,8 @@
-"""Search for inputs that need a side of a choice which no run has needed yet.
+"""Search for inputs that need a side of a choice which no earlier run needed.
 
-Draws are independent. Each input is typical, stretched, or near a number that the program names; at most one
-input is scaled much further. In some draws only the first column of each matrix is nonzero, so that each
-value of a matmul is a single product.
+Draws are independent. Each input is typical, stretched, or near a constant of the program; at most one input
+is scaled much further. In some draws only the first column of each matrix is nonzero, so that each value of a
+matmul is a single product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coda_agent.verifier.numerics.stretch import SEARCHED, STRETCHED, Typical, f
 from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 
-SEARCHES = 160  # draws
+SEARCHES = 160  # number of draws
 DRAWS_A_SIZE = 8
 LARGEST = 32  # the largest extent
 
@@ -60,7 +60,7 @@ def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dic
 
 
 def _numbers(program: Program) -> list[float]:
-    """The numbers that a program names, without their signs, and 1."""
+    """The absolute values of a program's constants, and 1."""
     named = {
         float(n.attribute) for n in program.nodes if n.op == "constant" and isinstance(n.attribute, float)
     }

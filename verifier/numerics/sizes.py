@@ -1,7 +1,6 @@
 """Sizes other than a spec's cases: fixed sizes that a CPU runs quickly, and hidden sizes.
 
-Hidden sizes come from a seed that is drawn after the candidate is fixed, so that no candidate can be fitted
-to them.
+The seed of hidden sizes is drawn after the candidate is fixed, so no candidate can be fitted to them.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-TILE = 128  # rows and columns of a kernel's tile, or a divisor of them
+TILE = 128  # the rows and columns of a kernel's tile are multiples of this
 HALF_TILE = TILE // 2
-LARGEST = 1500  # extents on a GPU: several tiles in each dimension
+LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
-LARGEST_ONCE = 1024  # largest extent of the one CPU run with all dims long, which takes 0.3 s
-SHORT = 24  # extents of the other dims if one is long; larger if the rows' alignment needs it
-MEDIUM = 120  # the same if that one is short, because a few values make poor statistics
-ELEMENTS = 1 << 21  # most elements of a tensor with a long extent, 0.1 s on a CPU
+LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
+SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
+MEDIUM = 120  # the same if the long dim is short itself, because a few values make poor statistics
+ELEMENTS = 1 << 21  # most elements of a tensor with a long extent; 0.1 s on a CPU
 HEADS = 8
-EXPERTS = 12  # most experts of hidden sizes
+EXPERTS = 12  # most experts in hidden sizes
 HEAD = 16  # columns of the narrowest head
-TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
-DOUBLINGS = 8  # how often the largest extent may be doubled then
+TRIES = 400  # draws before LARGEST counts as too small for the spec's static dims
+DOUBLINGS = 8  # LARGEST is then doubled at most this often
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Two fixed sets of sizes, each with all dims different, so that swapped axes show. In the second set,
-    most dims are smaller than a tile, and only static dims can be multiples of one. Static dims come from the
-    first and last case; dims that multiply them are small."""
+    """Two fixed sets of sizes. In each, all dims differ, so that swapped axes are detected. In the second
+    set, most dims are smaller than a tile, and only static dims can be multiples of one. Static dims come
+    from the first and last case; dims that multiply them are small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
     return [
@@ -49,15 +48,16 @@ def hidden(
 ) -> dict[str, int]:
     """Sizes that the spec's kernels must support in addition to its cases; a seed reproduces them.
 
-    All extents differ, and are at most ``largest`` (more only if static dims need it). Rows that are aligned
-    in all cases are aligned here too. Otherwise dims are as ragged as allowed, and none equals a case's.
-    Static dims are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size
-    that a dim may have.
+    All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
+    all cases are aligned here too. Other dims are as ragged as allowed, and none equals a case's. Static dims
+    are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size that a dim
+    may have.
     """
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # by static dims: the largest extent of each dim
+    # for each choice of static dims: the largest extent of each dim
+    reaches: dict[tuple[int, ...], dict[str, int]] = {}
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
             known = random.choice(spec.cases).sizes if spec.static else {}
@@ -75,11 +75,11 @@ def hidden(
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield sizes for a CPU in which one dim is as long as in a case and all others are short, for each
-    extent that a dim has in the cases. They expose behaviour that begins at some extent.
+    """Yield sizes for a CPU in which one dim has an extent from a case, and all others are short. There is
+    one set for each such extent. They detect programs that behave differently from some extent on.
 
-    Static dims are those of that case, rows are aligned, and the short extents all differ. If a tensor would
-    have more than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are
+    Static dims are those of that case, rows are aligned, and the short extents all differ. The long dim is
+    halved until every tensor has at most ``ELEMENTS`` elements. Extents that ``hidden`` draws on a CPU are
     left out.
     """
     random = Random(seed)
@@ -95,11 +95,11 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield sizes for a CPU in which one dim has an extent from 1 to its largest in a case, and all others
-    are short. They expose behaviour at extents between those of the cases.
+    are short. They detect programs that behave differently between the cases' extents.
 
     In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as the rows' alignment allows. From
-    64 on, it also has one that is a multiple of 64 or of a larger power of two, and each of the two comes
-    from its own half of the octave. None is a case's. Extents that no sizes of the other dims support are
+    64 on it also has one that is a multiple of 64 or of a larger power of two. The two lie in different
+    halves of the octave. None equals a case's extent. Extents that no sizes of the other dims support are
     left out.
     """
     random = Random(seed)
@@ -110,7 +110,7 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with a dim in this span, or None. Static dims come from any case that allows such sizes."""
+    """Sizes with the dim in this span, or None. Static dims come from any case that allows such sizes."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -122,8 +122,8 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Yield spans to draw from, each with whether to draw multiples of a power of two: both halves of each
-    octave in either order, or the whole octave below 64."""
+    """Yield spans to draw from, and for each span whether to draw multiples of a power of two. Below 64 the
+    span is the whole octave; above, it is each half of the octave, in either order."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -138,8 +138,8 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """A dim's possible extents in a span. If ``even``, they are multiples of 64, in one group for each larger
-    power of two that divides them, else they are one group of ragged extents."""
+    """A dim's possible extents in a span. If ``even``, they are multiples of 64, grouped by the largest power
+    of two that divides them. Otherwise they are one group of ragged extents."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static)]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -155,21 +155,21 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
-    """The smallest number that must divide a dim so that rows are aligned, at these static dims."""
+    """The smallest number that must divide a dim to make rows aligned, at these static dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
 
 
 def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield hidden sizes for a CPU in which all dims are long, or nothing if static dims make a tensor exceed
-    ``ELEMENTS``."""
+    """Yield hidden sizes for a CPU in which all dims are long. Yield nothing if static dims make a tensor
+    larger than ``ELEMENTS``."""
     sizes = hidden(spec, seed, LARGEST_ONCE, least=3 / 4)
     if _bearable(spec, sizes):
         yield sizes
 
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield each case's sizes divided by one number, for a CPU, so that dims keep their ratios and
+    """Yield each case's sizes for a CPU, all divided by one number, so that dims keep their ratios and
     equalities. Row dims are small instead. Cases with the same ratios give one set of sizes."""
     random, rows, found = Random(seed), row_dims(spec), set()
     for case in spec.cases:
@@ -193,7 +193,7 @@ def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
-    """The largest extent of which a dim is a factor, where dims without a size count as 1."""
+    """The largest extent that contains a dim as a factor; dims without a size count as 1."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
@@ -201,8 +201,8 @@ def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
 def _short_sizes(
     spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT
 ) -> dict[str, int] | None:
-    """Draw sizes for all dims outside ``kept``: at most ``short``, or slightly more if no smaller sizes work;
-    None if no sizes work."""
+    """Draw sizes for all dims outside ``kept``: at most ``short``, or slightly more if smaller sizes do not
+    work. None if no sizes work."""
     heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     static = {dim: kept[dim] for dim in spec.static}
@@ -223,9 +223,9 @@ def _short_sizes(
 
 
 def row_dims(spec: Spec) -> frozenset[str]:
-    """The dims that only count rows, and do so in more than one tensor (M in the cases). Inputs with such a
-    dim as their first axis are activations; other matrices are weights. A backward has the row dims of its
-    forward, because the first axis of a weight's gradient does not count rows."""
+    """The dims that only count rows, in more than one tensor (M in the cases). Inputs with such a dim as
+    their first axis are activations; other matrices are weights. A backward has the row dims of its forward,
+    because the first axis of a weight's gradient does not count rows."""
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}
@@ -242,8 +242,8 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """The dims that multiply a static dim, or a number as large as a head's width, and those that count
-    experts."""
+    """The dims that count experts, and the dims that multiply a static dim or a number as large as a head's
+    width."""
     static = set(spec.static)
     products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
     heads = {n for names, number in products if names & static or number >= HEAD for n in names - static}
@@ -251,7 +251,7 @@ def _heads(spec: Spec) -> set[str]:
 
 
 def _experts(spec: Spec) -> set[str]:
-    """The dims that count experts, of which each has a matrix."""
+    """The dims that count experts (each expert has its own matrix)."""
     return {name for t in _tensors(spec) if len(t.shape) == 3 for name in t.shape[0].names}
 
 
@@ -267,7 +267,7 @@ def _drawn(
     for dim, factor in reach.items():
         most = max(1, largest // factor)
         fewest = math.ceil(most * least)
-        # Random steps are tried until sizes have the alignment that they need; row dims need none.
+        # Draw random sizes until all have the alignment that they need; row dims need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(fewest, most)
         whole = drawn // step * step
@@ -289,8 +289,8 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
 
 
 def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether rows are multiples of 16 bytes. Rows that are unaligned in some case (a head's statistics) may
-    be unaligned here too."""
+    """Whether rows are multiples of 16 bytes. Rows that are unaligned in some case (such as a head's
+    statistics) may also be unaligned here."""
     rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
     every = [case.sizes for case in spec.cases]
     demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]

@@ -1,4 +1,4 @@
-"""Stretched inputs: values beyond the typical ones (``init``), up to all legal ones (the domain)."""
+"""Stretched inputs: values beyond the typical ones (``init``), up to all values that the domain allows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-# The largest exponents of two by which typical values are scaled, by dtype. Products of several inputs and
-# their squares then stay within fp32. fp8 has little range to spare.
+# The largest powers of two by which typical values are scaled, by dtype. Products of several inputs and their
+# squares then stay within fp32. fp8 has little range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# The largest exponent for one input if all others are typical: fp32 holds such products, which a later scale
-# makes small again.
+# The largest power of two for one input if all others are typical. fp32 can hold the products, and a later
+# scale makes them small again.
 FAR = 60.0
-ZEROS = 1 / 16  # share of the values in "ends" that become zero, or one end of the domain, if that is legal
-NEAR = 2.0**24  # an end of a domain that is at most this large is also drawn itself
+ZEROS = 1 / 16  # fraction of the values in "ends" that become zero (if legal) or one end of the domain
+NEAR = 2.0**24  # an end of the domain is drawn exactly if it is at most this large
 
 
 class Typical(NamedTuple):
-    """One input's typical values before the cast, and the limits of its domain."""
+    """One input's typical values before the cast, and the bounds of its domain."""
 
     values: Tensor
     init: Init
@@ -38,22 +38,22 @@ class Typical(NamedTuple):
 
 
 def _faint(of: Typical) -> Tensor:
-    """Scale down by one factor; draw integers near the low end of the domain."""
+    """Scale all values down by one factor; draw integers near the low end of the domain."""
     if _integral(of):
         return of.low + of.values.double().remainder(8)
     return of.values * 2.0 ** -_within(of, 1.0, of.reach)
 
 
 def _loud(of: Typical) -> Tensor:
-    """Scale up by one factor; draw integers near the high end of the domain."""
+    """Scale all values up by one factor; draw integers near the high end of the domain."""
     if _integral(of):
         return of.high - of.values.double().remainder(8)
     return of.values * 2.0 ** _within(of, 1.0, of.reach)
 
 
 def _mixed(of: Typical) -> Tensor:
-    """Scale up or down by one factor, of either sign; draw integers over the whole domain, or count from a
-    random start."""
+    """Scale all values by one factor, larger or smaller than 1, with either sign. Draw integers over the
+    whole domain, or count from a random start."""
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -75,7 +75,7 @@ def _ends(of: Typical) -> Tensor:
     spread = of.reach if of.values.dim() < 2 else of.reach / 4
     factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
     values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
-    share = ZEROS if of.values.dim() else 1 / 2  # a scalar has one value
+    share = ZEROS if of.values.dim() else 1 / 2  # a scalar has only one value
     for end in (of.low, of.high, 0.0):
         if abs(end) <= NEAR and of.low <= end <= of.high:
             values = _some(of, share, torch.tensor(end, dtype=values.dtype), values)
@@ -93,14 +93,13 @@ BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """A family's values, all of them legal. A share of them is the value that ``init`` ignores, if it has
-    one."""
+    """A family's values, all of them legal. If ``init`` ignores a value, a share of them has that value."""
     return legal(of, STRETCHED[family](of))
 
 
 def legal(of: Typical, values: Tensor) -> Tensor:
-    """Bring values into the domain, first their signs, then their sizes. If ``init`` ignores a value, a share
-    of the values becomes that value."""
+    """Move values into the domain: adjust their signs first, then their magnitudes. If ``init`` ignores a
+    value, a share of the values becomes that value."""
     if of.low >= 0 and not _integral(of):
         values = values.abs()
     values = values.clamp(of.low, of.high)
@@ -114,7 +113,7 @@ def _integral(of: Typical) -> bool:
 
 
 def far(of: Typical) -> Tensor:
-    """Scale up or down by one factor, as long as products with other inputs stay within fp32."""
+    """Scale all values up or down by one factor, as far as products with other inputs stay within fp32."""
     return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
 
 
@@ -142,6 +141,6 @@ def _drawn(of: Typical, shape: Sequence[int], low: float, high: float) -> Tensor
 
 
 def _some(of: Typical, share: float, value: Tensor, values: Tensor) -> Tensor:
-    """The values with a random share of them replaced."""
+    """Replace a random share of the values."""
     chosen = _drawn(of, values.shape, 0.0, 1.0) < share
     return torch.where(chosen, value.to(values.device, values.dtype), values)

@@ -1,4 +1,5 @@
-"""The trial at load time: run reference and baseline at tiny sizes, and report a mistake with its line."""
+"""The trial when a spec is loaded: run reference and baseline at tiny sizes, and report a mistake with its
+line."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 def check_reference(spec: Spec, *, odd: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
-    The reference runs in fp64. The text that the benchmark measures (the baseline if there is one, else the
-    reference) also runs with the inputs in their own dtypes, as it is measured. That run is left to another
-    machine if this one lacks an operation in those dtypes (``torch.mm`` with an ``out_dtype`` on a CPU).
-    ``odd``: also refuse a reference that needs an even size.
+    The reference runs in fp64. The text that the benchmark times (the baseline if there is one, else the
+    reference) also runs with the inputs in their own dtypes. That run is skipped if this machine lacks an
+    operation in those dtypes (such as ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also refuse a
+    reference that works only at even sizes.
     """
     _check_rows(spec)
     grouped = any(t.init.offsets is not None for t in spec.drawn.values())
-    # torch's grouped_mm takes only rows of whole 16 bytes
+    # torch's grouped_mm accepts only rows that are a multiple of 16 bytes
     sizes, drawn = trial(spec, times=ALIGNMENT // 2 if grouped else 1)
     inputs = _run(spec, drawn, sizes)
     if odd:
@@ -48,8 +49,8 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
 
 
 def _check_rows(spec: Spec) -> None:
-    """Raise BadReference if a case gives an input rows that bulk copies cannot read, because every kernel
-    would be refused then."""
+    """Raise BadReference if an input has rows that bulk copies cannot read in some case; no kernel could be
+    accepted then."""
     for case in spec.cases:
         for name, tensor in spec.inputs.items():
             columns = tensor.shape[-1](case.sizes) if len(tensor.shape) >= 2 else 0
@@ -59,7 +60,8 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Run the reference on the drawn inputs, for a backward after its forward; return all of its inputs."""
+    """Run the reference on the drawn inputs, for a backward after its forward. Returns all inputs of the
+    reference."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -68,8 +70,8 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _check_odd(spec: Spec) -> None:
-    """Raise BadReference if the reference needs an even size. A kernel's types hold at every size, so no
-    program could implement such a spec."""
+    """Raise BadReference if the reference works only at even sizes. A kernel's types hold at every size, so
+    no program could implement such a spec."""
     failed = _at_odd(spec, spec.dims)
     if failed is None:
         return
@@ -80,7 +82,7 @@ def _check_odd(spec: Spec) -> None:
 
 
 def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
-    """The reference's failure at tiny sizes, of which the ``odd`` dims are odd; None if it runs."""
+    """The reference's failure at tiny sizes with the ``odd`` dims odd; None if it runs."""
     sizes, drawn = trial(spec, odd)
     try:
         _run(spec, drawn, sizes)
@@ -94,8 +96,8 @@ class _Untriable(BadReference):
 
 
 def _is_missing_operation(error: Exception) -> bool:
-    """Whether PyTorch reports a missing operation. Some CPU kernels of PyTorch (scaled fp8 products, on some
-    processors) report it by a failed assertion."""
+    """Whether PyTorch reports a missing operation. On some processors, CPU kernels of PyTorch (scaled fp8
+    matmuls) report this by a failed assertion."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 
 

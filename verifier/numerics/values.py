@@ -25,7 +25,7 @@ def values_of(
     init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator, routing: str = "balanced"
 ) -> Tensor:
     """The init's values before they are cast: fp64 for a geometric series, int64 for integers, fp32 for the
-    rest. ``routing``: how rows are shared among experts if the values are offsets."""
+    rest. ``routing``: how rows are assigned to experts, if the values are offsets."""
     device = generator.device
     if init.offsets is not None:
         return _offsets(init.range_at(sizes)[1], shape[0] - 1, generator, routing)
@@ -51,8 +51,9 @@ def values_of(
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) -> Tensor:
-    """The first row of each expert, and the number of rows. Each row draws one of all experts ("balanced"),
-    or of about half of them ("empty"), or all go to one; for "single" one expert has just one row."""
+    """The first row of each expert, and finally the number of rows. For "balanced", each row goes to a random
+    expert; for "empty", to one of about half of the experts. For "single", one expert has just one row.
+    Otherwise one expert has all rows."""
     device = generator.device
     some, other = torch.randint(experts, (2,), generator=generator, device=device).tolist()
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
@@ -68,8 +69,9 @@ def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) 
 
 
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
-    """Put both ends of an integer range somewhere among the values, if there are at least two values. A
-    mistake in a comparison shows at a vocabulary's first or last word, and these are hardly ever drawn."""
+    """Put both ends of an integer range somewhere among the values, if there are at least two values. A wrong
+    comparison affects only the first or last word of a vocabulary, and random draws hardly ever contain
+    these."""
     half = values.numel() // 2
     if half:
         first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
@@ -84,12 +86,12 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
 def trial(
     spec: Spec, odd: Collection[str] = (), times: int = 1
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and inputs at these sizes. The sizes are distinct, so that equal numbers hide no mistake,
-    and even except for the ``odd`` dims, all of them ``times`` as large.
+    """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected. They
+    are even except for the ``odd`` dims. ``times`` multiplies all of them.
 
-    Integers are drawn as the spec says, and if it ignores a value, the last of them have that value. All
-    other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if the
-    range of integers is empty at such sizes.
+    Integers are drawn as the spec says; if it ignores a value, the last ones have that value. All other
+    inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range of
+    integers is empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))

@@ -2,7 +2,7 @@
 
 The child (``jail_child``) has an empty environment, its own session, and no access to files, network or
 further processes (see ``sandbox``). It checks the language (see ``language``) before the trace. The parent
-trusts nothing from the child, so it parses the program again and checks its bounds and types.
+does not trust the child's result: it parses the program again and checks its bounds and types.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
 # With -I -S, the child uses no environment variables and no user or installed packages. Our own root comes
-# last on its path, so that it hides no module. A child lives for milliseconds, and it runs without garbage
+# last on its path, so that it hides no module. The child lives for milliseconds, so it runs without garbage
 # collection, which would take a twentieth of that time.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
@@ -40,13 +40,14 @@ ROOT = Path(__file__).absolute().parents[3]
 
 
 class JailUnavailable(Absent):
-    """This system cannot confine a kernel, or the child did not start. No part of the kernel has run."""
+    """This system cannot confine a kernel, or the child did not start. No code of the kernel has run."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, with its nodes' lines (as the child reports them), the sandbox's active layers
-    (such as seccomp and Landlock), the layers that this system lacks, and wall seconds."""
+    """A program from the jail, with the lines of its nodes (as the child reports them). It also has the
+    sandbox's active layers (such as seccomp and Landlock), the layers that this system lacks, and the wall
+    time in seconds."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -61,12 +62,12 @@ def trace(
     """Trace a kernel file against ``signature`` in the jail.
 
     Returns ``Rejected`` for any fault or forbidden action of the source. Raises JailUnavailable if the system
-    has neither seccomp nor Landlock, unless ``weak`` says that the language check and the resource limits
-    suffice.
+    has neither seccomp nor Landlock. ``weak`` accepts such a system; then only the language check and the
+    resource limits protect it.
     """
     sys.audit(
         "coda_agent.verifier.sandbox.jail.trace", source
-    )  # tells an audit hook about code that must run only in the jail
+    )  # for the audit hook: this code must run only in the jail
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
         return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
@@ -89,7 +90,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Ending:
-    """The outcome of a child that has ended. ``status`` is negative if a signal ended it."""
+    """The outcome of a child that has exited. ``status`` is negative if a signal killed it."""
 
     output: bytes
     status: int
@@ -99,7 +100,7 @@ class _Ending:
 
 def _converse(request: bytes, wall_seconds: float) -> _Ending:
     deadline = time.monotonic() + wall_seconds
-    # the request is no pipe, so that a child that stalls cannot block us
+    # a file instead of a pipe, so that a stalled child cannot block us
     with subprocesses.memory_file(request) as letter, _child(letter) as (process, descriptor):
         output, late = subprocesses.read_answer(descriptor, deadline, MAX_OUTPUT_BYTES)
         status = subprocesses.end(process)
@@ -108,8 +109,8 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
 
 @contextmanager
 def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start the child; yield it and the descriptor of its result. Afterwards, in all cases, the child is
-    ended and the descriptor is closed."""
+    """Start the child; yield it and the descriptor of its result. Afterwards it always kills the child and
+    closes the descriptor."""
     descriptor, other_end = os.pipe()
     try:
         try:
@@ -132,7 +133,7 @@ def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The sandbox's active and missing layers, from the child's first line. The child writes this line before
-    it looks at the source, so no kernel can forge it."""
+    it reads the source, so no kernel can forge it."""
     try:
         record = json.loads(account)
         return tuple(record["layers"]), tuple(record["missing"])
@@ -172,12 +173,12 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
 
 
 def _is_line(line: object) -> bool:
-    """Whether a kernel file can have a line of this number; None means an unknown line."""
+    """Whether a line number is possible in a kernel file; None means an unknown line."""
     return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
 
 
 def _record(answer: bytes) -> Any:
-    """The answer's one JSON value, or None for anything else."""
+    """The one JSON value of an answer; None if the answer is anything else."""
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
@@ -194,7 +195,7 @@ def _death(status: int) -> str:
 
 
 def _printable(message: str) -> str:
-    """At most 4000 characters, without terminal controls."""
+    """The first 4000 characters, without terminal control characters."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:4000])
 
 

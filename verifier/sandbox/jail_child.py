@@ -27,7 +27,7 @@ MESSAGE_CHARACTERS = 4000
 def main() -> NoReturn:
     """Read the request, enter the sandbox, then look at the source for the first time."""
     request = json.loads(sys.stdin.buffer.read())
-    warnings.simplefilter("ignore")  # showing a warning would import modules and open files
+    warnings.simplefilter("ignore")  # because displaying a warning would import modules and open files
     result = _detach()
     layers, missing = sandbox.apply(request["parent"])
     _write(result, {"layers": layers, "missing": missing})
@@ -55,7 +55,7 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> int:
-    """Make standard error the result's descriptor, and let descriptors 0, 1 and 2 lead nowhere."""
+    """Redirect descriptors 0, 1 and 2 to nowhere; the result goes to a duplicate of standard error."""
     result = os.dup(2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -76,4 +76,4 @@ def _write(descriptor: int, record: dict[str, Any]) -> None:
 
 def _finish(descriptor: int, record: dict[str, Any]) -> NoReturn:
     _write(descriptor, record)
-    os._exit(0)  # without exit handlers and destructors, so that no code of the kernel runs after its result
+    os._exit(0)  # skips exit handlers and destructors, so that no code of the kernel runs after its result

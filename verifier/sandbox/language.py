@@ -1,9 +1,8 @@
 """The language of kernel files: a small part of Python, checked on the syntax tree before anything runs.
 
-The check gives authors errors with a line and a remedy, and is also the innermost protection of the jail.
-Only listed kinds of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a
-listed builtin. This module needs only the standard library and ``primitives``, since the jail's child imports
-it.
+The check gives authors errors with a line and a remedy. It is also the innermost protection of the jail. Only
+listed kinds of syntax pass. A name must be bound in the file, imported from ``primitives``, or be a listed
+builtin. This module needs only the standard library and ``primitives``, since the jail's child imports it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.trace import BUILTINS
 
 MAX_SOURCE_BYTES = 64 << 10
-MAX_DEPTH = 100  # of nested syntax: a sum of n terms is n deep
+MAX_DEPTH = 100  # limit on nested syntax; a sum of n terms is n deep
 MAX_ITERATIONS = 4096
 MAX_INTEGER = 10**15
 MAX_EXPONENT = 64
 
 _BEYOND = re.compile(r"[^\x00-\x7f]")
-_UNLIKE = "zq7"  # NFKC normalisation turns no letter into this
+_UNLIKE = "zq7"  # a string that NFKC normalisation never produces from one letter
 
 _PLAIN = (
     ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
@@ -94,16 +93,16 @@ def _parse(source: str) -> ast.Module:
         return ast.parse(source)
     except SyntaxError as error:
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
-    except ValueError as error:  # as for NUL bytes and lone surrogates
+    except ValueError as error:  # for example NUL bytes and lone surrogates
         raise ProgramError("syntax", f"the file is not text that Python reads: {error}") from None
     except (RecursionError, MemoryError):
         raise _too_deep() from None
 
 
 def _refuse_letters(source: str, tree: ast.Module) -> None:
-    """Check that names are written in ASCII. The syntax tree holds them normalised by NFKC, which turns
-    fullwidth letters into plain ones. So the file is parsed again with all non-ASCII letters replaced, and no
-    name may change."""
+    """Check that names are written in ASCII. Python normalises names by NFKC, which turns fullwidth letters
+    into plain ones. So the file is parsed again with all non-ASCII letters replaced, and no name may
+    change."""
     if source.isascii():
         return
     other = _parse(_BEYOND.sub(_UNLIKE, source))
@@ -115,11 +114,12 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names that a node itself holds; the text of a constant is no name."""
+    """All names in a node itself; a constant's text is not a name."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]
-    listed = [part for value in fields if isinstance(value, list) for part in value]  # as in global
+    # lists of names, as in ``global``
+    listed = [part for value in fields if isinstance(value, list) for part in value]
     return [name for name in (*fields, *listed) if isinstance(name, str)]
 
 
@@ -128,8 +128,8 @@ def _too_deep(line: int | None = None) -> ProgramError:
 
 
 class _KernelChecker:
-    """Walk over a file's syntax tree, and refuse the first fault. ``line`` is the line of the last node that
-    has one."""
+    """Walk a file's syntax tree and refuse the first fault. ``line`` is the line of the last visited node
+    that has one."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
         self._tree = tree
@@ -227,7 +227,7 @@ class _KernelChecker:
                         "move this into the @kernel function"
                     )
                 case _:
-                    self._visit(statement)  # which refuses it with a remedy
+                    self._visit(statement)  # this refuses it, with a remedy
         self._count_kernels(node)
 
     def _count_kernels(self, node: ast.Module) -> None:
@@ -301,7 +301,7 @@ class _KernelChecker:
             case ast.Subscript(value=ast.Name()):
                 self._visit(node)
             case ast.Starred():
-                self._visit(node)  # which refuses it with a remedy
+                self._visit(node)  # this refuses it, with a remedy
             case _:
                 self._refuse("assign to names, or to a dict's entry")
 
@@ -432,12 +432,12 @@ class _KernelChecker:
 
     def _subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
-            self._visit(ast.copy_location(ast.Slice(), node))  # which refuses it with a remedy
+            self._visit(ast.copy_location(ast.Slice(), node))  # this refuses it, with a remedy
         self._children(node)
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Yield every name that the file binds, once for each place, except imports."""
+    """Yield every name that the file binds, except by import; a name bound twice is yielded twice."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):

@@ -1,7 +1,7 @@
 """Domains: the values of an input for which an operator is defined.
 
-``init`` describes an input's typical values, its domain the legal ones. The domain determines which inputs
-the verifier tries. It is not part of the operator's meaning, so no hash depends on it.
+``init`` describes an input's typical values; the domain describes all legal ones. The domain determines which
+inputs the verifier tries. It does not change the operator's meaning, so it enters no hash.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Domain = Annotated[
 
 
 def bounds(domain: Domain, dtype: str, sizes: Mapping[str, int]) -> tuple[float, float]:
-    """The least and the largest legal value at these sizes, both included.
+    """The least and the largest legal value at these sizes, both inclusive.
 
-    For floats, the least ``positive`` value is 2**-100, because fp32 loses squares and quotients of smaller
-    values. Raises ValueError if the arithmetic has no value, or low exceeds high.
+    For floats, the least ``positive`` value is 2**-100: squares and quotients of smaller values underflow in
+    fp32. Raises ValueError if the arithmetic cannot be evaluated, or if low exceeds high.
     """
     largest = LARGEST[dtype]
     if isinstance(domain, str):

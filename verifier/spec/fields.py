@@ -1,4 +1,4 @@
-"""The base class of a spec's parts: a strict model, and faults with a position and a remedy."""
+"""The base class of a spec's parts: a strict model whose errors have a position and a remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 
 
 def fault(message: str, *place: str | int) -> PydanticCustomError:
-    """An error at ``place`` (keys that lead there from the validated model), with a message for the spec's
-    author."""
+    """An error with a message for the spec's author. ``place``: the keys that lead from the validated model
+    to the fault."""
     return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
 
 

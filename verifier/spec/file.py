@@ -1,7 +1,7 @@
 """Read spec files: one YAML file per operator.
 
-``read`` returns a consistent model or raises ``SpecError``, whose text names the file, the line, the value
-and the remedy. A file must be small. It must be a tree without aliases, since ten lines of aliases can expand
+``read`` returns a consistent model or raises ``SpecError``, whose message names the file, the line, the value
+and the remedy. A file must be small. It must not use YAML aliases, because ten lines of aliases can expand
 beyond any memory.
 """
 
@@ -25,8 +25,8 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.spec.fields import Model
 from coda_agent.verifier.spec.model import BadReference
 
-LARGEST = 1 << 18  # characters of a file
-DEEPEST = 20  # levels of nesting
+LARGEST = 1 << 18  # limit on the characters of a file
+DEEPEST = 20  # limit on the levels of nesting
 INT64 = 1 << 63
 Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound=Model)
@@ -41,14 +41,14 @@ class SpecError(InvalidInput):
 
 
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """Read a model from a YAML file, and run ``check`` on it. Raises SpecError, also if ``check`` raises
-    BadReference."""
+    """Read a model from a YAML file, and run ``check`` on it. Raises SpecError, also in place of a
+    BadReference from ``check``."""
     path = Path(path)
     return of_text(path, _text(path), kind, check)
 
 
 def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """Like ``read``, for a text that was already read from ``path``."""
+    """Like ``read``, for text that was already read from ``path``."""
     if len(text) > LARGEST:
         raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
     tree = _tree(path, text, kind)
@@ -78,7 +78,7 @@ def _text(path: Path) -> str:
 
 
 class _NoAlias(Composer):
-    """A composer that refuses aliases."""
+    """A YAML composer that refuses aliases."""
 
     def return_alias(self, a: Any) -> Any:
         words = "an alias (*) of this has no place in a spec; write it out again"
@@ -96,7 +96,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
-    # such as for a date that no calendar has, or a mapping as a key
+    # for example, a date that does not exist, or a mapping as a key
     except (ValueError, TypeError, RecursionError) as error:
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
@@ -104,7 +104,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
     return tree
 
 
-@lru_cache(32)  # because a command loads its spec from several places, and parsing takes most of the time
+@lru_cache(32)  # a command loads its spec from several places, and parsing takes most of the time
 def _parsed(text: str) -> Any:
     yaml = YAML()
     yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
@@ -112,8 +112,7 @@ def _parsed(text: str) -> Any:
 
 
 def _check_numbers(path: Path, node: Any, line: int) -> None:
-    """Raise SpecError for an integer of more than 64 bits, since Python's integers can have millions of
-    digits."""
+    """Raise SpecError for an integer of more than 64 bits; Python would accept millions of digits."""
     if isinstance(node, int) and not -INT64 <= node < INT64:
         raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
     pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -151,8 +150,8 @@ def plain(node: Any) -> Any:
 
 
 def _line(tree: Any, place: Place) -> int:
-    """The file's line for the deepest part of ``place`` that the file has. A last part that is a number
-    counts the lines of a text from 1."""
+    """The line of the deepest key of ``place`` that the file contains. If the last key is a number, it counts
+    the lines of a text from 1."""
     line, node = 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:

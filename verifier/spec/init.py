@@ -15,7 +15,7 @@ from pydantic import model_validator
 from coda_agent.verifier.spec.fields import Model, fault, instead
 
 Sizes = Mapping[str, int]
-IGNORED_SHARE = 0.1  # share of an input's values with the ``ignored`` value
+IGNORED_SHARE = 0.1  # share of an input's values that are the ``ignored`` value
 
 
 class Normal(Model):
@@ -33,10 +33,10 @@ class Init(Model):
     """The distribution of an input: exactly one of these forms; ``ignored`` goes only with ``integers``.
 
     normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over the
-    integers from low to high - 1, where low and high are arithmetic over dims; with ``ignored``, about one
-    value in ten has that value instead. count: S, arithmetic over dims: value (or row) i is i % S. geometric:
-    [low, high]: value j of n along the last axis is low * (high / low)**(j / n). offsets: T, arithmetic over
-    dims: integers that rise from 0 to T, the first row of each expert and the end of the last one's rows.
+    integers from low to high - 1, both arithmetic over dims; if ``ignored`` is given, about one value in ten
+    is replaced by it. count: S, arithmetic over dims: value (or row) i is i % S. geometric: [low, high]:
+    value j of n along the last axis is low * (high / low)**(j / n). offsets: T, arithmetic over dims: rising
+    integers from 0 to T, which are the first row of each expert and the end of the last expert's rows.
     """
 
     normal: Normal | None = None
@@ -49,12 +49,13 @@ class Init(Model):
 
     @property
     def form(self) -> str:
-        """The name of the form that this init has."""
+        """The name of this init's form."""
         return next(iter(self._forms()))
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
         """The least and largest integers that ``integers``, ``count`` or ``offsets`` draw at these sizes,
-        except ``ignored``. Raises ValueError if the arithmetic gives no such range."""
+        except ``ignored``. Raises ValueError if the arithmetic cannot be evaluated or the range is
+        invalid."""
         if self.offsets is not None:
             return 0, _integer(self.offsets, sizes, least=1)
         if self.count is not None:
@@ -67,8 +68,8 @@ class Init(Model):
         return low, high - 1
 
     def span_at(self, sizes: Sizes) -> tuple[float, float]:
-        """The least and largest values drawn at these sizes, except ``ignored``. For a normal, they are minus
-        and plus one standard deviation."""
+        """The least and largest values drawn at these sizes, except ``ignored``. For a normal distribution,
+        they are minus and plus one standard deviation."""
         if self.normal:
             std = self.normal.at(sizes)
             return -std, std
@@ -117,7 +118,7 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 
 
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
-    """The value of a number, or of arithmetic over dims. Raises ValueError if there is none."""
+    """Evaluate a number, or arithmetic over dims. Raises ValueError if that fails."""
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -23,8 +23,8 @@ from coda_agent.verifier.spec.rules import assigned, check, describe
 
 
 class BadReference(Exception):
-    """A reference (or the text that ``key`` names, such as the baseline) contradicts its spec's declarations.
-    ``line`` is the line in that text."""
+    """The reference contradicts the spec's declarations. ``key`` names the text if it is another one, such as
+    the baseline. ``line`` is the line in that text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = "reference"):
         super().__init__(message)
@@ -40,7 +40,7 @@ class Spec(Declared):
         return self
 
     def signature(self) -> Signature:
-        """The names, shapes and dtypes that a kernel must match; tracing sees nothing else of the spec."""
+        """The names, shapes and dtypes that a kernel must match. Tracing reads nothing else of the spec."""
         return Signature(
             name=self.name,
             dims=tuple(self.dims),
@@ -53,19 +53,18 @@ class Spec(Declared):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything in the spec that has a meaning. Comments, layout, order of keys and prose do
-        not count."""
+        """SHA-256 of the spec's content. Comments, layout, the order of keys and prose do not affect it."""
         meaning = self._meaning({"name", "constants", "cases", "accept"})
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return _digest(meaning)
 
     @property
     def operator_hash(self) -> str:
-        """SHA-256 of only the operator and its baseline, without cases and threshold."""
+        """SHA-256 of the operator and its baseline, without cases and threshold."""
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
-        # exclude_none, because a later form of init must not change the hashes of specs without it
+        # exclude_none keeps the hashes of specs that do not use forms of init added later
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = _hashed_tensors(getattr(self, kind))
@@ -78,8 +77,8 @@ class Spec(Declared):
 
     @cached_property
     def before(self) -> Spec | None:
-        """The forward of a backward, as a spec whose outputs are the tensors that it stores; None for other
-        specs."""
+        """The forward of a backward, as a spec whose outputs are the tensors that the forward stores. None
+        for other specs."""
         if not self.forward:
             return None
         made = assigned(self.forward.reference) | assigned(self.forward.head)
@@ -88,8 +87,7 @@ class Spec(Declared):
 
     @cached_property
     def head(self) -> Spec | None:
-        """The part of a backward that runs before its matrix products, as a spec; None if it has no such
-        part."""
+        """The part of a backward that runs before its matmuls, as a spec; None if there is no such part."""
         if not (self.forward and self.before and self.forward.head):
             return None
         made = assigned(self.forward.head)
@@ -109,7 +107,7 @@ class Spec(Declared):
         return (self.before or self).inputs
 
     def case(self, name: str) -> Case:
-        """The case of this name. Raises KeyError, which suggests a known name."""
+        """The case of this name. Raises KeyError with a suggestion."""
         found = [c for c in self.cases if c.name == name]
         if not found:
             raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
@@ -118,8 +116,8 @@ class Spec(Declared):
     def solve(
         self, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
     ) -> dict[str, int]:
-        """The dims that follow from the inputs' shapes and the ``given`` dims. Raises ValueError, which names
-        the input and axis that do not agree."""
+        """Derive the dims from the inputs' shapes and the ``given`` dims. Raises ValueError, which names the
+        input and axis that disagree."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
@@ -127,8 +125,8 @@ class Spec(Declared):
 
 
 def _hashed_tensors(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
-    """Tensors as they enter a hash: without domains, which limit the tested inputs but do not change the
-    function."""
+    """Tensors as they enter a hash, without domains: a domain limits the tested inputs but does not change
+    the function."""
     return {
         name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
         | {"shape": [str(d) for d in t.shape]}

@@ -1,6 +1,6 @@
 """The parts of a spec file: tensors, cases, tolerance and threshold.
 
-Each part is checked by itself here; ``verifier.spec.rules`` checks their combination.
+Each part checks itself here; ``verifier.spec.rules`` checks their combination.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _bench(value: object) -> object:
 
 class TensorSpec(Model):
     """An input: symbolic shape ([] for a scalar), dtype, ``init`` (typical values) and ``domain`` (legal
-    values). A value that ``init`` ignores is legal too."""
+    values). A value that ``init`` ignores is legal even outside the domain."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -49,7 +49,7 @@ class TensorSpec(Model):
 
 
 class OutputSpec(Model):
-    """An output; with ``updates``, it overwrites the buffer of the input of that name."""
+    """An output. ``updates``: the input whose buffer it overwrites."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -81,7 +81,7 @@ class Case(Model):
 
 
 class Accept(Model):
-    """The threshold that the speedup's lower confidence bound must exceed on every deciding case."""
+    """The threshold for the lower confidence bound of the speedup on every deciding case."""
 
     speedup: float = 1.0
 
@@ -93,7 +93,7 @@ class Accept(Model):
 
 
 class Tolerance(Model):
-    """A ``factor`` that widens the error gate's ratios, with a ``reason`` for the reviewer."""
+    """``factor`` widens the error gate's ratios; ``reason`` explains it to the reviewer."""
 
     factor: float
     reason: str
@@ -108,9 +108,9 @@ class Tolerance(Model):
 
 
 class ForwardSpec(Model):
-    """The code that runs before a backward: its forward's reference and ``head``, the part of the backward
-    before its matrix products. ``inputs`` are the inputs that only this code reads. Inputs that the code
-    assigns are computed from the other inputs.
+    """The code that runs before a backward: the forward's reference, and ``head``, the part of the backward
+    before its matmuls. ``inputs`` are the inputs that only this code reads. Inputs that the code assigns are
+    computed and not drawn.
 
     An input ``d_y`` is the gradient of the forward's value ``y``, and an output ``d_x`` is the gradient of an
     input ``x``.

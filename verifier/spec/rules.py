@@ -1,7 +1,7 @@
 """The rules of a spec beyond its types: names, sizes, cases, texts.
 
-A broken rule raises a fault with a message for the spec's author and a position: the keys that lead there
-from the validated model. ``verifier.spec.file`` turns the position into a line of the file.
+A broken rule raises a fault, with a message for the spec's author and a position (the keys that lead there
+from the validated model). ``verifier.spec.file`` turns the position into a line of the file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAM
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
-RESERVED = ("name", "sizes", "bench")  # a case's keys other than its sizes
+RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
 KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by rank
-PARTS = "_parts"  # the suffix of an output whose sum is a gradient
+PARTS = "_parts"  # suffix of an output whose sum is a gradient
 
 
 def check(spec: Declared) -> None:
-    """Check every rule, in the order in which a reader would ask."""
+    """Check every rule, in the order of reading a spec."""
     _check_names(spec)
     _check_shapes(spec)
     _check_kinds(spec)
@@ -98,7 +98,7 @@ def _check_kinds(spec: Declared) -> None:
 
 
 def _check_experts(spec: Declared) -> None:
-    """Check that tensors with three axes stand beside the offsets of experts' rows."""
+    """Check that a spec with three-axis tensors also has the offsets of experts' rows."""
     if any(tensor.init.offsets is not None for tensor in spec.inputs.values()):
         return
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
@@ -109,8 +109,8 @@ def _check_experts(spec: Declared) -> None:
 
 
 def _check_operands(spec: Declared) -> None:
-    """Check that each of several fp8 matrices has another to be multiplied with: only a gemm reads fp8
-    matrices, and the rows of both must have the same length."""
+    """Check that each fp8 matrix has a partner if there are several: only a gemm reads fp8 matrices, and both
+    operands need rows of the same length."""
     eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
     for name, inner in eights.items():
         if [*eights.values()].count(inner) < 2 <= len(eights):
@@ -169,7 +169,7 @@ def _check_updates(spec: Declared) -> None:
 
 
 def describe(tensor: TensorSpec | OutputSpec) -> str:
-    """A tensor's dtype and shape in words."""
+    """Describe a tensor's dtype and shape."""
     return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
@@ -272,16 +272,17 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
 
 
 def assigned(text: str) -> set[str]:
-    """The names that a text assigns."""
+    """The names that a reference text assigns."""
     nodes = ast.walk(ast.parse(text))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 def _parsed(text: str, *place: str) -> set[str]:
-    """The names that a text assigns. Raises a fault if it does not parse, or imports anything."""
+    """The names that a text assigns. Raises a fault if the text does not parse, or imports anything."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # also if nested too deep
+    # the last two if the text is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
         raise fault(f"{place[-1]}: {words}", *place, line) from None
