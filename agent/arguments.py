@@ -12,9 +12,9 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-# this folder is a checkout or the installed package, both of which contain the two folders
+# this folder is the checkout or the installed package; both contain the two folders
 PACKAGE = Path(__file__).resolve().parents[1]
-NO_SOURCE = {  # files of a kernel that are not its source, by suffix
+NO_SOURCE = {  # suffixes of a kernel's files that are not its source
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
     ".cutedsl.py": "the lowered text of a kernel",
     ".program.json": "the program of a kernel: coda-agent show {path}",
@@ -24,23 +24,24 @@ NO_SOURCE = {  # files of a kernel that are not its source, by suffix
 
 
 def shipped(path: Path) -> Path:
-    """The path below the package if it exists there and not below the current folder; otherwise the path
+    """The path inside the package if it exists there and not under the current folder; otherwise the path
     unchanged."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 
 
 def spec_file(given: Path) -> Path:
-    """The file of a spec named by its stem; any other path is unchanged."""
+    """If ``given`` is a spec's stem, the spec's file; otherwise the path unchanged."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
     return shipped(SPECS / f"{given}.yaml") if bare else given
 
 
 def spec_for(kernel: Path, given: Path | None) -> Path:
-    """The spec of a kernel's file: the given spec, else NAME.yaml in the kernel's folder, else in specs/.
+    """The spec of a kernel's file: the given spec, or NAME.yaml in the kernel's folder, or NAME.yaml in
+    specs/.
 
-    For an accepted kernel specs/ comes first, since the kernel was accepted for the spec there. Raises
-    BadParameter if no spec is found.
+    For an accepted kernel specs/ is searched first, because the kernel was accepted for the spec there.
+    Raises BadParameter if no spec is found.
     """
     if given:
         return spec_file(given)
@@ -58,7 +59,7 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
 
 
 def name_in(folder: Path, given: str) -> str:
-    """The NAME in NAME or folder/NAME.yaml. Raises BadParameter for a path outside ``folder``."""
+    """NAME, given NAME or folder/NAME.yaml. Raises BadParameter for a path outside ``folder``."""
     path = Path(given)
     if given == path.name and path.suffix != ".yaml":
         return given
@@ -68,14 +69,14 @@ def name_in(folder: Path, given: str) -> str:
 
 
 def accepted_file(kernel: Path, suffix: str) -> Path:
-    """The file of an accepted kernel named by its stem; any other path is unchanged."""
+    """If the path is an accepted kernel's stem, its file with this suffix; otherwise the path unchanged."""
     known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
 
 def refuse_unused(why: str, *names: str, **options: object) -> None:
     """Raise BadParameter for options without effect. ``why`` is the reason and the remedy. ``names`` lists
-    options as typed. ``options`` maps names to values; only options with a true value count."""
+    options as the user typed them. ``options`` maps names to values; only options with a true value count."""
     given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
     if given:
         raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
@@ -83,8 +84,8 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Read or write a file from the command line in the block. Raises BadParameter if the block fails; the
-    message names that file, not the temporary draft that an atomic write makes."""
+    """In the block, read or write a file that the command line names. If the block fails, raises
+    BadParameter, which names that file instead of the temporary file of an atomic write."""
     try:
         yield
     except FileNotFoundError:
@@ -97,8 +98,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Ask a person in the block. Raises KeyboardInterrupt for Ctrl-C, and EOFError if there is no answer;
-    typer raises the same exception for both."""
+    """In the block, ask a person. Raises KeyboardInterrupt for Ctrl-C and EOFError if there is no answer;
+    typer raises one exception for both."""
     try:
         yield
     except typer.Abort as ended:
@@ -107,7 +108,7 @@ def asking() -> Iterator[None]:
 
 
 def source(path: Path) -> str:
-    """The text of a file from the command line."""
+    """The text of a file that the command line names."""
     with naming_file(path):
         return path.read_text(encoding="utf-8")
 
@@ -129,7 +130,7 @@ def _kernel(path: Path) -> str:
 
 
 def _instead(name: str) -> str:
-    """A suggestion of what to give instead of a missing kernel's name."""
+    """Suggest existing names for a missing kernel."""
     from coda_agent.agent.run import runs
 
     if name in runs.names():
@@ -142,8 +143,8 @@ def _instead(name: str) -> str:
 
 
 def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
-    """Raise BadParameter if a file's name shows that it is not a kernel's source; the message says what to
-    give instead. ``also`` lists further endings that the command accepts."""
+    """Raise BadParameter if a file's name shows that it is not a kernel's source. The message says what to
+    give instead. ``also``: other suffixes that the command accepts."""
     name = kernel.name.partition(".")[0]
     for ending, what in NO_SOURCE.items():
         if kernel.name.endswith(ending) and ending not in also:

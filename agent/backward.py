@@ -1,8 +1,9 @@
-"""Write a spec for a derived backward: the backward's text, the forward's text, and the forward's sizes.
+"""Write a spec for a derived backward. It contains the backward's text, the forward's text and the forward's
+sizes.
 
-The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward, the tensors
-that the forward stores are computed from these inputs, and the backward's text is compared with the gradient
-that autograd derives from the forward's reference.
+The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward. The tensors
+that the forward stores are computed from them. The backward's results are compared with the gradient that
+autograd derives from the forward's reference.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
 
-NEXT_VALUE = "next"  # the output of the next product; d_next is its gradient
+NEXT_VALUE = "next"  # the output of the matmul after this kernel; d_next is its gradient
 
 
 class Pair(NamedTuple):
-    """A program with the backward's products, and the YAML text of its spec."""
+    """The program with the backward's matmuls, and its spec as YAML text."""
 
     program: Program
     text: str
 
     @property
     def spec(self) -> Spec:
-        """The spec, after running its reference. Raises SpecError, for example if the backward's text does
-        not compute the gradient of its forward."""
+        """Load the spec and run its reference. Raises SpecError, for example if the backward does not compute
+        the gradient of its forward."""
         return file.of_text(Path(f"{self.program.signature.name}.yaml"), self.text, Spec, check_reference)
 
 
@@ -46,8 +47,8 @@ def pair(
     of: Collection[str] | None = None,
     behind: str | None = None,
 ) -> Pair | None:
-    """The spec of a derived backward; None if the backward has no products. ``of`` and ``behind`` must be as
-    ``derive`` got them. Raises ProgramError for an operation that has no PyTorch text."""
+    """The spec of a derived backward; None if the backward has no matmuls. ``of`` and ``behind``: the same
+    arguments as for ``derive``. Raises ProgramError for an operation that has no PyTorch text."""
     if derived.program is None:
         return None
     whole = joined(program)
@@ -83,8 +84,7 @@ def pair(
 
 
 class _Spelled(NamedTuple):
-    """Rewrite the backward's widths in terms of the forward's dims. ``static`` names the forward's static
-    dims."""
+    """Express the backward's widths by the forward's dims. ``static`` names the forward's static dims."""
 
     widths: Mapping[str, Dim]
     static: tuple[str, ...]
@@ -109,8 +109,8 @@ class _Spelled(NamedTuple):
 
 
 def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
-    """The lines of the forward's reference. After the spec's own reference they compute the tensors that the
-    forward must also store, join outputs that are ranges of one tile, and compute the next product."""
+    """The lines of the forward's reference. After the spec's own reference they compute the further tensors
+    that the forward must store, join outputs that are ranges of one tile, and compute the next matmul."""
     text = spec.reference
     if derived.saves:
         text = f"{text.rstrip()}\n{reference(whole.program._replace(outputs=dict(derived.saves)))}"
@@ -119,9 +119,9 @@ def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) ->
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
-    """The incoming gradients. Those that the backward does not read are included, so that a check finds a
-    derivative rule that wrongly drops one. The gradient of an output is left out if the output depends on
-    an operation without a derivative (a statistic), where gradients stop."""
+    """The incoming gradients. Gradients that the backward does not read are included, to detect a derivative
+    rule that wrongly drops one. An output is left out if it depends on an operation without a derivative (a
+    statistic), because gradients stop there."""
     types, stops = program.types(), list[bool]()
     for node in program.nodes:
         stopped = bool(node.args) and OPERATIONS[node.op].derivative is None
@@ -132,8 +132,8 @@ def _coming(program: Program, of: Collection[str] | None, behind: str | None) ->
 
 
 def _head(derived: Derived) -> list[str]:
-    """The lines that compute the pointwise head (the backward's part before its products), and the gradients
-    that equal another value or are zero."""
+    """The lines that compute the pointwise head (the part before the backward's matmuls), and those gradients
+    that are zero or equal another value."""
     lines = reference(derived.head).splitlines() if derived.head else []
     later = derived.program.outputs if derived.program else {}
     lines += [f"{name} = {other}" for name, other in derived.same.items() if other not in later]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXTRAS = {  # from the name of an imported module to its extra
+EXTRAS = {  # maps an imported module to the extra that installs it
     "anthropic": "author",
     "anyio": "author",
     "genai_prices": "author",
@@ -18,6 +18,7 @@ EXTRAS = {  # from the name of an imported module to its extra
 
 
 def remedy(missing: ModuleNotFoundError) -> str | None:
-    """The command that installs a missing optional package; None for any other module, which is a bug."""
+    """The command that installs a missing optional package; None for any other module, whose absence is a
+    bug."""
     extra = EXTRAS.get((missing.name or "").partition(".")[0])
     return extra and f"pip install 'coda-agent[{extra}]'"

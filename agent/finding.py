@@ -1,4 +1,4 @@
-"""One line of output of ``coda-agent doctor``, and the check that a command is installed."""
+"""A finding of ``coda-agent doctor``, and a check that a command is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def output(*command: str) -> str:
 
 
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
-    """Check that a command is on PATH and prints its version. ``without`` says what is impossible without the
+    """Check that a command is on PATH and prints its version. ``without``: what is impossible without the
     command. ``install`` and ``reinstall`` are the remedies if it is missing or broken."""
     path = shutil.which(command)
     if path is None:

@@ -1,5 +1,5 @@
-"""Options that several commands share. Some are fields of dataclasses; ``grouped`` turns the fields into
-options of a command that has such a dataclass as a parameter."""
+"""Options that several commands share. Some are fields of dataclasses. ``grouped`` turns them into options of
+each command that has such a dataclass as a parameter."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class AuthoringOptions:
 
 @dataclass(frozen=True)
 class Further:
-    """Options that replace the options of a resumed run; None keeps the run's own value."""
+    """Options that replace those of a resumed run; None keeps the run's value."""
 
     attempts: Annotated[int | None, ATTEMPTS] = None
     improve: Annotated[int | None, IMPROVE] = None
@@ -143,12 +143,12 @@ class Further:
     time_limit: Annotated[float | None, TIME_LIMIT] = None
 
     def header(self) -> dict[str, Any]:
-        """The given options, as changes to the header of the run's journal."""
+        """The given options, as changes to the run's journal header."""
         return _changed(self)
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """These options as words of a command line. Options with default values are omitted."""
+    """These options as command-line words, without those that have default values."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _changed(group).items():
@@ -157,13 +157,14 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
 
 
 def typed_options(*groups: Any) -> list[str]:
-    """The options in all groups that differ from their defaults, as typed."""
+    """The options in all groups that differ from their defaults, as a user types them."""
     return [_typed(group, name) for group in groups for name in _changed(group)]
 
 
 def _typed(group: Any, field: str) -> str:
     (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
-    # In Annotated, typer stores the option's first name in ``default``; the default itself is the field's.
+    # In Annotated, typer stores the option's first name in ``default``. The default value is the dataclass
+    # field's.
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 

@@ -1,4 +1,4 @@
-"""Setup that commands share: make the author and the measuring function, and read the state of a run."""
+"""Setup that commands share: create the author and the measuring function, and read the state of a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
 def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
-    """The provider's name. For auto, the first provider that can author on this machine. ``edits``: whether
-    the run edits CuTeDSL."""
+    """The provider's name. ``auto`` means the first provider that can author on this machine. ``edits``:
+    whether the run edits CuTeDSL."""
     if provider != AUTO:
         return provider
     run, lacking = _context(spec, edits), []
@@ -47,8 +47,8 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 def new_author(
     name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
-    """The header of a new run's journal, and the run's provider. Raises an error for options that cannot
-    work, before the run exists."""
+    """The header of a new run's journal, and the run's provider. Raises an error, before the run exists, for
+    options that cannot work."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
@@ -69,8 +69,8 @@ def refuse_idle(provider: str, *names: str) -> None:
 
 
 def refuse_uncounted(provider: str, limits: RunLimits, model: str | None = None) -> None:
-    """Raise BadParameter for a limit that a run by this provider could never reach, or could exceed by any
-    amount."""
+    """Raise BadParameter for a limit that a run of this provider can never reach, or can exceed without
+    bound."""
     spec = providers.provider_spec(provider)
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
     if given and not spec.counted:
@@ -89,8 +89,8 @@ def author(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> Outcome:
-    """Run the loop with the options in the run's header. Options and limits in ``given`` replace those of the
-    header, for this call only. ``provider``: the provider to use, if it was already made."""
+    """Run the loop with the options in the run's header. ``given``: options and limits that replace those of
+    the header in this call only. ``provider``: an existing provider to use."""
     from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Loop
 
@@ -129,14 +129,14 @@ def task_of(run: Run) -> Task:
 
 
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
-    """The provider that ``header``, by default the run's header, names. Raises ProviderError."""
+    """The provider that ``header`` names (by default the run's header). Raises ProviderError."""
     header = header or run.journal.header
     return make_provider(header, run.spec.name, edits=_edits(header))
 
 
 def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provider:
-    """The provider that a header names, for a run of the spec ``spec``. ``edits``: as in ``choose_provider``.
-    Raises ProviderError."""
+    """The provider that a header names, for a run of the spec named ``spec``. ``edits``: as in
+    ``choose_provider``. Raises ProviderError."""
     name = header["provider"]
     options = providers.provider_spec(name).arguments(header, _context(spec, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
@@ -153,15 +153,15 @@ def _edits(header: Mapping[str, Any]) -> bool:
 
 
 def header_of(name: str) -> dict[str, Any]:
-    """A run's header, even if another process has the run open. Raises JournalError."""
+    """A run's header, even while another process has the run open. Raises JournalError."""
     from coda_agent.agent.run import record, runs
 
     return record.glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
 def run_result(name: str) -> Outcome:
-    """The state of a run, read only from its journal. Asks no author and measures nothing. Another process
-    may have the run open."""
+    """The state of a run, read only from its journal, even while another process has the run open. It asks no
+    author and measures nothing."""
     from coda_agent.agent.run import loop, runs
     from coda_agent.agent.run.journal import is_open
 
@@ -198,7 +198,7 @@ def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Meas
 
 
 def need_gpu(gpu: bool | None, *measuring: str) -> None:
-    """Raise early, before anything is written, if a required GPU is missing, or if options named in
+    """Raise an error before anything is written if a required GPU is missing, or if the options in
     ``measuring`` contradict --no-gpu."""
     if gpu is False:
         arguments.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
@@ -207,12 +207,12 @@ def need_gpu(gpu: bool | None, *measuring: str) -> None:
 
 
 def use_gpu(gpu: bool | None) -> bool:
-    """Whether to measure on this machine. Raises Absent if a GPU is required and missing."""
+    """Whether to measure on this machine. Raises Absent if a required GPU is missing."""
     if gpu is False:
         return False
     import torch
 
-    # lowered kernels are code for one architecture, so no other GPU runs them
+    # lowered kernels run only on one GPU architecture
     from coda_agent.primitives.target import TARGET
 
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
@@ -222,7 +222,7 @@ def use_gpu(gpu: bool | None) -> bool:
 
 
 def console(quiet: bool) -> Any:
-    """The console for tables. It writes to standard error if standard output is for a program (``quiet``)."""
+    """The console for tables. It writes to standard error if a program reads standard output (``quiet``)."""
     from coda_agent.agent.reporting.terminal import Console
 
     console = Console(stderr=quiet)

@@ -1,10 +1,10 @@
 """Accept a kernel that passed every gate: write it and its evidence to generated_kernels/, and commit.
 
-A kernel has four files: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the
-generated text that ran) and NAME.report.json. If an author edited the generated text, there are three more:
-NAME.raw.py, NAME.raw.program.json (the same program with the schedules of the edited text) and
+A kernel has four files: NAME.py (the author's source), NAME.program.json (loaded by launch), NAME.cutedsl.py
+(the generated code that ran) and NAME.report.json. If an author edited the generated code, there are three
+more files: NAME.raw.py, NAME.raw.program.json (the same program, with the schedules of the edited code) and
 NAME.raw.report.json. The run that made the kernel is recorded for replay. The files are replaced atomically:
-a later reader completes an interrupted replacement.
+after an interruption, the next reader completes the replacement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coda_agent.verifier.spec.model import Spec
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
-# The fields of a run's header that a recording keeps. The other fields describe the machine, such as paths.
+# The fields of a run's header that a recording keeps. The others, such as paths, describe the machine.
 HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
@@ -73,18 +73,18 @@ def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list
 def consistent_files(
     name: str, directory: Path | None = None, *, edited: bool = False
 ) -> Iterator[list[Path]]:
-    """Guarantee in the block that all of a kernel's ``files`` come from the same acceptance. An interrupted
-    acceptance is completed first, and other acceptances wait. ``directory`` is generated_kernels/ by default.
-    Raises OSError, and FileNotFoundError if the directory does not exist."""
+    """In the block, all of a kernel's ``files`` come from the same acceptance. An interrupted acceptance is
+    completed first, and other acceptances wait. ``directory`` is generated_kernels/ by default. Raises
+    OSError, and FileNotFoundError if the directory does not exist."""
     *others, evidence = files(name, directory or KERNELS, edited=edited)
     with atomic_files.consistent(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
-    """Read a spec's accepted kernel, or with ``edited`` the accepted kernel whose text an author edited. The
-    result is None if no such kernel is accepted. ``directory`` is generated_kernels/ by default.
-    ``verifier.provenance`` checks that the report covers these files. Raises KernelError."""
+    """Read a spec's accepted kernel, or None if there is none. ``edited``: read the kernel with edited code
+    instead. ``directory`` is generated_kernels/ by default. ``verifier.provenance`` checks that the report
+    covers these files. Raises KernelError."""
     try:
         with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
@@ -97,8 +97,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured again after its text was edited. If so, the program may now be faster
-    than the edited text, thanks to better schedules."""
+    """Whether the program was measured again after its code was edited. It may now be faster than the edited
+    code, because it has better schedules."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -124,20 +124,20 @@ def report(path: Path) -> Accepted:
 
 
 def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) -> Path:
-    """The path of the recording of the run that made a kernel. ``edited``: the run edited the kernel's text,
+    """The path of the recording of the run that made a kernel. ``edited``: the run edited the kernel's code,
     or wrote a primitive."""
     return directory / (f"{name}.raw.jsonl" if edited else f"{name}.jsonl")
 
 
 def recorded(journal: Record) -> str:
-    """The text of a run's recording. It omits data about the machine, and data that the report has."""
+    """A run's recording as text, without data about the machine and data that the report contains."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})
 
 
 def export(run: str, path: Path) -> Path:
-    """Write all events of a run to ``path``, with the run's header but without local paths. The run may be in
-    any state, and another process may have it open. Raises JournalError and OSError."""
+    """Write all events of a run to ``path``, with the run's header except local paths. The run may be in any
+    state, and another process may have it open. Raises JournalError and OSError."""
     journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
@@ -153,13 +153,13 @@ def accept(
     looked: bool = False,
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording: either all of them or none. ``looked``: a
-    person has read the kernel, which is required if its text was edited. Raises Refused if the run's result
-    is not an accepted kernel, or if writing fails."""
+    person has read the kernel; this is required if its code was edited. Raises Refused if the run's result is
+    not an accepted kernel, or if writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise Refused(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
-    given = journal.header["run"]  # for a replay, its own name; the authorship names the recorded run
+    given = journal.header["run"]  # for a replay, the replay's name; the authorship names the recorded run
     if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
             f"run {given} is {report.status}, not accepted: "
@@ -180,28 +180,29 @@ def accept(
     if not edited:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
     evidence, run = files(name, directory, edited=edited)[-1], recording(name, recordings, edited=edited)
-    if not journal.header.get("replays"):  # otherwise the existing recording is of the replayed run
+    # otherwise the recording that exists is already that of the replayed run
+    if not journal.header.get("replays"):
         written[run] = recorded(journal)
     written[evidence] = report.model_dump_json(indent=1) + "\n"
     try:
         atomic_files.put(directory, evidence.name, written)
     except OSError as error:
-        place = error.filename or directory  # the error of a failed write names no file
+        place = error.filename or directory  # the error of a failed write does not name a file
         remedy = "make room" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's accepted kernel to this outcome's kernel; "" if the spec has no accepted
-    kernel, or nothing changed. An interrupted acceptance is completed first."""
+    """A unified diff from the spec's accepted kernel to this outcome's kernel. It is empty if the spec has no
+    accepted kernel, or if nothing changed. An interrupted acceptance is completed first."""
     if isinstance(outcome.report, Rejected):
         return ""
     kernel = outcome.kernel
-    assert kernel is not None  # only a rejected outcome may have no kernel
+    assert kernel is not None  # only a rejected outcome can lack a kernel
     edited = kernel.edited is not None
     if edited and kernel.lowered.hash != outcome.report.identity.lowered_hash:
-        return ""  # this kernel is a primitive's functions, not a program's text
+        return ""  # this kernel is the functions of a primitive, not the code of a program
     name = outcome.report.identity.spec
     path, *_ = files(name, directory, edited=edited)
     try:
@@ -210,7 +211,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     except OSError:
         if not edited:
             return ""
-        before = editable(kernel.program)  # the text from which the edit started
+        before = editable(kernel.program)  # the code that the edit started from
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 
@@ -237,7 +238,7 @@ def commit(paths: list[Path], words: str) -> str:
     names = [str(p) for p in paths]
     _git("add", "--", *names)
     if not _git("diff", "--cached", "--name-only", "--", *names):
-        return _git("rev-parse", "--short", "HEAD").strip()  # these files were committed before
+        return _git("rev-parse", "--short", "HEAD").strip()  # an earlier commit contains these files
     _git("commit", "--quiet", "-m", words, "--", *names)
     return _git("rev-parse", "--short", "HEAD").strip()
 

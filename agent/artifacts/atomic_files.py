@@ -1,7 +1,7 @@
 """Replace several files atomically: after a crash a reader sees all old files, or completes the replacement.
 
-New files go into a draft folder. Once that folder has been renamed, the replacement will be completed. Each
-file is then renamed to its final path, which needs no disk space.
+New files are first written into a draft folder. Renaming that folder commits the replacement. Then each file
+is renamed to its final path, which needs no disk space.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-STATES = ("draft", "whole", "done")  # a replacement's folder is being written, is complete, or is emptied
-PLACES = "places.json"  # this file in a replacement's folder lists the final paths of its files, in order
+# the folder of a replacement is being written, is complete, or is being emptied
+STATES = ("draft", "whole", "done")
+PLACES = "places.json"  # in a replacement's folder: the final paths of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace files by ``contents``, in order. The last file is the evidence for the other files, so it is
-    missing while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
-    then either all files are old, or the next reader completes the replacement."""
+    """Replace files by ``contents``, in order. The last file is the evidence for the others, so it is absent
+    while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError; then either
+    all files are old, or the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)
@@ -42,10 +43,9 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def consistent(directory: Path, name: str = "*") -> Iterator[None]:
-    """Guarantee in the block that all files come from the same replacement. If a replacement was interrupted,
-    it is completed first if its draft folder was already renamed, and discarded otherwise. Without ``name``,
-    this holds for all replacements in ``directory``. Raises OSError, and FileNotFoundError if ``directory``
-    does not exist."""
+    """In the block, all files come from the same replacement. An interrupted replacement is completed first
+    if its draft folder was already renamed, and discarded otherwise. By default this covers all replacements
+    in ``directory``. Raises OSError, and FileNotFoundError if ``directory`` does not exist."""
     while True:
         _end(directory, name)
         with together(directory):
@@ -70,7 +70,8 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        whole.rename(done)  # so a kill during rmtree cannot leave a "whole" folder without its list of paths
+        # otherwise a kill during rmtree could leave a "whole" folder without its list of paths
+        whole.rename(done)
         shutil.rmtree(done)
 
 
@@ -80,13 +81,13 @@ def _replace(directory: Path, whole: Path) -> None:
     if staged[-1].exists():
         places[-1].unlink(missing_ok=True)
     for file, place in zip(staged, places, strict=True):
-        if file.exists():  # otherwise it was moved before a kill
+        if file.exists():  # otherwise it was moved before the interruption
             _move(file, place)
 
 
 def _way(directory: Path, path: Path) -> str:
-    """The relative path from a directory to a file. Links are resolved first, since ``..`` means the parent
-    of a link's target."""
+    """The relative path from a directory to a file. Links are resolved first, because ``..`` leads to the
+    parent of a link's target."""
     return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 

@@ -1,8 +1,8 @@
-"""Work with two machines: pack checked kernels for an H100 elsewhere, measure there, continue the runs here.
+"""Use two machines: pack checked kernels, measure them on an H100 elsewhere, and continue the runs here.
 
-A bundle is one JSON file of programs, specs, expected hashes and known tunings. The results come back in
-another JSON file. An author's Python is not sent. The measuring machine gets only programs and texts that an
-author edited, and it compiles edited texts in the sandbox.
+A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
+another JSON file. An author's Python is never sent. The measuring machine gets only programs and edited code,
+and it compiles edited code in the sandbox.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Schedules = dict[str, tuple[dict[str, Any], ...]]  # from a step to its schedules
+Schedules = dict[str, tuple[dict[str, Any], ...]]  # schedules by step
 
 
 class PackedIncumbent(_File):
@@ -81,9 +81,10 @@ class PackedIncumbent(_File):
 
 
 class PackedKernel(_File):
-    """A checked kernel that awaits measurement. ``known``: for each case, the schedules that won before;
-    ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's text if an
-    author edited it. ``objects``: its compiled code, so that the other machine need not run the text."""
+    """A checked kernel that awaits measurement. ``known``: the best schedules of an earlier tuning, by case.
+    ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's code if an
+    author edited it. ``objects``: its compiled code, so that the other machine need not run the edited
+    Python."""
 
     run: str
     attempt: int
@@ -117,9 +118,9 @@ class BundleResults(_File):
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
-    """Write the last checked kernel of each run to ``path``. Raises InvalidInput for a run that awaits no
-    measurement. Compiling a text that an author edited takes minutes if tuning searches widely. ``progress``
-    is told each case."""
+    """Write the last checked kernel of each run to ``path``. Raises InvalidInput for a run that does not
+    await a measurement. Compiling edited code takes minutes if tuning tries many schedules. ``progress``
+    receives each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     write(path, bundle)
     return bundle
@@ -159,8 +160,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """The compiled objects of a text that an author edited. The text is compiled for the schedules of the
-    compile gate, and for the schedules that tuning may choose for the kernel to beat."""
+    """The compiled objects of edited code. They cover the schedules of the compile gate, and those that
+    tuning the incumbent may choose."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -195,8 +196,8 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """The schedules to which the spec's accepted kernel was tuned, if its lowered text is the same. Tuning
-    then only times these schedules again."""
+    """The tuned schedules of the spec's accepted kernel, if its lowered code is the same. Tuning then only
+    times these schedules again."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files
@@ -218,7 +219,7 @@ def stages(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePiece
 
 
 def read(path: Path) -> Bundle:
-    """Read a bundle. Raises InvalidInput if the file is no bundle, or has another format version."""
+    """Read a bundle. Raises InvalidInput if the file is not a bundle, or has another format version."""
     return _read(path, Bundle)
 
 
@@ -226,15 +227,15 @@ def measure(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
 ) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
-    are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, for a
-    bundle that another version wrote."""
+    are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, if
+    another version wrote the bundle."""
     from coda_agent.verifier.measure import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()
     try:
         checked = [verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # The next entry's workers import meanwhile.
+            # The next entry's workers meanwhile import their modules.
             here, waiting = waiting, start_workers() if place < len(checked) else []
             keep, said = stages(out, entry, options), progress(entry.run)
             found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
@@ -242,7 +243,7 @@ def measure(
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = BundleResults(results=(*done.results, result))
             write(out, done)
-            _close(here)  # an entry that was finished before did not use its workers
+            _close(here)  # if the entry was already finished, its workers are not needed
     finally:
         _close([*here, *waiting])
     shutil.rmtree(partial_folder(out), ignore_errors=True)
@@ -256,7 +257,7 @@ def _close(workers: Iterable[Worker]) -> None:
 
 def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
     """Measure an entry, or return its stored result if it was finished before an interruption. The stored
-    result stays as it is, since it may have been imported already."""
+    result is not changed, because it may already have been imported."""
     kept = keep.load(WHOLE)
     if kept is not None:
         return kept
@@ -275,8 +276,8 @@ def measure_entry(
     progress: Progress = silent,
     ahead: Sequence[Worker] = (),
 ) -> Measurement:
-    """Measure one entry on this process's GPU, with the workers ``ahead``. ``path`` names its bundle in
-    errors."""
+    """Measure one entry on this process's GPU, with the workers ``ahead``. Error messages name the bundle,
+    ``path``."""
     return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ahead)
 
 
@@ -381,7 +382,7 @@ def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
 
 
 def _spec(path: Path, entry: PackedKernel) -> Spec:
-    try:  # parse without running the reference, since the hash shows that the spec was checked
+    try:  # parse without running the reference, because the hash shows that the spec was checked
         return of_text(path, entry.spec_text, Spec, lambda spec: None)
     except SpecError as error:
         place = f"line {error.line} of its spec" if error.line else "its spec"
@@ -390,9 +391,9 @@ def _spec(path: Path, entry: PackedKernel) -> Spec:
 
 def take(path: Path) -> list[tuple[str, Measurement]]:
     """Copy the measurements of a result file into their runs' journals. A second call does nothing. A run
-    whose measurement is invalid still awaits measurement.
+    whose measurement is invalid can be measured again.
 
-    Raises InvalidInput if a result is of another kernel than its run's.
+    Raises InvalidInput if a result belongs to another kernel than its run's.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, BundleResults).results:
@@ -447,7 +448,8 @@ def _read(path: Path, kind: type[T]) -> T:
         if isinstance(tree, dict) and kind is BundleResults and "coda_agent_bundle" in tree:
             raise InvalidInput(f"{path}: this is a bundle; measure it first: coda-agent measure {path}")
         found = kind.model_validate(tree)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, or other fields
+    # not UTF-8, not JSON, nested too deeply, or with other fields
+    except (ValueError, RecursionError) as error:
         words = str(error).splitlines()[0]
         if isinstance(error, ValidationError):
             first = error.errors()[0]

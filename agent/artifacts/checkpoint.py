@@ -1,4 +1,4 @@
-"""Store a measurement's finished stages as files, so that an interrupted measurement continues."""
+"""Store a measurement's finished stages as files, so that an interrupted measurement can continue."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class FilePieces:
-    """The finished stages of one measurement, each stored in its own file, which is written atomically."""
+    """The finished stages of one measurement. Each stage has its own file, which is written atomically."""
 
     directory: Path
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of a measurement with exactly this identity, these options and the other
-        dependencies in ``more``."""
+        """The store for the stages of one measurement. It is identified by the kernel's identity, the
+        options, and the other dependencies in ``more``."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        """A stage's result; None if it is missing or unreadable, so that the stage is measured again."""
+        """A stage's result; None if it is missing or unreadable, and must be measured again."""
         try:
             found = json.loads(self._path(piece).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -60,17 +60,18 @@ class FilePieces:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _path(self, piece: str) -> Path:
-        return self.directory / f"{quote(piece, safe='')}.json"  # a case may be named 8/16
+        # quoted, because a case's name may contain a slash
+        return self.directory / f"{quote(piece, safe='')}.json"
 
 
 @contextmanager
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Yield a function. When called, it locks the GPU against our other commands, and opens the folder that
-    holds the stages of a kernel's measurement on this card. Stages of an interrupted measurement are reused,
-    unless ``again`` starts over. After the block all stages are deleted, whatever the result, because the
-    next measurement draws its own inputs. If the block raises an exception, the stages stay."""
+    """Yield a function. It locks the GPU against our other commands, and opens the folder with the stages of
+    a kernel's measurement on this GPU. Stages of an interrupted measurement are reused, unless ``again``
+    starts over. After the block all stages are deleted, whatever the result, because the next measurement
+    draws its own inputs. They are kept if the block raises an exception."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

@@ -1,4 +1,5 @@
-"""Lock a GPU: one command measures on it at a time, since concurrent commands would slow each other."""
+"""Lock a GPU. Only one command measures on it at a time, because concurrent commands would slow each other
+down."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SAYING = 60.0  # seconds between two messages of a waiting command
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
     """Exclude other measuring commands of this user from this process's first GPU. If such a command is
-    running, wait for it, and tell ``say`` so at intervals. Raises filelock's Timeout if that command is still
-    running at ``deadline``, which is a moment of ``time.monotonic``."""
+    running, wait for it and report this to ``say`` at intervals. Raises filelock's Timeout if the other
+    command still runs at ``deadline`` (by ``time.monotonic``)."""
     lock = FileLock(cache_dir() / f"{_first_gpu()}.lock")
     wait = 0.0
     while True:

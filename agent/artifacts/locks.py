@@ -1,5 +1,5 @@
-"""Lock directories. The operating system releases a lock when the process that holds it dies. No lock file is
-left among a user's files."""
+"""Lock directories. The operating system releases a lock when its process dies, and no lock file remains
+among a user's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def together(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    # Lock the directory itself, because its files are replaced, and locks on them would be lost.
+    # Lock the directory itself: its files are replaced, and a lock on a file would be lost with the file.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"
-HEADER = "proposes"  # the field of a run's header that holds the proposal's YAML when the run started
+HEADER = "proposes"  # the header field with the proposal's YAML as it was when the run started
 VOCABULARY, FAMILY, LANGUAGE = (
     f"primitives/{n}.py" for n in ("__init__", "lang/ops/elementwise", "raw/names")
 )
@@ -51,7 +51,7 @@ VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = (
     "from coda_agent.primitives.lang.ops.elementwise import (\n",
     "__all__ = [\n",
-)  # the lines that open lists of names
+)  # lines that open lists of names
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
@@ -107,8 +107,8 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
-    """Start a run that writes the primitive proposed at ``path``, or that replays its recording. The
-    primitive of a recording may already be in the vocabulary. Raises SpecError before anything is written."""
+    """Start a run that writes the primitive proposed at ``path``, or a run that replays a recording. For a
+    replay, the vocabulary may already contain the primitive. Raises SpecError before anything is written."""
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
@@ -159,13 +159,13 @@ class PrimitiveTask:
         return proposal_gates.check(self.proposal, self.spec, source, progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """Return a function that checks a primitive on the GPU. It times nothing, since a primitive is only
-        right or wrong."""
+        """Return a function that checks a primitive on the GPU. It measures no time, because a primitive is
+        only correct or wrong."""
 
         def measure(
             spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
         ) -> Measurement:
-            assert kernel.edited is not None  # the functions are the answer
+            assert kernel.edited is not None  # the answer consists of the functions
             return proposal_gates.measure(self.proposal, spec, kernel.edited, progress)
 
         return measure
@@ -192,7 +192,7 @@ def pack() -> str:
 
 
 def _examples() -> Iterable[str]:
-    """Show existing primitives: first the definitions of some of them, then all device functions."""
+    """Show existing primitives: the definitions of some, then the device functions of all."""
     entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
     yield (
         f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
@@ -204,7 +204,7 @@ def _examples() -> Iterable[str]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """The source of each function of a module by name, with its decorators."""
+    """Map the name of each function of a module to its source, with decorators."""
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:
@@ -230,8 +230,8 @@ def latest(name: str) -> str:
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     """Write a patch that adds a primitive, as its last run wrote it, to the vocabulary. Return the patch's
-    path, that run's outcome, and a message about the missing parts of the primitive's page (the docstring
-    shown in prompts). Raises InvalidInput."""
+    path, that run's outcome, and a message. The message lists the parts that the primitive's page (the
+    docstring shown in prompts) lacks. Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
@@ -253,7 +253,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference; runs of early versions could skip that."""
+    """Whether the run compared numbers with the reference; in early versions a run could skip that."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
@@ -268,8 +268,8 @@ def missing_parts(page: str) -> str:
 
 def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
     """A unified diff that adds the primitive to the vocabulary under ``root``, and its run to the recordings.
-    The primitive's functions get a new module, because the reports of accepted kernels hold only for the
-    existing modules as they are. Raises RawError if the source does not define the required functions."""
+    The primitive's functions go into a new module, because the reports of accepted kernels are valid only for
+    the existing modules as they are. Raises RawError if the source does not define the required functions."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
@@ -301,20 +301,21 @@ def _module(proposal: Proposal, source: str, fast: bool) -> str:
 
 
 def _permitted(text: str, name: str) -> str:
-    """The text of the module that lists what an edited text may import, with the new module added."""
+    """The text of the module that lists the permitted imports of edited code, with the new module added."""
     place = text.index('    "primitives.device.values": ')
     return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
 
 
 def _listed(text: str, opening: str, closing: str, name: str) -> str:
-    """The text with ``name`` added to the sorted list, one name per line, that ``opening`` starts."""
+    """The text with ``name`` added to the sorted list that begins at ``opening`` (one name per line)."""
     head, begin, rest = text.partition(opening)
     body, end, tail = rest.partition(closing)
     return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
 
 
 def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
-    """The text of the module of elementwise primitives, with the new primitive after the activations."""
+    """The text of the module of elementwise primitives, with the new primitive inserted after the
+    activations."""
     exact, coarse = proposal.templates(fast)
     given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
     decorator = f"@elementwise({', '.join(given)})"

@@ -1,4 +1,4 @@
-"""Read from earlier reports the schedules to which QuACK's arms were tuned."""
+"""Read QuACK's tuned schedules from earlier reports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
-    """Map each case to the schedules of QuACK's arms in the report of this spec's accepted kernel, or of its
-    text as edited by an author. Only a report with the installed version of QuACK counts; the result is empty
-    if generated_kernels/ has no such report."""
+    """Map each case to the tuned schedules of QuACK's arms, from the report of this spec's accepted kernel or
+    of its edited code. Only reports with the installed version of QuACK are used; without one, the result is
+    empty."""
     for edited in (False, True):
         with suppress(accept.KernelError):  # another version wrote the report
             found = accept.read(spec, edited=edited)

@@ -94,7 +94,7 @@ def optimize(
     if path.suffix != ".yaml" or runs.derived_program(path, load(path, check=False)) is None:
         name = typed.name_in(typed.SPECS, name)
         path = typed.shipped(typed.SPECS / f"{name}.yaml")
-        base(load(path, check=False))  # a missing kernel is reported first
+        base(load(path, check=False))  # report a missing kernel first
     spec, name = load(path), path.stem
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     header |= runs.derived_beside(path, spec)
@@ -189,7 +189,7 @@ def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any],
     directory = header["directory"]
     for place in range(1, number + 1):
         own: dict[str, Any] = {"candidate": place, "candidates": number}
-        own |= {"group": names[0]} if names else {}  # a run without a group is named by itself
+        own |= {"group": names[0]} if names else {}  # the first run of a group names the group
         own |= {"directory": str(Path(directory) / str(place))} if directory else {}
         run = create(header | own)
         run.journal.close()
@@ -198,7 +198,7 @@ def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any],
 
 
 def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
-    """Continue several runs at once, and report each result, the best one in full."""
+    """Continue several runs at once, and report their results, with all details for the best one."""
     from coda_agent.agent.run import candidates
     from coda_agent.agent.run.history import UNDECIDED
 
@@ -234,7 +234,7 @@ def _go(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> None:
-    """Author until the end, and report the result."""
+    """Author until the run ends, and report the result."""
     from coda_agent.agent.reporting import progress, render
     from coda_agent.primitives.lang.ir import OPERATIONS
 

@@ -60,7 +60,7 @@ def compare(
 
 
 def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
-    """Draw existing results."""
+    """Draw results that exist."""
     from coda_agent.comparison import results
     from coda_agent.comparison.competitors import MATMUL
 
@@ -81,7 +81,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
     if ray is None and not setup.use_gpu(None):
         raise Absent("comparing needs an H100, and none is here; draw existing results with --from")
     with _gpus(ray) as measure:
-        # another process may have added results
+        # another process may have added results meanwhile
         found = results.read(path) if path.exists() else results.Results()
         found, ended = _measure(measure, asked, found, path, quiet=drawing.as_json)
     _print(View(found, NAMES), drawing)
@@ -95,7 +95,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
 
 @contextmanager
 def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
-    """The function that measures, on this machine's GPUs or on those of a Ray cluster."""
+    """Yield the function that measures, on this machine's GPUs or on a Ray cluster."""
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, spread
 
@@ -128,7 +128,7 @@ def _request(choice: Choice, effort: Effort) -> ComparisonRequest:
 
 @dataclass(frozen=True)
 class View:
-    """The results to draw, and the names of their columns."""
+    """The results to draw, and the names of the competitors (columns)."""
 
     results: Results
     columns: Sequence[str]
@@ -141,8 +141,8 @@ class View:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """The named columns. A name may be the beginning of a column's name, in any case. All columns without
-    names."""
+    """The columns with these names. A prefix is enough, in upper or lower case. Without names, all
+    columns."""
     from coda_agent.comparison.competitors import COLUMNS, ROOFLINE
 
     begun = {name: _columns_starting(name.lower()) for name in names}
@@ -165,7 +165,7 @@ def _columns_starting(name: str) -> list[Column]:
 
 
 def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...]:
-    """The arms of these columns. A quick look leaves out slow ones unless ``named``."""
+    """The arms of these columns. A quick comparison leaves out slow arms unless ``named``."""
     from coda_agent.comparison.competitors import AUTOTUNED, UPSTREAM
 
     left_out = (*AUTOTUNED, *(() if named else (UPSTREAM,))) if quick else ()
@@ -175,7 +175,7 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
 def _measure(
     measure: Callable[..., Results], asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
 ) -> tuple[Results, Exception | None]:
-    """All results so far, and why there are not more."""
+    """Measure; return all results so far, and the error that stopped the measurement, if any."""
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed
     from coda_agent.verifier.gpu.worker import WorkerError
@@ -239,7 +239,7 @@ def _drawn(view: View, out: Path) -> None:
 
 
 def _check(drawing: Drawing) -> None:
-    """Check that results can be written to their path before anything is measured or drawn."""
+    """Check, before anything is measured or drawn, that results can be written to their path."""
     from coda_agent.comparison.drawing import markdown
 
     if drawing.write:

@@ -102,8 +102,8 @@ def derive(
 
 
 def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
-    """The kernel's file and its spec. If ``given`` is a spec, return the kernel next to it, or otherwise the
-    accepted kernel of that name."""
+    """The kernel's file and its spec. If ``given`` is a spec, use the kernel next to it, or else the accepted
+    kernel of that name."""
     if given.suffix not in (".yaml", ".yml"):
         return arguments.accepted_file(given, "program.json"), spec
     if spec:
@@ -118,7 +118,7 @@ def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
 
 
 def _refused(made: Pair) -> str:
-    """Why the pair is refused; empty where it passes."""
+    """Why the pair fails a gate; empty if it passes."""
     from coda_agent.verifier.spec.file import SpecError
     from coda_agent.verifier.verify import check_program
 
@@ -134,7 +134,7 @@ def _names(given: str | None) -> list[str] | None:
 
 
 def _summary(derived: Derived, spec: Spec) -> list[str]:
-    """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and the inputs without a
+    """Lines about the steps, stored and recomputed tensors, bytes and FLOPs, and the inputs without a
     gradient."""
     from coda_agent.primitives.derive import NEXT, NEXT_SIZE, all_sizes, ledger
     from coda_agent.primitives.lang.partition import cut
@@ -185,7 +185,7 @@ def _step(program: Program, step: Any) -> str:
 
 
 def _written(derived: Derived, made: Pair | None, out: Path) -> list[str]:
-    """Write the files, and return one line per file."""
+    """Write the files, and return one output line per file."""
     from coda_agent.primitives.derive.reference import reference
 
     texts: dict[str, str] = {}

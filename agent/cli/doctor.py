@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.ir import Signature
 
 PYTHON = (3, 11)
-FREE_BYTES = 1 << 30  # a compiled kernel takes 0.1 MB, a tuning has some hundreds of them
+FREE_BYTES = 1 << 30  # free space to require: a compiled kernel takes 0.1 MB, and a tuning compiles hundreds
 TOOLS = ("cuobjdump", "nvdisasm")
 ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
 PROJECT = "coda-agent"
@@ -37,7 +37,7 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def check() -> list[Finding]:
-    """Run all checks, in a few seconds, mostly for PyTorch's import."""
+    """Run all checks. This takes a few seconds, mostly to import PyTorch."""
     return [
         python(),
         *packages(),
@@ -63,7 +63,7 @@ def healthy(findings: Sequence[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One row per finding, its remedy below its detail."""
+    """One row per finding, with the remedy below the detail."""
     from rich.table import Table
     from rich.text import Text
 
@@ -91,7 +91,8 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package with its version range: the oldest known to work, and the first known not to."""
+    """A package with its version range: the oldest version known to work, and the first one known not to
+    work."""
 
     name: str
     at_least: str = ""
@@ -106,7 +107,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*([^;]*)(;.*)?")
 
 
 def parse_requirement(text: str) -> Requirement | None:
-    """``"quack-kernels>=0.6.5,<0.7"``; None for one of an extra."""
+    """Parse text such as ``"quack-kernels>=0.6.5,<0.7"``; None for a package that belongs to an extra."""
     found = _REQUIREMENT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no requirement; write such as rich>=15,<16")
@@ -160,7 +161,7 @@ def package(wanted: Requirement) -> Finding:
 
 
 def optional() -> list[Finding]:
-    """Each user-facing extra: whether all of its packages are installed."""
+    """Whether all packages of each user-facing extra are installed."""
     from importlib.util import find_spec
 
     found = []
@@ -198,7 +199,7 @@ def device() -> Finding:
             return judged_device(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), driver)
     except ImportError as error:
         return Finding(name, "missing", f"cannot look: {error}", "install torch first")
-    except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused a context
+    except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused to create a context
         words = str(error).partition("\n")[0]
         return Finding(name, "broken", words, "check nvidia-smi: is the driver loaded, and the GPU free?")
     if seen:
@@ -216,7 +217,8 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
 
 
 def _driver() -> tuple[str, str]:
-    """The driver's version and its first GPU's name, without PyTorch; "unknown" and ""."""
+    """The driver's version and the first GPU's name, found without PyTorch; "unknown" and "" if that
+    fails."""
     try:
         import pynvml
     except ImportError:
@@ -239,7 +241,7 @@ def tools() -> list[Finding]:
     """The CUDA binary tools for the resource report."""
     from importlib.util import find_spec
 
-    spec = find_spec("triton")  # find it without importing it
+    spec = find_spec("triton")  # finds it without importing it
     if spec is None or spec.origin is None:
         detail = "the triton package carries it and is not installed"
         return [Finding(t, "missing", detail, "pip install triton") for t in TOOLS]
@@ -247,7 +249,7 @@ def tools() -> list[Finding]:
 
 
 def tool(path: Path) -> Finding:
-    """Run one program for its version."""
+    """Run a tool to get its version."""
     if not path.exists():
         return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
     try:

@@ -1,4 +1,4 @@
-"""End a command: print its report or error, and exit with its status."""
+"""End a command: print its report or error, and exit with the matching status."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
 
 
 def print_error(error: Exception) -> int:
-    """Print an expected error's message and return its exit status. Any other error is a bug, and
-    propagates."""
+    """Print an expected error's message and return its exit status. Any other error is a bug and is raised
+    again."""
     if isinstance(error, CodaError):
         status = error.exit_status
     elif isinstance(error, OSError):

@@ -79,7 +79,7 @@ def verify(
 
     arguments.refuse_no_source(kernel, "verify")
     kernel = arguments.accepted_file(kernel, "py")
-    source = arguments.kernel_source(kernel)  # a missing source is reported before its spec
+    source = arguments.kernel_source(kernel)  # a missing source is reported before a missing spec
     loaded = load(arguments.spec_for(kernel, spec))
     setup.need_gpu(gpu, *typed_options(measuring), *(["--again"] if again else ()))
     options, here = measuring.options(), setup.use_gpu(gpu)
@@ -150,7 +150,7 @@ def _measured_bundle(
     if spreads(ray):
         from coda_agent.agent.fleet.bundles import measure as spread
 
-        def heard(name: str) -> Progress:  # several at once, each in a row of its own
+        def heard(name: str) -> Progress:  # several entries run at once; each has its own row
             return lambda gate, words: watch.gate(name, f"{gate} {words}")
 
         with fleet(ray) as pool:
@@ -266,7 +266,7 @@ def accept(
 
 
 def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
-    """Accept a run's kernel. With ``shown``, the kernel that a person has read, refuse any other."""
+    """Accept a run's kernel. ``shown``: the kernel that a person has read; any other kernel is refused."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
 
@@ -385,11 +385,11 @@ def _why(measurement: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command. Turn expected errors into one clear message and an exit status."""
-    # PyTorch's CPU threads spin while they wait for each other. If another process needs the cores, such as a
-    # second run, one second of the interpreter takes half a minute. PyTorch reads this setting at import.
+    # PyTorch's CPU threads spin while they wait for each other. If another process needs the cores, one
+    # second of interpreter time can take half a minute. PyTorch reads this setting at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()  # exits by itself: with OK, with a command's own status, or with 2 for wrong usage
+        app()  # exits by itself: with OK, a command's own status, or 2 for wrong usage
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
             echo("coda-agent: interrupted", err=True)

@@ -1,6 +1,6 @@
-"""``coda-agent mcp``: serve the Model Context Protocol. A client authors kernels in runs like any other.
+"""``coda-agent mcp``: serve the Model Context Protocol, so that a client can author kernels.
 
-A client may read, draft, submit and measure, which writes only journals. Only a person changes specs and
+A client can read, draft, submit and measure; this writes only journals. Only a person changes specs and
 accepts kernels.
 """
 
@@ -45,11 +45,11 @@ Author a CODA kernel for a spec. `prompt` starts a run and gives you the languag
 of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
 and says what is wrong. Where the server has an H100, `measure` what passed. If you fixed a
 rejection, call `propose_tip` with the lesson. A person accepts kernels. Do not change specs."""
-FAILURES = (CodaError, OSError)  # their messages are for the client; any other exception is our bug
+FAILURES = (CodaError, OSError)  # their messages are meant for the client; any other exception is our bug
 
 
 def server(attempts: int) -> MCPServer:
-    """The server, for any transport. A run that it starts has ``attempts`` attempts."""
+    """The server, for any transport. Each run that it starts has ``attempts`` attempts."""
     made = MCPServer(
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
@@ -72,7 +72,7 @@ def server(attempts: int) -> MCPServer:
 
 
 def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """A tool whose failures become tool errors."""
+    """Wrap a tool so that its failures become tool errors."""
 
     @functools.wraps(tool)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -89,7 +89,7 @@ class McpTools:
     """The tools. The SDK calls each in a thread, and gives its docstring to clients."""
 
     attempts: int
-    alone: threading.Lock = field(default_factory=threading.Lock)  # the compilers here are not thread-safe
+    alone: threading.Lock = field(default_factory=threading.Lock)  # the compilers are not thread-safe
 
     def list_specs(self) -> dict[str, Any]:
         """List the specs that kernels can be authored for, and whether each has an accepted kernel."""
@@ -185,7 +185,7 @@ class McpTools:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[runs.Run]:
-        """A run of this server's kind. Raises JournalError if another process has it open."""
+        """Open a run that this server started. Raises JournalError if another process has it open."""
         with self.alone:
             run = runs.reopen(_existing(name))
             with run.journal:
@@ -217,7 +217,7 @@ class Progress:
 def _loop(
     run: runs.Run, progress: Progress, submission: Submission | None = None, measure: Measure | None = None
 ) -> Loop:
-    """The run's loop, to replay its journal, and to make one more attempt with a submission."""
+    """The run's loop. It replays the journal, and makes one more attempt if there is a submission."""
     header = run.journal.header
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
@@ -226,7 +226,7 @@ def _loop(
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
-    """The result of an author's tool, used before the run's next answer."""
+    """Use an author's tool before the run's next answer; return its result."""
     keys = [event.key for event in run.journal.events()]
     turn = 1 + sum(key.startswith("answer/") for key in keys)
     used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
@@ -235,7 +235,7 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
 
 
 def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
-    """Why a run takes no more sources; empty if it does."""
+    """Why a run accepts no more sources; empty if it does."""
     if outcome is None:
         return ""
     made, limit = outcome.authorship.attempts, run.journal.header["attempts"]
@@ -245,7 +245,7 @@ def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
 
 
 def _answer(source: str) -> str:
-    """A source in the form of an author's answer; one that already has this form is unchanged."""
+    """Put a source into the form of an author's answer, if it does not have that form already."""
     if extract(source) is not None:
         return source
     answer = f"```python\n{source.rstrip()}\n```\n"
@@ -260,7 +260,7 @@ def _verdict_text(run: runs.Run, outcome: Outcome) -> str:
 
 
 def _report_text(run: str, report: Accepted | Checked | Rejected) -> str:
-    """The verifier's message, and the next step."""
+    """The verifier's message, and what to do next."""
     if isinstance(report, Rejected):
         return prompt.rejection(report)
     if isinstance(report, Checked):
@@ -283,7 +283,7 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
 
 
 def _existing(name: str) -> str:
-    """The name of an existing run, never a path."""
+    """The name, if it is the name of an existing run; a path is not accepted."""
     known = runs.names()
     if name not in known:
         raise ToolError(f"there is no run {name!r}; the latest runs are {', '.join(known[-5:]) or 'none'}")
@@ -291,7 +291,7 @@ def _existing(name: str) -> str:
 
 
 def _client(ctx: Context) -> str:
-    """The client's name, as it reports it."""
+    """The client's name as the client states it."""
     params = ctx.session.client_params
     if params is None:
         return "unnamed client"

@@ -107,7 +107,7 @@ def show(
 
 
 def _refuse_idle(options: ShowOptions) -> None:
-    """Raise BadParameter for an option without effect."""
+    """Raise BadParameter for an option that has no effect."""
     if not options.sass:
         arguments.refuse_unused("it applies to machine code; add --sass", full=options.full)
     if not (options.sass or options.counted):
@@ -115,13 +115,13 @@ def _refuse_idle(options: ShowOptions) -> None:
 
 
 def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, KernelSource]:
-    """A kernel and its spec."""
+    """Read a kernel and its spec."""
     from coda_agent.agent.show import edited, sibling
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.loading import load
 
     arguments.refuse_no_source(kernel, "show", ".raw.py", ".program.json", ".json")
-    source = arguments.kernel_source(kernel)  # a missing kernel is reported before its spec
+    source = arguments.kernel_source(kernel)  # a missing kernel is reported before a missing spec
     spec = load(arguments.spec_for(kernel, given), check=False)
     if text := edited(kernel):
         kernel = sibling(kernel, "raw.program.json")
@@ -140,7 +140,7 @@ def _resources(kernel: Path, source: KernelSource, spec: Spec) -> tuple[Resource
 
 
 def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:
-    """The program of a kernel file's text, traced in the jail, or of a program.json."""
+    """The program of a kernel: traced in the jail from the kernel's source, or read from its program.json."""
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.report import Rejected

@@ -49,7 +49,7 @@ Readmit = Annotated[
     list[str] | None,
     typer.Option("--readmit", metavar="GPU", help="Use a GPU again that its sweep left out, by UUID."),
 ]
-GRACE = 20.0  # seconds for requests under way to end after Ctrl-C
+GRACE = 20.0  # seconds after Ctrl-C in which requests in flight may finish
 TICK = 0.5  # seconds between two updates of the live table
 
 
@@ -74,7 +74,7 @@ def sweep(
 
     paths = [typed.spec_file(Path(each)) for each in dict.fromkeys(spec)]
     headers: list[dict[str, Any]] = []
-    # every mistake is reported before anything is written
+    # report every mistake before anything is written
     for path, loaded in [(path, load(path)) for path in paths]:
         header, _ = setup.new_author(loaded.name, authoring, budget.limits(), None)
         headers.append(
@@ -100,7 +100,7 @@ def resume(
     readmit: Sequence[str] = (),
 ) -> None:
     """Continue a sweep, perhaps on another cluster. Options in ``given`` replace those of its runs.
-    ``readmit``: slots that were left out, and may come back."""
+    ``readmit``: excluded slots to use again."""
     from coda_agent.agent.fleet import sweep as sweeps
 
     made = sweeps.reopen(name)
@@ -114,7 +114,8 @@ def resume(
 
 
 def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:
-    """The executor that the options name. ``gpu`` False leaves its GPUs alone, ``cores`` False its cores."""
+    """The executor that the options name. If ``gpu`` is False it offers no GPUs; if ``cores`` is False, no
+    cores."""
     if ray is not None:
         from coda_agent.agent.fleet.on_ray import OnRay
 
@@ -181,8 +182,8 @@ def _pool(
 
 
 def spreads(ray: str | None) -> bool:
-    """Whether measurements without a sweep run on a fleet: on a Ray cluster, or on this machine's GPUs if it
-    has several."""
+    """Whether measurements outside a sweep use a fleet. They do on a Ray cluster, and on a machine with
+    several GPUs."""
     from coda_agent.agent.fleet.executor import usable_gpus
 
     return ray is not None or len(usable_gpus()) > 1
@@ -190,7 +191,8 @@ def spreads(ray: str | None) -> bool:
 
 @contextmanager
 def fleet(ray: str | None) -> Iterator[Pool]:
-    """The GPUs of a Ray cluster or of this machine, for measurements without a sweep. Waits for the first."""
+    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits until one is
+    there."""
     from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:
@@ -205,7 +207,7 @@ def fleet(ray: str | None) -> Iterator[Pool]:
 
 
 def _members(made: Sweep) -> list[str]:
-    """The sweep's runs, which are created where they are missing: first one of each spec, then another."""
+    """The sweep's runs. Missing runs are created: one for every spec before a second one for any spec."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
@@ -229,7 +231,8 @@ def _members(made: Sweep) -> list[str]:
 
 
 def _attend(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
-    """Show the sweep until its runs have ended. Ctrl-C lets requests under way end, and begins none."""
+    """Show the sweep until its runs have ended. On Ctrl-C, requests in flight may finish, and no new ones
+    start."""
     try:
         _watch(driver, threads, names, console)
     except KeyboardInterrupt:
@@ -268,8 +271,8 @@ def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console
 
 
 def _end(driver: Driver, as_json: bool) -> None:
-    """Say how the sweep ended, write its page, and exit: 0 if every run has a kernel, 1 if a run has none, 3
-    if the sweep stopped early."""
+    """Print how the sweep ended, write its page, and exit: 0 if every run has a kernel, 1 if a run has none,
+    3 if the sweep stopped early."""
     import json
 
     from coda_agent.agent.reporting import sweep_view

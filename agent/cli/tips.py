@@ -31,8 +31,8 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(BudgetOptions):
-    """The limits of a whole measurement. Its runs, with and without a tip, get equal parts; unspent parts are
-    not shared."""
+    """The limits of a whole measurement. Each run gets an equal part; a run cannot use what another has
+    left."""
 
     budget_tokens: Annotated[
         int | None,
@@ -87,7 +87,7 @@ def propose(
     from coda_agent.agent.tips.lessons import learned
 
     found = learned(run)
-    # Raise errors and ask before anything is written.
+    # raise errors and ask before anything is written
     given = _ask_lessons(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
@@ -158,14 +158,14 @@ def measure(
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
-        echo(f"{tip.id} {trial}")  # print before writing: nothing is lost if the log refuses it
+        echo(f"{tip.id} {trial}")  # print first, so that nothing is lost if the log cannot be written
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
 
 
 @contextmanager
 def _told_how_to_go_on() -> Iterator[None]:
-    """After a measurement ends early, say how to continue; the error follows."""
+    """If a measurement ends early, print how to continue before the error."""
     try:
         yield
     except BaseException:
@@ -174,7 +174,7 @@ def _told_how_to_go_on() -> Iterator[None]:
 
 
 def _measurable(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
-    """The tips to measure. Raises TipsError before any run if one of them cannot be measured."""
+    """The tips to measure. Raises TipsError before the first run if one of them cannot be measured."""
     from coda_agent.agent.tips import trials
 
     for stray in ids:
@@ -198,7 +198,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimit
 
 
 def _writer(authoring: AuthoringOptions, provider: str) -> str:
-    """The author's name for the log, since another author may need other tips."""
+    """The author's name for the log. Another author may need other tips."""
     known = authoring.author if providers.provider_spec(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
@@ -218,8 +218,8 @@ def _provider(name: str, specs: list[Path]) -> str:
 
 
 def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
-    """A person's lessons from failures for which the run's author proposed no tip. Raises TipsError if nobody
-    answers."""
+    """Ask a person for lessons from failures for which the run's author proposed no tip. Raises TipsError if
+    nobody answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
         with arguments.asking():
@@ -230,7 +230,8 @@ def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
 
 
 def _ask(failure: FixedFailure) -> Lesson | None:
-    """A person's lesson from a failure; None without an answer, or if the log has a tip on it."""
+    """Ask a person for the lesson from one failure; None without an answer, or if the log already has a tip
+    on it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(
@@ -262,7 +263,7 @@ def _say(added: Added) -> None:
 
 def _set(ids: list[str], state: str) -> None:
     for id in ids:
-        log.find(id, log.TIPS)  # check all before changing any
+        log.find(id, log.TIPS)  # check all ids before changing any tip
     for id in ids:
         before = log.change(id, log.TIPS, state=state)
         echo(f"{id} {state}, was {before.state}: {before.lesson}")

@@ -1,6 +1,8 @@
-"""Prepare kernels for ``fused``. ``coda-agent tune`` measures schedules at your sizes and writes them into
-the table that ``fused`` reads. ``coda-agent build`` compiles ahead of time into the cache that ``fused``
-loads from."""
+"""Prepare kernels for ``fused``.
+
+``coda-agent tune`` measures schedules at your sizes, and writes them into the table that ``fused`` reads.
+``coda-agent build`` compiles kernels into the cache that ``fused`` loads from.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
 
 
 def _of_model(folder: Path, sizes: list[str], stack: bool) -> list[Bound]:
-    """The programs that a patched model with 16-bit weights runs in training and in inference."""
+    """The programs that a patched model runs, with 16-bit weights, in training and in inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
         raise InvalidInput(f"sizes {' '.join(sizes)} of a model are sequences x length, such as 8x2048")
@@ -128,7 +130,7 @@ def _read(path: Path) -> Program:
 
 
 def _sizes(program: Program, text: str) -> dict[str, int]:
-    """``M=128,K=4096`` for every dim of the program."""
+    """Parse ``M=128,K=4096``, which must give every dim of the program."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     found = {name.strip(): int(value) for name, _, value in pairs if value.strip().isdecimal()}
     dims = program.signature.dims

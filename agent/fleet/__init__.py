@@ -1,1 +1,1 @@
-"""Author, check and measure many specs on many processors and GPUs."""
+"""Author, check and measure many specs on many cores and GPUs."""

@@ -31,11 +31,12 @@ def measure(
     pool: Pool,
     progress: Callable[[str], Progress],
 ) -> bundles.BundleResults:
-    """Do what ``bundle.measure`` does, but on the pool's GPUs. Results are written to ``out`` as they come,
+    """Do the same as ``bundle.measure``, on the pool's GPUs. Results are written to ``out`` as they arrive,
     in the order of the bundle's entries."""
     checked = [bundles.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
-    turns = defaultdict[Path, threading.Lock](threading.Lock)  # equal entries share their stages
+    # equal entries share their stages, so they take turns
+    turns = defaultdict[Path, threading.Lock](threading.Lock)
 
     def whole(entry: bundles.PackedKernel) -> dict[str, Any]:
         keep = bundles.stages(out, entry, options)
@@ -45,7 +46,7 @@ def measure(
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
-    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # more GPUs may join
+    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # more GPUs may join later
         found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(
@@ -63,8 +64,7 @@ def _measured(
     keep: FilePieces,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on one GPU. If that GPU is lost or fails its controls, measure the entry on another
-    GPU from the start."""
+    """Measure an entry on one GPU. If that GPU is lost or its controls fail, start over on another GPU."""
     voids = lost = 0
     while lost < LOSSES:
         try:

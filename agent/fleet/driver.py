@@ -1,8 +1,8 @@
 """Drive a sweep: author its runs in threads, and lease slots for their checks and measurements.
 
-An author mostly waits for the network, so one process can drive many runs. A run that loses its slot is
-treated like a run that was killed. It begins again from its journal and its stored stages, so no answer,
-verdict or finished stage is lost.
+An author mostly waits for the network, so one process can drive many runs. A run that loses its slot
+continues like a run that was killed: from its journal and its stored stages. So no answer, verdict or
+finished stage is lost.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import MeasureOptions
 
-SILENCE = 900.0  # seconds without a message after which a piece on a core counts as hung; compiles are slow
-MEASURING = 1800.0  # the same limit for a piece on a GPU, whose workers have their own limits
+SILENCE = 900.0  # after this many seconds without a message, work on a core counts as hung; compiles are slow
+MEASURING = 1800.0  # the same limit for work on a GPU, whose workers have limits of their own
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
-SAME = "gpu"  # the name of the stage that stores on which GPU a measurement runs
-VOIDS = 3  # how many invalid measurements of a kernel end its run or entry; resuming measures it again
+SAME = "gpu"  # the stage that records which GPU a measurement runs on
+VOIDS = 3  # this many invalid measurements of a kernel end its run or entry; resuming measures again
 
 
 @dataclass
 class Driver:
-    """One session of a sweep. ``measuring`` is None if no GPU is wanted."""
+    """One session of a sweep. ``measuring`` is None if no GPU is to be used."""
 
     sweep: Sweep
     pool: Pool
@@ -68,15 +68,15 @@ class Driver:
     limits: RunLimits
     measuring: MeasureOptions | None
     given: Mapping[str, Any] = field(default_factory=dict)
-    now: dict[str, str] = field(default_factory=dict)  # from a run to its current step
-    problems: dict[str, str] = field(default_factory=dict)  # from a run to the reason why it ended early
+    now: dict[str, str] = field(default_factory=dict)  # a run's current step, by the run's name
+    problems: dict[str, str] = field(default_factory=dict)  # why a run ended early, by the run's name
     ended: list[str] = field(default_factory=list)  # one message per ended run, in order
     began: float = field(default_factory=time.process_time)
     bug: BaseException | None = None
 
     def unfinished(self, names: Sequence[str]) -> list[str]:
-        """The runs that can continue: runs that have not ended, that ended early, or whose kernel is not
-        measured although this session measures. If options were given anew, all runs can continue."""
+        """The runs that can continue: those that have not ended, those that ended early, and those whose
+        kernel this session can still measure. If the command gave new options, all runs can continue."""
         last: dict[str, str | None] = dict.fromkeys(names)
         for event in self.sweep.journal.events():
             if event.kind == "ended":
@@ -86,12 +86,12 @@ class Driver:
         return [name for name in names if last[name] != "" or (self.measuring and _checked(name))]
 
     def news(self) -> list[str]:
-        """Lines that report the sweep's state where no live table can be shown."""
+        """Lines on the sweep's state, for output without a live table."""
         lines = [*self.ended, *(f"left out: {slot}: {why}" for slot, why in list(self.pool.left_out.items()))]
         return lines + [f"refused: {node}: {why}" for node, why in list(self.pool.refusals.items())]
 
     def close(self) -> None:
-        """Record how much processor time the driver itself used."""
+        """Record the processor time that the driver used."""
         self.sweep.record("session", {"driver_seconds": round(time.process_time() - self.began, 3)})
 
     def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
@@ -114,7 +114,7 @@ class Driver:
         return threads
 
     def _author(self, name: str) -> None:
-        """Author a run to its end. An expected error ends only this run; a bug ends the sweep."""
+        """Author a run to its end. An expected error ends only this run; a bug ends the whole sweep."""
         try:
             self.now[name], status = "opening", history.UNDECIDED
             outcome = self._authored(name)
@@ -154,7 +154,7 @@ class Driver:
 
 @dataclass
 class _OnSlots:
-    """One run that is checked and measured on slots of the pool."""
+    """One run whose checks and measurements use slots of the pool."""
 
     driver: Driver
     run: Run
@@ -165,7 +165,7 @@ class _OnSlots:
         driver, run = self.driver, self.run
         header = {**run.journal.header, **driver.given}
         task = setup.task_of(run)
-        assert isinstance(task, AuthoringTask)  # a sweep has no runs of other tasks
+        assert isinstance(task, AuthoringTask)  # a sweep contains only runs of this task
         return Loop(
             run.journal,
             run.spec,
@@ -189,8 +189,8 @@ class _OnSlots:
         weak_jail: bool = False,
         progress: Progress = silent,
     ) -> Verdict:
-        """Run the gates that need no GPU. Examine the source on one slot, and compile its program on a slot,
-        unless this sweep has already compiled the same program."""
+        """Run the gates that need no GPU. The source is examined on one slot. Its program is compiled on a
+        slot, unless this sweep has already compiled the same program."""
         pool, name = self.driver.pool, self.run.name
         asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
         asked |= {"schedules": {str(step): s.to_json() for step, s in (schedules or {}).items()}}
@@ -261,7 +261,7 @@ class _Refused(Exception):
 
 
 class Stages(Checkpoint, Protocol):
-    """A store of a measurement's stages that can list them."""
+    """Stores a measurement's stages and can list them."""
 
     def known(self) -> dict[str, dict[str, Any]]: ...
 
@@ -274,13 +274,13 @@ def measured_on(
     keep: Stages,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, which is stored
-    in ``keep``. A GPU leaves the pool if it fails the controls: if it measures a difference between equal
-    arms, or none for an arm with a known delay. Raises SlotLost."""
+    """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, and ``keep``
+    stores it. A GPU leaves the pool if its controls fail: it measures a difference between equal arms, or
+    misses the planted delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
-    elif began["gpu"] != slot.name:  # one measurement never spans GPUs
+    elif began["gpu"] != slot.name:  # one measurement must not use two GPUs
         return Unmeasured(reason=f"it began on {began['gpu']}, and now has {slot.name}: it begins anew")
     asked = {"entry": entry.model_dump(mode="json"), "options": options, "stages": keep.known()}
     asked |= {"place": f"run {entry.run}"}

@@ -1,7 +1,7 @@
-"""The interface of an executor, which provides slots that run pieces of work on this or other machines.
+"""The interface of an executor. It provides slots, which run pieces of work on this machine or on others.
 
-``local`` provides the slots of this machine, and ``on_ray`` provides the slots of a Ray cluster. The pool and
-the driver do not know which of the two executors runs.
+``local`` provides the slots of this machine, ``on_ray`` those of a Ray cluster. The pool and the driver work
+with either.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu, visible_gpus
 from coda_agent.verifier.gpu.worker import Task, Worker
 
-CPU = "CPU"  # the kind of a slot without a GPU; the kind of a slot with a GPU is the GPU's name
+CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early; the key says whether the slot lacks a GPU
+AHEAD = {  # modules that a slot's worker imports early, by whether the slot has no GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }
 
 
 class SlotLost(Exception):
-    """A slot is gone, because its process, node or cluster is gone. This does not mean that the piece of work
-    on the slot was wrong."""
+    """A slot is lost, because its process, node or cluster is gone. The work on it may have been correct."""
 
 
 class ExecutorLost(Absent):
-    """All slots are gone, for example because a cluster's head is gone."""
+    """All slots are lost, for example because the cluster's head is gone."""
 
 
 class Slot(Protocol):
-    """A core or a GPU, on which one piece of work runs at a time. ``name`` is unique in the fleet; for a GPU
-    it is the GPU's UUID."""
+    """A core or a GPU that runs one piece of work at a time. ``name`` is unique in the fleet; for a GPU it is
+    the UUID."""
 
     name: str
     kind: str
     node: str
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        """Run a task and return its answer, as ``verifier.gpu.worker.Worker.ask`` does. Raises SlotLost if
-        the slot is gone."""
+        """Run a task and return its answer, like ``verifier.gpu.worker.Worker.ask``. Raises SlotLost if the
+        slot is lost."""
         ...
 
 
@@ -60,7 +59,7 @@ class Executor(Protocol):
         ...
 
     def refused(self) -> Mapping[str, str]:
-        """The nodes that may not join, each with the reason."""
+        """Reasons why nodes may not join, by node."""
         ...
 
     def close(self) -> None: ...
@@ -68,15 +67,16 @@ class Executor(Protocol):
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """The thread that starts workers. A worker dies with the thread that started it, so this thread lives
-    until its process ends."""
+    """The thread that starts workers. A worker dies with the thread that started it, so this thread lives as
+    long as its process."""
     return ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 class ProcessSlot:
-    """A slot of this machine. It runs its pieces in a process, which is replaced if a piece kills it.
+    """A slot of this machine. It runs its work in a process, which is replaced if the work kills it.
 
-    The process gets no API keys, since a piece may compile untrusted text. A slot without a GPU sees no GPU.
+    The process gets no API keys, because the work may compile untrusted code. A slot without a GPU sees no
+    GPU.
     """
 
     def __init__(self, name: str, node: str, gpu: Gpu | None = None):
@@ -99,7 +99,7 @@ class ProcessSlot:
 
     def _started(self) -> Worker:
         env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
-        if not self._gpu:  # each core has a slot, so several PyTorch threads per slot would only compete
+        if not self._gpu:  # each core has its own slot, so more PyTorch threads per slot would only compete
             env["OMP_NUM_THREADS"] = "1"
         return _starter().submit(Worker, env=env, ahead=AHEAD[self._gpu is None]).result()
 
@@ -109,15 +109,15 @@ class ProcessSlot:
 
 
 def usable_gpus() -> list[Gpu]:
-    """The GPUs of this process that have the architecture for which kernels are lowered."""
+    """The GPUs of this process that have the architecture of our kernels."""
     from coda_agent.primitives.target import TARGET
 
     return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]
 
 
 def environment() -> dict[str, str]:
-    """The versions that must be equal on all nodes of a fleet: those of Python and of packages, and a hash of
-    this project's own files."""
+    """The versions that must be equal on all nodes of a fleet: Python, the packages, and a hash of this
+    project's files."""
     from importlib.metadata import version
 
     from coda_agent.primitives.compiler.lower import PACKAGES
@@ -140,7 +140,7 @@ def _own_hash() -> str:
 
 
 def differing(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """A message that lists the versions in which another node differs from this one; "" if all are equal."""
+    """A message that lists the versions in which two nodes differ; "" if all are equal."""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     words = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in names

@@ -11,8 +11,8 @@ from coda_agent.verifier.gpu.visible import Gpu
 
 
 class Local:
-    """The slots of this machine. ``cpus`` is the number of cores to use, by default all that this process may
-    use. ``gpus`` are by default all of this process's usable GPUs."""
+    """The slots of this machine. ``cpus``: the number of cores to use, by default all that this process may
+    use. ``gpus``: the GPUs to use, by default all usable ones."""
 
     def __init__(self, cpus: int | None = None, gpus: Sequence[Gpu] | None = None):
         node = platform.node()

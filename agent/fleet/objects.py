@@ -1,9 +1,9 @@
-"""Share compiled objects between the nodes of a fleet, so that no node compiles what another has compiled.
+"""Share compiled objects between the nodes of a fleet, so that no node compiles what another node has
+compiled.
 
-Objects are files in QuACK's cache, and a file's name is the hash of everything that it was compiled from. The
-driver's own cache also gets the objects of all nodes. Before a piece that compiles, its node gets the objects
-that earlier pieces with the same label made, unless it has them. Slots on one machine share its cache, so
-nothing is sent there.
+Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
+driver's cache receives the objects of all nodes. Before a node compiles, it receives the missing objects that
+earlier work with the same label produced. Slots on one machine share a cache, so nothing is sent there.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a note on one
-PATIENCE = 120.0  # seconds for objects to be sent
+NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a note about one
+PATIENCE = 120.0  # seconds to wait for objects to be sent
 
 
 def run_shared(
     pool: Pool, slot: Slot, label: str, task: Task, argument: Any, *, patience: float, progress: Progress
 ) -> dict[str, Any]:
-    """Run a piece on a slot as ``slot.run`` does. If the fleet has several nodes, the objects of earlier
-    pieces with this label are sent to the slot before, and new ones are fetched after."""
+    """Run a task like ``slot.run``. If the fleet has several nodes, objects of earlier work with this label
+    are first sent to the slot, and new ones are fetched afterwards."""
     if len({use.slot.node for use in list(pool.uses.values())}) < 2:
         return slot.run(task, argument, patience=patience, progress=progress)
     known = pool.objects.get(label, frozenset())
     lacks = slot.run(lacking, sorted(known), patience=PATIENCE, progress=silent)["names"] if known else []
     asked = {"task": task, "argument": argument, "files": read(lacks)["files"]}
     told = slot.run(sharing, asked, patience=patience, progress=progress)
-    with suppress(SlotLost, Lost, WorkerError):  # the answer counts, with or without its objects
+    with suppress(SlotLost, Lost, WorkerError):  # the answer is valid even if its objects cannot be fetched
         if new := lacking(told["made"])["names"]:
             write(slot.run(read, new, patience=PATIENCE, progress=silent)["files"])
         pool.objects[label] = pool.objects.get(label, frozenset()) | {*told["made"]}
@@ -48,7 +48,7 @@ def run_shared(
 
 
 def sharing(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a piece with the objects that were sent. The answer also names the objects that it made."""
+    """Run a task with the objects that were sent. The answer also names the objects that it produced."""
     write(asked["files"])
     before = _names()
     answer = asked["task"](asked["argument"])
@@ -56,7 +56,7 @@ def sharing(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def lacking(names: list[str]) -> dict[str, Any]:
-    """The objects among ``names`` that this machine lacks."""
+    """Those of the named objects that this machine lacks."""
     return {"names": sorted({*names} - _names()) if names else []}
 
 
@@ -83,4 +83,4 @@ def _folder() -> Path:
         return objects()
 
 
-_importing = threading.Lock()  # the driver's threads would import QuACK at once
+_importing = threading.Lock()  # otherwise several driver threads would import QuACK at once

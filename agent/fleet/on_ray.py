@@ -1,9 +1,10 @@
-"""The executor of a Ray cluster. It starts an actor per core and per GPU of each node that fits the fleet.
+"""The executor of a Ray cluster. It starts one actor per core and one per GPU, on each node whose software
+versions equal the driver's.
 
-Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. A lost piece
-is void, and the driver begins it again under the same key. An actor hands its work to a separate process,
-sends a sign of life ("beat") at intervals while that process works, and then sends the answer. The driver
-times the beats with its own clock, so the nodes' clocks do not matter.
+Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. If a slot is
+lost, the result of its work is discarded, and the driver runs the work again under the same key. An actor
+gives its work to a separate process. While that process works, the actor sends heartbeats ("beat"); then it
+sends the answer. The driver times the beats with its own clock, so the nodes' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.visible import Gpu
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-BEAT = 2.0  # seconds between two signs of life of a slot
-SILENT = 20.0  # seconds without a sign of life after which a slot counts as lost
-LOOK = 1.0  # seconds between two requests for the list of the cluster's nodes
+BEAT = 2.0  # seconds between two heartbeats of a slot
+SILENT = 20.0  # seconds without a heartbeat after which a slot counts as lost
+LOOK = 1.0  # seconds between two requests for the cluster's list of nodes
 GONE = 10.0  # seconds without an answer after which the cluster's head counts as gone
 FILES = 65_536  # limit of open files; a raylet with many actors needs more than the usual 1,024
 
-GPU = "GPU"  # the kind of a GPU's slot until its actor has told the GPU's name
-Message = tuple[str, Any]  # its kind ("beat", "progress", "answer", "failed", "lost" or "bug") and content
+GPU = "GPU"  # placeholder for a GPU slot's kind until its actor reports the GPU's name
+Message = tuple[str, Any]  # kind ("beat", "progress", "answer", "failed", "lost" or "bug") and content
 
 
 class Seat:
@@ -55,8 +56,8 @@ class Seat:
     def __init__(self, name: str, needs_gpu: bool):
         self.gpu: Gpu | None = None
         if needs_gpu:
-            os.environ.pop("OMP_NUM_THREADS", None)  # which Ray sets to 1 for an actor that reserves no core
-            found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU that it leases
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for an actor that reserves no core
+            found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU of this actor
             if len(found) != 1:
                 raise RuntimeError(
                     f"Ray leased a GPU here, and {len(found)} fit: {[gpu.name for gpu in found]}"
@@ -69,7 +70,7 @@ class Seat:
         return self._slot.name, self._slot.kind
 
     def run(self, work: str, patience: float) -> Iterator[Message]:
-        """Run a pickled task on its argument. Yield progress messages and beats, then the task's result."""
+        """Run a pickled task on its argument. Yield progress messages and heartbeats, then the result."""
         said: queue.SimpleQueue[Message] = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(work, patience, said), daemon=True)
         thread.start()
@@ -98,7 +99,7 @@ class Seat:
 
 
 class Porter:
-    """An actor that tells the driver a node's versions before the node may join."""
+    """An actor that reports a node's versions to the driver before the node may join."""
 
     def environment(self) -> dict[str, str]:
         return environment()
@@ -118,12 +119,12 @@ class RaySlot:
         return self.answer(self.begin(task, argument, patience), progress)
 
     def begin(self, task: Task, argument: Any, patience: float) -> Any:
-        """Begin a piece of work, and return the stream of its messages."""
+        """Start a piece of work; return the stream of its messages."""
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
 
     def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
-        """Pass on a piece's progress, then return its answer. Raises SlotLost as ``run`` does, also if an
-        answer was lost together with its node."""
+        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, even if
+        only the answer was lost with its node."""
         try:
             for kind, told in self._messages(stream):
                 match kind:
@@ -144,8 +145,8 @@ class RaySlot:
             raise SlotLost(_first_line(error)) from None
 
     def _messages(self, stream: Any) -> Iterator[Message]:
-        """Yield the messages of a piece. Raises SlotLost if the slot falls silent, since Ray may notice a
-        lost node only much later."""
+        """Yield the messages of a piece of work. Raises SlotLost if the slot falls silent, because Ray may
+        notice a lost node much later."""
         while True:
             ready, _ = ray.wait([stream], timeout=SILENT, fetch_local=False)
             if not ready:
@@ -159,7 +160,7 @@ class RaySlot:
 
 @dataclass
 class _Node:
-    """A node of the cluster, and what is known of it while it joins the fleet."""
+    """A node of the cluster, and its state while it joins the fleet."""
 
     name: str
     cores: int
@@ -170,13 +171,12 @@ class _Node:
     joined: bool = False
     waiting: list[tuple[RaySlot, Any]] = field(
         default_factory=list
-    )  # slots whose actors are starting, each with the reference to its future identity
+    )  # slots whose actors are starting, each with the future result of ``identity``
 
 
 class OnRay:
-    """The slots of a Ray cluster. ``address`` is the cluster's address. If it is "auto", the cluster is the
-    one that already runs here, or else a new cluster of only this machine. ``gpus`` and ``cores``: whether
-    to use them."""
+    """The slots of a Ray cluster. ``address`` is the cluster's address. "auto" means the cluster that already
+    runs here, or else a new cluster of only this machine. ``gpus`` and ``cores``: whether to use them."""
 
     def __init__(self, address: str, *, gpus: bool = True, cores: bool = True):
         _raise_limit()
@@ -226,8 +226,8 @@ class OnRay:
         return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
-        """Admit a node once its versions are known and equal ours. Admit each of its slots once the slot's
-        actor runs. Replace lost slots."""
+        """Admit a node once its versions are known and equal ours, and each of its slots once its actor runs.
+        Replace lost slots."""
         if not node.joined and _done(node.answer):
             node.joined = True
             try:
@@ -244,7 +244,7 @@ class OnRay:
                 self._seat(identifier, node, RaySlot(f"{node.name}/GPU {gpu}", GPU, node.name, None))
         for slot in [slot for slot in self._slots.values() if slot.lost and slot.node == node.name]:
             del self._slots[slot.name]
-            with suppress(RayError):  # the actor may still be alive, though silent
+            with suppress(RayError):  # the actor may still be alive, although silent
                 ray.kill(slot.actor)
             self._seat(identifier, node, slot)
         for slot, identity in list(node.waiting):
@@ -258,7 +258,7 @@ class OnRay:
 
     def _seat(self, identifier: str, node: _Node, like: RaySlot) -> None:
         """Start the actor of a slot on a node."""
-        # A slot with a GPU reserves no core, because it only waits for its GPU and cores are for compiling.
+        # A GPU slot reserves no core: it mostly waits for its GPU, and cores are needed for compiling.
         needs_gpu = like.kind != CPU
         options = {"num_cpus": 0, "num_gpus": 1} if needs_gpu else {"num_cpus": 1}
         actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(like.name, needs_gpu)
@@ -266,7 +266,7 @@ class OnRay:
 
 
 def _on(identifier: str) -> dict[str, Any]:
-    """The options of an actor that runs on this node only, and is never restarted."""
+    """Options for an actor that runs only on this node and is never restarted."""
     strategy = NodeAffinitySchedulingStrategy(node_id=identifier, soft=False)
     return {"scheduling_strategy": strategy, "max_restarts": 0, "max_task_retries": 0}
 
@@ -279,7 +279,7 @@ def _nodes() -> list[dict[str, Any]]:
     def ask() -> None:
         try:
             found.put(ray.nodes())
-        except Exception as error:  # Ray's client raises whatever exceptions its transport raises
+        except Exception as error:  # Ray's client raises whatever its transport raises
             found.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
@@ -306,8 +306,8 @@ def _last_line(error: Exception) -> str:
 
 
 def _raise_limit() -> None:
-    """Raise the limit of open files to ``FILES``, or as far as the system allows, for the raylets that this
-    process starts."""
+    """Raise the limit of open files to ``FILES``, or as far as the system allows. Raylets that this process
+    starts inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft < wanted:

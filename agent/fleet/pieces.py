@@ -1,7 +1,7 @@
 """The pieces of work that slots run: examine a source, compile a program, measure a kernel.
 
-Each piece is a task of ``verifier.gpu.worker``, which gets plain data and returns JSON. An author's Python
-runs only in the sandbox, as everywhere in this project.
+Each piece is a task of ``verifier.gpu.worker``. It takes plain data and returns JSON. An author's Python runs
+only in the sandbox, as everywhere in this project.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coda_agent.verifier.report import Gate, Rejected
 from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
 
-STAGE = "stage"  # a finished stage of a measurement is reported as progress under this gate name
+STAGE = "stage"  # progress under this gate name reports a finished stage of a measurement
 
 
 def spec_of(text: str) -> Spec:
@@ -26,8 +26,8 @@ def spec_of(text: str) -> Spec:
 
 
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the gates that come before the compiler on a source. The answer has the report under ``rejected``,
-    or the traced program with its source lines and the passed gates."""
+    """Run the gates that come before the compiler on a source. The answer has either the report of a
+    rejection (``rejected``), or the traced program with its source lines and passed gates."""
     from coda_agent.verifier import verify
 
     spec = spec_of(asked["spec"])
@@ -48,8 +48,8 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the compile gate on an examined program. The answer has the report under ``rejected``, or the
-    passed gate under ``gate``."""
+    """Run the compile gate on an examined program. The answer has either the report of a rejection
+    (``rejected``) or the passed gate (``gate``)."""
     from coda_agent.verifier import verify
 
     spec = spec_of(asked["spec"])
@@ -64,8 +64,8 @@ def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stages:
-    """The store for a measurement's stages. It has the stages known before, and reports new stages at
-    once."""
+    """Stores a measurement's stages. It contains the stages of earlier attempts, and reports each new stage
+    at once."""
 
     def __init__(self, known: dict[str, dict[str, Any]]):
         self._known = known
@@ -77,11 +77,11 @@ class _Stages:
         report(STAGE, json.dumps([piece, found]))
 
 
-_ahead: list[Worker] = []  # workers of the next measurement on this slot, which import meanwhile
+_ahead: list[Worker] = []  # workers of the next measurement on this slot; they already import modules
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure a bundle's entry on this slot's GPU, which is locked against our other commands meanwhile."""
+    """Measure a bundle's entry on this slot's GPU, locked against our other commands."""
     from coda_agent.agent.artifacts import bundle
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.verifier.measure import start_workers

@@ -1,7 +1,7 @@
 """Lease the slots of an executor. Each piece of work gets one slot, and each slot has one piece at a time.
 
-A piece whose slot is lost is void, and begins again on another slot. Every lease is recorded with the
-driver's own clock, so that the clocks of other machines do not matter.
+If a slot is lost, its piece starts over on another slot. Leases are recorded by the driver's clock, so the
+clocks of other machines do not matter.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-TICK = 0.5  # seconds between two looks at the executor's slots
-ALONE = 600.0  # seconds to wait while the fleet has no slot of the needed kind, for example while it grows
-LOSSES = 5  # how many slots one piece may lose before the driver gives up on the piece
+TICK = 0.5  # seconds between two reads of the executor's slots
+# seconds to wait for a slot if the fleet has none of the needed kind, for example while it grows
+ALONE = 600.0
+LOSSES = 5  # how many slots one piece of work may lose before the driver gives it up
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
 
 
 class GivenUp(Absent):
-    """A piece has lost too many slots or failed twice, or no slot is left for it."""
+    """A piece lost too many slots, failed twice, or has no slot left to run on."""
 
 
 class Suspect(Exception):
-    """A piece failed for the first time, and no kernel is to blame. It begins again, if possible on another
-    node."""
+    """A piece failed for the first time, and no kernel caused it. The piece starts over, if possible on
+    another node."""
 
 
 @dataclass
 class SlotState:
-    """The state of a slot. ``now`` is the piece that the slot works on, and "" if it is idle."""
+    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle."""
 
     slot: Slot
     joined: float
@@ -49,10 +50,9 @@ class SlotState:
 class Pool:
     """The slots of one driver.
 
-    ``left_out``: slots that must not be used, each with the reason. An earlier driver may have left them out.
-    ``kind``: the name of the only GPU model that may measure, by default that of the first GPU, since times
-    of two models cannot be compared. ``objects``: the names of compiled objects by label
-    (``agent.fleet.objects``).
+    ``left_out``: excluded slots with reasons, possibly from an earlier driver. ``kind``: the only GPU model
+    that may measure (by default the first GPU's), because times of two models cannot be compared.
+    ``objects``: the names of compiled objects by label (``agent.fleet.objects``).
     """
 
     executor: Executor
@@ -67,8 +67,9 @@ class Pool:
         self._began = time.monotonic()
         self._changed = threading.Condition()
         self._closed = ""
-        self._suspects: dict[str, tuple[Slot, str]] = {}  # from a failed piece to its slot and the error
-        self._queues: dict[bool, list[object]] = {True: [], False: []}  # who waits for a GPU or a core
+        self._suspects: dict[str, tuple[Slot, str]] = {}  # slot and error of each piece that failed once
+        # requests that wait for a GPU (True) or for a core (False)
+        self._queues: dict[bool, list[object]] = {True: [], False: []}
         self._look()
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
@@ -91,10 +92,10 @@ class Pool:
     def lease(
         self, gpu: bool, piece: str, deadline: float | None = None, *, prefer: str = ""
     ) -> Iterator[Slot]:
-        """Hold a slot in the block, the slot named ``prefer`` if it is free. Who asked first gets the next
-        free slot. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if the pool is closed
-        or has had no slot of this kind for a long time. If the block fails with an error that no kernel
-        caused, raises Suspect at the first failure of the piece, and GivenUp at the second."""
+        """In the block, hold a slot: the one named ``prefer`` if it is free. Slots are given out in the order
+        of requests. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if the pool is closed
+        or has had no slot of this kind for a long time. If the block fails and no kernel caused it, raises
+        Suspect for the piece's first failure, and GivenUp for the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"
@@ -121,8 +122,8 @@ class Pool:
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """Run a piece on a core. The piece begins again if its slot is lost. It also begins again, once, if
-        its process dies or falls silent, since the machine may be to blame. Raises Lost if the piece hangs
+        """Run a piece on a core. The piece starts over if its slot is lost. It also starts over, once, if its
+        process dies or falls silent, because the machine may be the cause. Raises Lost if the piece hangs
         twice, and GivenUp if it fails twice in another way."""
         for lost in range(LOSSES):
             try:
@@ -138,7 +139,7 @@ class Pool:
         )
 
     def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:
-        """The error for a piece that failed although no kernel is to blame. The first failure is blamed on
+        """The error for a piece that failed without a kernel being the cause. The first failure is blamed on
         the slot (Suspect); the second one is blamed on our own code (GivenUp)."""
         if piece in self._suspects:
             del self._suspects[piece]
@@ -147,8 +148,8 @@ class Pool:
         return Suspect(words)
 
     def leave_out(self, slot: Slot, reason: str, *, forget: bool = False) -> None:
-        """Do not lease this slot again. With ``forget``, for a lost slot, the slot may come back with its
-        node. Otherwise it stays out until a person has looked at it and resumes the sweep with it."""
+        """Do not lease this slot again. ``forget``: for a lost slot, which may return with its node.
+        Otherwise it stays excluded until a person has checked it and resumes the sweep with it."""
         with self._changed:
             self.uses.pop(slot.name, None)
             if not forget:
@@ -168,10 +169,10 @@ class Pool:
                 use = next((use for use in free if use.slot.name == prefer), free[0] if free else None)
                 if use and queue[0] is turn:
                     use.now, use.since = piece, self.clock()
-                    self._changed.notify_all()  # it is the next one's turn
+                    self._changed.notify_all()  # so that the next request takes its turn
                     return use
                 if not use and piece in self._suspects and queue[0] is turn:
-                    queue.append(queue.pop(0))  # the others need not wait for that node
+                    queue.append(queue.pop(0))  # other requests do not wait for that node
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
                     raise GivenUp(f"no {'GPU' if gpu else 'core'} has been in the fleet for {ALONE:.0f} s")
@@ -188,7 +189,7 @@ class Pool:
                 self.close(str(lost))
 
     def _look(self) -> None:
-        """Add new slots, forget idle slots that have gone, and leave out slots and nodes that do not fit the
+        """Add new slots, drop idle slots that are gone, and exclude slots and nodes that do not fit the
         fleet."""
         found = self.executor.slots()
         here = {slot.name for slot in found}

@@ -1,9 +1,9 @@
 """A sweep: many runs under one budget, on the slots of an executor.
 
-A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease. The
-runs' journals remain the authority on answers, verdicts and costs. Only the driver writes journals; a slot
-returns results and writes nothing of a run. So if the driver is killed, a node is lost or the cluster is
-replaced, only the pieces in progress are lost.
+A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease.
+Answers, verdicts and costs are in the runs' own journals. Only the driver writes journals; a slot returns
+results and writes nothing of a run. So if the driver is killed, a node is lost or the cluster is replaced,
+only the work in progress is lost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sweep:
         return self.journal.header
 
     def runs(self) -> list[str]:
-        """The sweep's runs, in the order in which they begin."""
+        """The sweep's runs, in the order in which they start."""
         return members(self._events())
 
     def record(self, kind: str, payload: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Sweep:
             )
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Do what ``Journal.once`` does, but safely for threads: only one thread does the work for a key."""
+        """Like ``Journal.once``, but safe for threads: only one thread does the work for a key."""
         with self._lock:
             flight = self._flights.setdefault(key, threading.Lock())
         with flight:
@@ -77,12 +77,12 @@ class Sweep:
                 return self.journal.once(key, kind, lambda: made)
 
     def kind(self) -> str:
-        """The model name of the sweep's GPUs; "" until a GPU has joined."""
+        """The model of the sweep's GPUs; "" until a GPU has joined."""
         joined = (event.payload["kind"] for event in self._events() if event.kind == "joined")
         return next((kind for kind in joined if kind != CPU), "")
 
     def left_out(self) -> dict[str, str]:
-        """The slots that stay out of the pool, each with the reason."""
+        """The excluded slots, each with the reason."""
         left: dict[str, str] = {}
         for event in self._events():
             if event.kind == "left" and event.payload["stays_out"]:
@@ -101,17 +101,17 @@ class Sweep:
 
 
 def members(events: Sequence[Event]) -> list[str]:
-    """The runs of a sweep, according to its events."""
+    """The runs that a sweep's events name."""
     return [event.payload["run"] for event in events if event.kind == "run"]
 
 
 def is_sweep(name: str) -> bool:
-    """Whether this is the name of a sweep, not of a run."""
+    """Whether the name belongs to a sweep and not to a run."""
     return bool(NAME.fullmatch(Path(name).name)) and (runs.runs_dir() / Path(name).name / JOURNAL).is_file()
 
 
 def create(header: Mapping[str, Any]) -> Sweep:
-    """Begin a sweep. Raises JournalError."""
+    """Create a sweep. Raises JournalError."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         name = f"sweep-{stamp}{suffix}"
@@ -138,7 +138,7 @@ def read(name: str) -> tuple[dict[str, Any], list[Event]]:
 
 
 def compile_key(spec_hash: str, program: Program) -> str:
-    """The journal's key for compiling a program. It covers the spec, whose cases set static sizes, and the
+    """The journal's key for compiling a program. It covers the spec (whose cases fix static sizes) and the
     program with its schedules."""
     what = json.dumps([spec_hash, program.to_json()])
     return f"compile/{hashlib.sha256(what.encode()).hexdigest()}"

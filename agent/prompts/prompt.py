@@ -1,8 +1,8 @@
 """Assemble the prompt.
 
-The system text is a stable prefix of rules, the vocabulary's docstrings, examples and tips. The task is the
-spec. The prefix contains nothing that was derived from the spec: its examples are other operators, and it
-leaves out tips learned on this spec. The whole prompt fits a token budget.
+The system text is a stable prefix: rules, the vocabulary's docstrings, examples and tips. The task is the
+spec. The prefix contains nothing derived from the spec: its examples are other operators, and tips learned
+from this spec are left out. The whole prompt fits a token budget.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and how many of them the task may use
-INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")  # does not matter to an example
+BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and of them for the task
+# parts of a spec that an example does not need
+INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")
 CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python
 
 ROLE = """\
@@ -98,7 +99,8 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # First drop tips that exceed the budget, then the spec's own tips, so that most specs share one prefix.
+    # First drop tips that exceed the budget, then the spec's own tips. In this order, most specs share one
+    # prefix.
     shared = fitting(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = fitting((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
@@ -117,14 +119,14 @@ def tokens(text: str) -> int:
 
 
 def _room(parts: Iterable[str], reserved: int) -> int:
-    """How many characters are left for tips if the prefix has ``parts``, and the task ``reserved`` tokens."""
+    """The characters left for tips, if the prefix has ``parts`` and the task needs ``reserved`` tokens."""
     beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
 
 def read(name: str, exclude: str = "") -> str | None:
     """A primitive's page (call and docstring) or a worked example, by name; None for an unknown name.
-    ``exclude`` is the name of an example that counts as unknown."""
+    ``exclude``: an example to treat as unknown."""
     if name in primitive_names():
         return page(name)
     named = [path for path in EXAMPLES.glob("*.yaml") if path.stem == name != exclude]
@@ -142,14 +144,14 @@ def examples(exclude: str = "") -> str:
 
 
 def _example(path: Path) -> str:
-    """A worked example: the part of its spec that says what to compute, then its kernel."""
+    """A worked example: the part of its spec that defines the computation, then its kernel."""
     spec, kernel = (p.read_text(encoding="utf-8").strip() for p in (path, path.with_suffix(".py")))
     spec = INIT.sub("", spec[spec.index("inputs:") : spec.index("\ncases:")])
     return f"```yaml\n{spec}\n```\n\n```python\n{kernel}\n```"
 
 
 def task(spec: Spec, text: str) -> str:
-    """The first message, which has the spec and says how to answer."""
+    """The first message: the spec, and how to answer."""
     parameters = ", ".join([*spec.inputs, *spec.constants, *spec.static])
     return (
         "Write the kernel for this spec. In `reference`, torch and torch.nn.functional names are in scope;\n"

@@ -9,14 +9,15 @@ from textwrap import fill
 from coda_agent import primitives
 
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
-FORM = re.compile(  # the form of a primitive's docstring after its paragraphs are unwrapped
+FORM = re.compile(  # a primitive's docstring, with its paragraphs unwrapped
     r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
     r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
     re.DOTALL,
 )
-EVERYWHERE, SIMPLE = "as for operators.", ("fp32.", "any to fp32.")  # usual shapes and dtypes, left out
+# usual shapes and dtypes, which the prompt omits
+EVERYWHERE, SIMPLE = "as for operators.", ("fp32.", "any to fp32.")
 WIDTH = 110
-ALIKE = re.compile(r",? (Final after its step,|else) as \w+")  # refers to another reduction's docstring
+ALIKE = re.compile(r",? (Final after its step,|else) as \w+")  # a reference to another reduction's docstring
 UNIT = re.compile(r"( an)? instructions? an element|(?<=\d) of them")
 
 
@@ -46,7 +47,7 @@ def page(name: str) -> str:
 
 
 def _paragraph(name: str) -> str:
-    """The facts in a primitive's docstring, without the example and without the usual shapes and dtypes."""
+    """A primitive's docstring in short: without the example and without the usual shapes and dtypes."""
     found = formed(inspect.getdoc(getattr(primitives, name)) or "")
     assert found is not None, f"{name}: its docstring is not in the vocabulary's form"
     said = [f"- `{_call(name)}`: {found['summary']}"]

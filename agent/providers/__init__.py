@@ -46,8 +46,8 @@ OnText = Callable[[str], None]
 class Message:
     """One message of the conversation. The first message is the user's, and roles alternate.
 
-    ``blocks``: the message in the format of the provider's API, if the message has more than text, such as
-    tool calls, their results or thinking.
+    ``blocks``: the message in the format of the provider's API, for a message with more than text: tool
+    calls, tool results or thinking.
     """
 
     role: Literal["user", "assistant"]
@@ -105,8 +105,8 @@ class Turn:
     """One complete assistant turn, never truncated.
 
     `author` says who wrote the turn and through which provider, such as "claude-opus-5-5 via anthropic".
-    `usage` covers only the request that succeeded; the meter accounts for failed requests. `blocks`: as in
-    Message. `dollars`: the turn's cost if the provider reports it; the ledger records it.
+    `usage` covers only the request that succeeded; the meter records failed requests. `blocks`: as in
+    Message. `dollars`: the turn's cost, if the provider reports it.
     """
 
     text: str
@@ -118,13 +118,13 @@ class Turn:
     dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event. It omits the dollars, which the ledger records."""
+        """The payload of a journal's "answer" event, without the dollars (which the ledger records)."""
         told = {key: value for key, value in asdict(self).items() if key != "dollars"}
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Turn:
-        """The inverse of `to_json`. Raises ValueError, which names a field that is missing or has a wrong
+        """The inverse of `to_json`. Raises ValueError, which names the missing field, or the field of a wrong
         type."""
         for field in ("text", "author", "stop_reason"):
             if not isinstance(data.get(field), str):
@@ -144,8 +144,8 @@ class Turn:
 
 class Charge(Protocol):
     """The tokens and dollars reserved for one request. The usage of the resulting turn replaces them. A
-    failed request stays charged in full, since its cost is unknown, unless ``settle`` is called with its
-    cost. ``dollars``: as in Turn."""
+    failed request stays charged in full, because its cost is unknown, unless ``settle`` states the cost.
+    ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
@@ -156,8 +156,8 @@ class Charge(Protocol):
 
 
 class Meter(Protocol):
-    """Reserves the cost of each request, including failed and repeated requests. ``model`` is "" if the model
-    is not known before the answer; then only tokens are reserved."""
+    """Reserves the cost of each request, including requests that fail or are repeated. ``model`` is "" if
+    only the answer tells the model; then only tokens are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -183,13 +183,13 @@ def _unheard(text: str) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a provider, which asks for the turn that follows `messages`.
+    """A question to a provider. The answer is the turn that follows `messages`.
 
-    `system` is the prompt's stable prefix, which is equal in every question of a run, so that it can be
-    cached. `tools` are offered to providers that support tools. `meter` accounts for the cost; a provider
-    that cannot see its author's tokens ignores the meter. `say` receives text as it arrives, for a person to
-    watch; only the returned turn counts. `deadline`: the moment of `time.monotonic` after which an answer is
-    useless; a provider then raises ProviderError. `run`: the folder of the run, which has the run's name.
+    `system` is the prompt's stable prefix. It is equal in every question of a run, so that the provider can
+    cache it. `tools` are offered to providers that support tools. `meter` accounts for the cost; a provider
+    that cannot see token counts ignores it. `say` receives text as it arrives, for a person to watch.
+    `deadline`: the moment of `time.monotonic` after which an answer is useless; a provider then raises
+    ProviderError. `run`: the run's folder, which has the run's name.
     """
 
     system: str
@@ -202,8 +202,8 @@ class Question:
 
     @property
     def number(self) -> int:
-        """The number of the turn that the question asks for, from 1. It is in the names of a handoff's files,
-        and selects a replay's answer."""
+        """The number of the requested turn, from 1. It appears in the names of a handoff's files, and selects
+        a replay's answer."""
         return sum(message.role == "user" for message in self.messages)
 
 
@@ -213,7 +213,7 @@ class Provider(Protocol):
     name: str
 
     def next_turn(self, question: Question) -> Turn:
-        """The next turn. Raises ProviderError if no complete turn can be had."""
+        """The next turn. Raises ProviderError if there is no complete turn."""
         ...
 
 
@@ -243,7 +243,7 @@ def provider_spec(name: str) -> ProviderSpec:
 
 
 def automatic() -> list[tuple[str, Auto]]:
-    """The names and rules of the providers that `auto` chooses from, with the first choice first."""
+    """The providers that `auto` chooses from, with their rules, in order of preference."""
     found = [(spec.name, spec.auto) for spec in specs().values() if spec.auto]
     return sorted(found, key=lambda choice: choice[1].rank)
 

@@ -1,11 +1,11 @@
 """Ask Claude through Anthropic's SDK, streaming.
 
-This module handles all faults. The SDK's own retries are off, because they would obey a Retry-After of an
-hour, and do not happen once the stream has begun. A transient fault is retried until patience ends: no
-connection, status 408, 409, 429 or 5xx, an overload inside the stream, or a stream that breaks, stalls, never
-ends or ends early. If the failed request may have cost something, or its answer is empty, only a few retries
-follow. A fault that no retry can fix (a wrong key or model, an answer cut at max_tokens, a refusal) is raised
-at once with its remedy.
+This module handles all faults itself. The SDK's own retries are off: they would obey a Retry-After of an
+hour, and they do not cover a stream that has begun. Transient faults are retried until patience ends. They
+are: no connection; status 408, 409, 429 or 5xx; an overload inside the stream; and a stream that breaks,
+stalls, never ends or ends early. There are only a few retries if the failed request may have cost something,
+or if its answer is empty. Other faults (a wrong key or model, an answer cut at max_tokens, a refusal) are
+raised at once with a remedy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 KEY = "ANTHROPIC_API_KEY"
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # includes thinking
-ANSWER_TIME = 1800.0  # seconds for an answer of DEFAULT_MAX_TOKENS or fewer; longer answers get more time
+ANSWER_TIME = 1800.0  # seconds for an answer of up to DEFAULT_MAX_TOKENS; longer answers get more time
 
 CACHED = {"type": "ephemeral"}
-ASIDE = 15.0  # time limit in seconds of the requests that count tokens or describe the model
+ASIDE = 15.0  # time limit, in seconds, of requests that count tokens or describe the model
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
-# The SDK's parser raises these exceptions for a malformed stream; they have no common base class.
+# The SDK's parser raises these for a malformed stream; they have no common base class.
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
@@ -93,8 +93,8 @@ class Anthropic:
         self._client = anthropic.Anthropic(api_key=key, base_url=base_url, max_retries=0)
 
     def next_turn(self, question: Question) -> Turn:
-        """Return one complete answer. Raises ProviderError for the faults listed in this module's docstring
-        and at the question's deadline, and OutOfBudget if the meter has too little left for an answer."""
+        """Return one complete answer. Raises ProviderError for the faults in this module's docstring and at
+        the question's deadline. Raises OutOfBudget if the meter has too little left for an answer."""
         self._learn()
         request = self._request(question)
         read = self._count(request)
@@ -111,8 +111,8 @@ class Anthropic:
         return turn
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """The request, without the limit of the answer's tokens. It has two cache marks: one after the prefix
-        that all runs share, and one after the conversation, which the next request repeats."""
+        """The request, without the limit on the answer's tokens. It marks two prefixes for the cache: the one
+        that all runs share, and the conversation, which the next request repeats."""
         conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
@@ -129,8 +129,8 @@ class Anthropic:
         return request
 
     def _learn(self) -> None:
-        """Ask the API once for the model's capabilities, since the API refuses a request for thinking that
-        the model lacks. If the API does not describe the model, nothing changes."""
+        """Ask the API once for the model's capabilities, because it refuses a request for thinking if the
+        model lacks it. If the API does not describe the model, nothing changes."""
         if self._learned:
             return
         import anthropic
@@ -144,7 +144,7 @@ class Anthropic:
             self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
 
     def _count(self, request: dict[str, Any]) -> int:
-        """The number of a request's tokens as the API counts them, or an upper bound if it does not."""
+        """The tokens of a request, as counted by the API; an upper bound if the API does not count them."""
         import anthropic
         import httpx2
 
@@ -156,8 +156,8 @@ class Anthropic:
     def _attempt(
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """Make one request, which is cut off after ``seconds``. If a failed request's cost is known, it is
-        settled at that cost; otherwise the whole reservation stays charged."""
+        """Make one request, limited to ``seconds``. A failed request is charged at its cost if that is known,
+        and otherwise at its whole reservation."""
         import anthropic
         import httpx2
 
@@ -171,14 +171,16 @@ class Anthropic:
                     return _broken("the response holds no message")
                 message = stream.get_final_message()
                 result = self._judge(message, charge.max_tokens)
-                if not isinstance(result, Turn) and message.stop_reason:  # the answer is complete but useless
+                # the answer is complete but unusable
+                if not isinstance(result, Turn) and message.stop_reason:
                     charge.settle(_usage(message))
                 return result
         except anthropic.APIStatusError as error:
             if stream is None:  # the API refused the request before the stream began
                 charge.settle(Usage())
             return replace(_status_fault(error), unknown=stream is not None)
-        except anthropic.APIConnectionError as error:  # before the stream; its message does not say the cause
+        # before the stream began; its message does not state the cause
+        except anthropic.APIConnectionError as error:
             sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
             if sent_none:
                 charge.settle(Usage())
@@ -192,7 +194,7 @@ class Anthropic:
             return _broken(f"the stream is malformed: {error}")
 
     def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
-        """The turn that a message makes, or the fault if it is not a whole answer."""
+        """Turn a message into a turn; return a fault if it is not a whole answer."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = tuple(ToolCall(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
@@ -230,7 +232,7 @@ class Anthropic:
         return Turn.from_json(self._scrub.data(turn.to_json()))
 
     def _kept(self, message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
-        """An answer's blocks as the next request must repeat them. Signed thinking cannot be changed, so a
+        """An answer's blocks, as the next request must repeat them. Signed thinking must not be changed, so a
         block of thinking that contains the API key is left out."""
         return tuple(
             {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
@@ -241,8 +243,8 @@ class Anthropic:
         )
 
     def _remark(self, turn: Turn, question: Question) -> None:
-        """Tell the user once if the cache marks have no effect, which the API does not report as an error.
-        The first answer is not judged, since it only fills the cache."""
+        """Tell the user once if caching has no effect, because the API does not report this as an error. The
+        first answer only fills the cache and is not judged."""
         cached = turn.usage.cache_read_tokens or turn.usage.cache_write_tokens
         if question.number > 1 and not cached and not self._remarked:
             self._remarked = True
@@ -254,7 +256,7 @@ def _check_key(key: str) -> str:
     remedy = "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none"
     if not key:
         raise ProviderError("provider 'anthropic' has no API key", remedy)
-    # Otherwise the HTTP client would raise an error that quotes the key.
+    # the HTTP client's own error would quote the key
     if not all("!" <= character <= "~" for character in key):
         raise ProviderError("the API key contains invalid characters", remedy)
     return key
@@ -266,7 +268,8 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _blank(text: str) -> bool:
-    """Whether the API refuses this text in a request. In its answers, such text may precede a tool call."""
+    """Whether the API refuses this text in a request. Its own answers may contain such text before a tool
+    call."""
     return not text.strip()
 
 
@@ -294,7 +297,7 @@ def _drain(stream: MessageStream[None], heard: ScrubbedStream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # This is a generator, so that only the SDK's errors are caught, not errors of the code that iterates.
+    # a generator, so that only the SDK's errors are caught, and not those of the code that iterates
     try:
         yield from stream
     except _MALFORMED as error:
@@ -316,7 +319,7 @@ def _broken(message: str) -> Fault:
 
 
 def _status_fault(error: anthropic.APIStatusError) -> Fault:
-    """The fault for an error that the server reported before the stream or, with status 200, inside it."""
+    """The fault for an error from the server, reported before the stream or (with status 200) inside it."""
     status = error.status_code
     kind = error.type or "error"
     message = f"the API answered {status} {kind}: {error.api_message or error.message}"
@@ -327,7 +330,7 @@ def _status_fault(error: anthropic.APIStatusError) -> Fault:
     return Fault(message, _REMEDIES.get(status, "see the API's message"))
 
 
-# Errors inside a stream that pass with time.
+# errors inside a stream that are transient
 _PASSING = {"overloaded_error", "api_error", "rate_limit_error", "timeout_error"}
 
 _REMEDIES = {

@@ -1,17 +1,17 @@
 """Ask Claude through the `claude` command line, without its interactive mode. A subscription is enough.
 
-Each turn is one process that gets the whole conversation and keeps no session, so a run can be resumed
-anywhere. The process has none of the command's tools, no settings and no files. It starts in an empty
-directory and answers with text. The command adds the model's name, the platform, that directory and the date
-to our prompt. ANTHROPIC_API_KEY is withheld, since the command would charge that key's account instead of the
-subscription. The model uses the loop's tools by writing blocks of code in its text. So each request is a turn
-with its own reservation and record.
+Each turn is one process, which gets the whole conversation and keeps no session. So a run can be resumed on
+any machine. The process has no access to the command's tools, settings or files. It starts in an empty
+directory and answers with text. The command adds to our prompt: the model's name, the platform, that
+directory and the date. ANTHROPIC_API_KEY is withheld, because the command would charge it instead of the
+subscription. The model uses the loop's tools by writing blocks of code in its text. So each request is a
+turn, with its own reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
-dollars. A turn that is killed or breaks off stays charged at its reservation. The command's own retries are
-off, so only our own patience retries after an outage. Two ways of continuing cannot be turned off: the
-command continues an answer that was cut at its limit up to three times, and an empty answer once. Those
-requests are charged but not reserved.
+dollars. A turn that is killed or breaks off is charged at its reservation. The command's own retries are off;
+only our own patience retries. Two kinds of retry cannot be turned off. The command continues an answer that
+was cut at its limit, up to three times, and an empty answer once. These requests are charged but not
+reserved.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ FLAGS = (
 )  # fmt: skip
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 SET = {
-    "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # else `@/a/path` anywhere in a prompt sends that file
-    "CLAUDE_CODE_MAX_RETRIES": "0",  # else the command retries ten times within one reservation
-    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # else a broken stream is repeated without streaming
+    "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # otherwise `@/a/path` anywhere in a prompt sends that file
+    "CLAUDE_CODE_MAX_RETRIES": "0",  # otherwise the command retries ten times within one reservation
+    # otherwise a broken stream is repeated without streaming
+    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
     "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
-    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # else the command falls back to another model
+    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # otherwise the command falls back to another model
 }
-WORDS = 400  # how many characters of the command's output an error message quotes
+WORDS = 400  # characters of the command's output that an error message quotes
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
-PASSING = (408, 409, 429)  # API statuses that pass with time, as 5xx do
+PASSING = (408, 409, 429)  # transient API statuses, besides 5xx
 COUNTS = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-SUBMIT = "submit"  # the tool that a ```python block stands for
+SUBMIT = "submit"  # the tool that a ```python block calls
 MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
 
 
 @dataclass(frozen=True)
 class Said:
     """The output of the command. ``result``: its final summary, empty if there is no summary. ``text``: all
-    of the model's text; the summary has only the last block of it. ``begun``: the number of responses that
-    began. ``stops``: the stop reasons of the responses that were completed."""
+    of the model's text, of which the summary has only the last block. ``begun``: the number of responses that
+    began. ``stops``: the stop reasons of the completed responses."""
 
     result: Mapping[str, Any]
     text: str
@@ -93,7 +94,7 @@ class ClaudeCode:
                 f"there is no `{command}` command on this machine's PATH",
                 "install Claude Code and log in once, or use --provider anthropic or handoff",
             )
-        # The path must be absolute, since the command runs in another directory and PATH may be relative.
+        # absolute, because the command runs in another directory and PATH may be relative
         self._command = [os.path.abspath(found), *FLAGS, *(["--model", model] if model else [])]
         self._model = model or ""
         self._max_tokens = max_tokens
@@ -101,9 +102,9 @@ class ClaudeCode:
         self._patience = patience or Patience()
 
     def next_turn(self, question: Question) -> Turn:
-        """Return the command's whole answer. Raises ProviderError if the command is logged out or refuses, or
-        if it still fails or takes too long when patience ends or at the question's deadline. Raises
-        OutOfBudget if the budget does not suffice for an answer."""
+        """Return the command's whole answer. Raises ProviderError if the command is logged out or refuses.
+        Also raises it if the command still fails, or has not answered, when patience or the deadline ends.
+        Raises OutOfBudget if the budget does not suffice for an answer."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if is_priced(self._model) else ""
@@ -121,12 +122,14 @@ class ClaudeCode:
     def _attempt(
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """Make one request, which is killed after ``seconds``. A failed request of known cost is settled."""
-        # A process of the command may still write there, but that must not lose an answer.
+        """Make one request, which is killed after ``seconds``. If a failed request's cost is known, it is
+        charged at that cost."""
+        # A process of the command may still write there; that must not lose an answer.
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
-            except OSError as error:  # the command did not start, as during an update or on a full disk
+            # the command did not start, for example during an update or on a full disk
+            except OSError as error:
                 return _not_started(charge, str(error))
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
@@ -146,8 +149,8 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """The error for an answer that reached its token limit, since the continuation that the command then
-        asks for may not fit the answer's beginning; None for other answers."""
+        """The error for an answer that reached its token limit; None for other answers. The command then asks
+        for a continuation, which may not fit the beginning."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
@@ -159,9 +162,10 @@ class ClaudeCode:
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
     ) -> tuple[int | None, str, str]:
         """Run one request for at most ``most`` tokens. Return the command's exit status (None if its time ran
-        out), its output and its error output. No process of the command survives."""
+        out), its output and its error output. It leaves no process running."""
         prefix = scratch / "system"
-        prefix.write_text(system, encoding="utf-8")  # the text may be too long for an argument
+        # as a file, because the text may be too long for an argument
+        prefix.write_text(system, encoding="utf-8")
         (scratch / "empty").mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
 
@@ -169,7 +173,7 @@ class ClaudeCode:
             return subprocesses.start(
                 [*self._command, "--system-prompt-file", str(prefix)],
                 cwd=scratch / "empty",
-                # If the command is killed, it leaves its socket and other files in TMPDIR.
+                # a killed command leaves its socket and other files in TMPDIR
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
                 **files,
             )
@@ -185,7 +189,7 @@ def _not_started(charge: Charge, why: str) -> Fault:
 
 
 def _how_to_use(tools: Sequence[Tool]) -> str:
-    """The end of the system prompt, which lists the tools and says how to use them in a text answer."""
+    """The end of the system prompt: the list of tools, and how to use them in a text answer."""
     offered = [tool for tool in tools if tool.name != SUBMIT]
     if not offered:
         return ""
@@ -198,7 +202,7 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
 
 
 def _example(tool: Tool) -> str:
-    """The block of code that uses a tool. It has the tool's only argument, or one line per argument."""
+    """The code block that calls a tool. It contains the tool's only argument, or one line per argument."""
     arguments = {name: schema["description"] for name, schema in tool.schema["properties"].items()}
     if len(arguments) == 1:
         body = next(iter(arguments.values()))
@@ -208,8 +212,7 @@ def _example(tool: Tool) -> str:
 
 
 def _calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """The tool calls in an answer. A submitted source counts as a call if there are other calls, and
-    otherwise there are no calls."""
+    """The tool calls in an answer. A submitted source counts as a call only if there are other calls."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
     found = [(block["language"], block["content"]) for block in blocks(text)]
     calls = [(name, _input(named[name], body)) for name, body in found if name in named]
@@ -228,7 +231,7 @@ def _input(tool: Tool, body: str) -> dict[str, str]:
 
 
 def _conversation(messages: Sequence[Message]) -> str:
-    """The conversation as one prompt, which has the task, then each answer and the reply to it."""
+    """The conversation as one prompt: the task, then each answer with the reply to it."""
     if len(messages) == 1:
         return messages[0].text
     titles = {"user": "What you are told", "assistant": "What you answered"}
@@ -263,14 +266,14 @@ def _json(line: str) -> Any:
 
 
 def _nested(found: Any, *names: str) -> Any:
-    """The value under these names in nested objects; None if it is missing."""
+    """The value at this path of names in nested objects; None if it is missing."""
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found
 
 
 def _message(answer: Mapping[str, Any], printed: str, words: str) -> str:
-    """The message that the command printed, in one line, for use in an error message."""
+    """The command's error message on one line, to be quoted."""
     told = str(answer.get("result") or answer.get("errors") or words or printed or "nothing")
     return " ".join(told.split())[-WORDS:]
 
@@ -280,9 +283,9 @@ def _logged_out(told: str) -> bool:
 
 
 def _is_known(said: Said, told: str) -> bool:
-    """Whether the cost of a failed request is known. It is unknown if a response broke off, since the summary
-    omits or guesses the cost of such a response. If no response began, the cost is known to be zero if the
-    API refused the request or never received it."""
+    """Whether the cost of a failed request is known. It is unknown if a response broke off, because the
+    summary omits or guesses that response's cost. If no response began, it is zero if the API refused the
+    request or never received it."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)
@@ -290,7 +293,7 @@ def _is_known(said: Said, told: str) -> bool:
 
 
 def _fault(status: int, said: Said, told: str) -> Fault | None:
-    """The reason why there is no whole answer; None if there is one."""
+    """Why there is no whole answer; None if there is one."""
     answer, code = said.result, said.result.get("api_error_status")
     if status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
         if code in (None, 401, 403) and _logged_out(told):
@@ -323,7 +326,8 @@ def _token_counts(found: Any, names: Sequence[str]) -> Usage:
 
 
 def _dollars(answer: Mapping[str, Any]) -> float | None:
-    """The cost by the command's summary, else by its models' tokens and prices; None if both are unknown."""
+    """The cost according to the summary, or else from its models' tokens and prices; None if both are
+    unknown."""
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)
@@ -333,7 +337,7 @@ def _dollars(answer: Mapping[str, Any]) -> float | None:
 
 
 def _model(answer: Mapping[str, Any]) -> str:
-    """The model that wrote the most tokens, since the command uses smaller models for side tasks."""
+    """The model that wrote the most tokens; the command uses smaller models for side tasks."""
     models = _models(answer)
     return max(
         models, key=lambda name: _token_counts(models[name], MODEL_COUNTS).output_tokens, default="Claude"
@@ -368,7 +372,7 @@ SPEC = ProviderSpec(
     options=("--model", "--max-tokens", "--time-limit"),
     package="coda-agent[author]",
     objection=_objection,
-    check=lambda: finding.program(  # whether the command is logged in shows only in a request
+    check=lambda: finding.program(  # only a request shows whether the command is logged in
         "claude command",
         "claude",
         "no --provider claude-code",

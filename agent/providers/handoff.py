@@ -1,12 +1,12 @@
 """Hand prompts over as files, so that any agent or person can be the author.
 
 Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` there. An answer is complete if its
-last line is END. If END is missing, the author may still be writing, so the answer is taken only after some
-time without changes. That time is longer if the answer has no code block, or if its last code block is open.
-A file named `stop` in the directory ends the wait.
+last line is END. Without END the author may still be writing, so the answer must stay unchanged for some
+time. The time is longer if the answer has no code block or an open one. A file named `stop` in the directory
+ends the wait.
 
 The author needs access only to this directory. An answer must be a regular file of limited size. A link is
-refused, since the text of its target would enter the next prompt.
+refused, because the text of its target would enter the next prompt.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # the opening or closing line of
 
 
 class Handoff:
-    """Exchange prompts and answers as files in `directory`, which is created if it does not exist. By default
-    it is the folder `handoff` in the run's folder.
+    """Exchange prompts and answers as files in `directory`, which is created if needed. The default is
+    `handoff` in the run's folder.
 
     `author` names the author in reports. The other parameters are in seconds. `time_limit` bounds the wait
     for one answer. `settle`: how long an answer without END must stay unchanged; `patience`: the same for an
@@ -64,9 +64,9 @@ class Handoff:
     def next_turn(self, question: Question) -> Turn:
         """Return the contents of the answer file as a turn. The usage is unknown and counts as zero.
 
-        If the answer already exists, it is used, and the prompt is not written again. Raises ProviderError at
-        the time limit or the question's deadline (retryable), for a `stop` file, or for unusable files.
-        KeyboardInterrupt is raised again after a message to `say`.
+        An existing answer is used, and its prompt is not written again. Raises ProviderError at the time
+        limit or the question's deadline (retryable), for a `stop` file, or for unusable files.
+        KeyboardInterrupt is passed on after a message to `say`.
         """
         say, number = question.say, question.number
         folder = Path(self._directory or (question.run or Path()) / "handoff")
@@ -90,7 +90,7 @@ class Handoff:
         elif prompt.exists() and _without_instructions(
             _read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")
         ) != _without_instructions(text):
-            raise ProviderError(  # otherwise the answer to an old run's prompt would count in this run
+            raise ProviderError(  # otherwise an answer to an old run's prompt would count in this run
                 f"{answer} answers an older prompt ({prompt} has changed)",
                 "use a fresh directory, or remove both files",
             )
@@ -179,7 +179,7 @@ def _is_complete(content: bytes) -> bool:
 
 
 def _before_end(text: str) -> str:
-    """An answer without its last line, END; "" if nothing precedes that line."""
+    """An answer without its last line (END); "" if that is its only line."""
     said = text.rstrip().removesuffix(END)
     return said if said.strip() else ""
 
@@ -195,7 +195,7 @@ def _text(answer: Path, content: bytes) -> str:
 
 
 def _unfinished(text: str) -> str:
-    """The reason why an answer looks unfinished; "" if it looks finished."""
+    """Why an answer looks unfinished; "" if it looks finished."""
     blocks, closed = _blocks(text)
     if not closed:
         return "its last block of code is open"
@@ -218,12 +218,12 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _without_instructions(prompt: str) -> str:
-    """A prompt without the instructions on how to answer, since these differ between versions."""
+    """A prompt without its instructions on how to answer, which differ between versions."""
     return prompt.partition(HOW)[0]
 
 
 def _render(question: Question) -> str:
-    # The run's name distinguishes its prompts from those of another run with the same spec.
+    # the run's name distinguishes its prompts from another run's prompts for the same spec
     parts = [f"<!-- run {question.run.name} -->"] if question.run else []
     parts.append(f"<!-- system -->\n\n{question.system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(question.messages, 1)]

@@ -12,8 +12,8 @@ NAME = "mcp"
 
 @dataclass
 class Submission:
-    """The answer for one run, which arrives before the loop asks for it; "" if the client gave no answer.
-    ``taken``: whether the loop has asked for the answer."""
+    """The answer for one run, submitted before the loop asks for it; "" if the client submitted none.
+    ``taken``: whether the loop has read it."""
 
     answer: str = ""
     author: str = NAME
@@ -21,8 +21,8 @@ class Submission:
     name: str = NAME
 
     def next_turn(self, question: Question) -> Turn:
-        """Return the answer. Its cost counts as zero, since only the client knows it. Raises ProviderError if
-        there is no answer."""
+        """Return the answer. Its cost counts as zero, because only the client knows it. Raises ProviderError
+        if there is no answer."""
         if not self.answer:
             raise ProviderError("the author of this run is an MCP client", "let it verify another source")
         self.taken = True

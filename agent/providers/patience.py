@@ -1,8 +1,8 @@
 """Retry the requests of a provider that uses a network, and limit the time of one answer.
 
-Outages last from seconds to hours, and runs are left alone overnight. So the retries of a transient fault are
-limited by time, not by number. A fault that no waiting can fix is raised at once. The time of a stream is
-limited too, because the API sends pings, so that even a stream without content never falls silent.
+Outages last from seconds to hours, and runs continue overnight without a person. So retries of a transient
+fault are limited by time, not by number. Permanent faults are raised at once. The time of a stream is limited
+too: the API sends pings, so a stream without content is never silent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from coda_agent.agent.run.budget import OutOfBudget
 if TYPE_CHECKING:
     import httpx2
 
-EMPTY = 3  # after this many empty answers to one question, the question is given up
-# After this many failed requests of unknown cost, the question is given up, since retrying them all night
-# would be expensive.
+EMPTY = 3  # give up a question after this many empty answers
+# Give up a question after this many failed requests of unknown cost, because retrying them all night would be
+# expensive.
 UNKNOWN = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a request gave no answer. `most`: after how many such faults the question is given up;
-    `retry_after`: how many seconds the server asks to wait, or 0; `unknown`: the request may have cost
-    something, but how much is unknown."""
+    """Why a request gave no answer. `most`: give up the question after this many such faults. `retry_after`:
+    the seconds that the server asks to wait, or 0. `unknown`: the request may have cost something, but the
+    amount is unknown."""
 
     message: str
     remedy: str
@@ -57,9 +57,9 @@ class Patience:
 
 
 class Asking:
-    """Counts the requests for one question, and keeps the time that is left for further requests.
+    """Counts the requests for one question, and tracks the time that is left.
 
-    `deadline`: the moment of the patience's clock after which an answer is useless, or None.
+    `deadline`: when an answer becomes useless, by the patience's clock; None means never.
     """
 
     def __init__(self, patience: Patience, deadline: float | None):
@@ -73,12 +73,12 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience has ended. The last wait ends when patience does, and one more request follows."""
+        """Whether patience has ended. One last request follows the last wait."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request. The wait is what the server asks for, or else the backoff; patience
-        and the deadline limit it. `say` receives the reason and the time."""
+        """Sleep before the next request. The wait is the server's wish, or else the backoff; patience and the
+        deadline limit it. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # jitter keeps parallel runs from retrying together
@@ -102,7 +102,7 @@ def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
     """Repeat ``attempt`` until it succeeds, and return its turn. Each attempt gets the seconds until the
-    deadline. Raises ProviderError for a fault that lasts or at the question's deadline. Raises OutOfBudget if
+    deadline. Raises ProviderError for a lasting fault, and at the question's deadline. Raises OutOfBudget if
     an attempt returns it."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
@@ -110,7 +110,7 @@ def persist(
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # It is raised here, so that no SDK exception is its context, which may hold the key in a header.
+        # raised here, so that its context is not an SDK exception, which may hold the key in a header
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1
@@ -130,10 +130,10 @@ class TookTooLong(Exception):
 
 @contextmanager
 def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
-    """Limit the time in which the block reads a response. At the limit, shut down the response's connection
-    and raise TookTooLong.
+    """Limit the time that the block may take to read a response. At the limit, shut down the response's
+    connection and raise TookTooLong.
 
-    The reader may be waiting for bytes, or receiving endless pings that the SDK hides. In both cases, only
+    The reader may be waiting for bytes, or for the end of pings that the SDK hides. In both cases only
     closing the connection ends the read.
     """
     import httpx2
@@ -143,7 +143,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
     def shut() -> None:
         late.set()
-        with suppress(OSError):  # the connection may have ended already
+        with suppress(OSError):  # the connection may already be closed
             line.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, shut)
@@ -160,8 +160,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
 
 def retry_after(headers: httpx2.Headers) -> float:
-    """The wait that the server asks for, in seconds; 0 if it asks for none. The header is Retry-After, with a
-    number or a date, or retry-after-ms, with milliseconds."""
+    """The wait that the server asks for, in seconds; 0 if it asks for none. The header is Retry-After (a
+    number of seconds, or a date) or retry-after-ms (milliseconds)."""
     for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
         try:
             return max(0.0, float(value or "") * scale)  # NaN counts as 0

@@ -13,9 +13,9 @@ from coda_agent.agent.run.journal import JournalError
 class Replay:
     """Answer turn n of a conversation with the n-th "answer" event of an exported journal.
 
-    Here n is the number of user messages, so a resumed run continues at the right answer. The author and the
-    usage of each turn are those in the recording. Raises ProviderError for a file that is missing, damaged or
-    without answers.
+    n is the number of user messages, so a resumed run continues at the right answer. The author and usage of
+    each turn come from the recording. Raises ProviderError for a file that is missing, damaged or without
+    answers.
     """
 
     name = "replay"
@@ -47,7 +47,7 @@ class Replay:
 
 
 def _header(run: RunContext) -> dict[str, Any]:
-    """The header field with the recorded run's name. Raises ProviderError if there is no recording, and
+    """The header field that names the recorded run. Raises ProviderError if there is no recording, and
     JournalError if its file is damaged."""
     from coda_agent.agent.run.record import recording
 

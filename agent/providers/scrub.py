@@ -1,4 +1,4 @@
-"""Remove an API key from all text that is stored or shown, since servers and proxies may repeat the key."""
+"""Remove an API key from all text that is stored or shown; a server or proxy may quote the key."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Scrub:
 
 
 class ScrubbedStream:
-    """Passes text to a listener without the secret. If the end of a piece of text may be the beginning of the
-    secret, that end waits for the next piece."""
+    """Passes text to a listener without the secret. If a piece of text ends with a possible beginning of the
+    secret, that end is held back until the next piece."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub
@@ -45,6 +45,6 @@ class ScrubbedStream:
             self._say(sure)
 
     def end(self) -> None:
-        """Pass on the text that still waits."""
+        """Pass on the text that is held back."""
         if self._held:
             self._say(self._held)

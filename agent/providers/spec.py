@@ -2,7 +2,7 @@
 
 The command line, the budgets, ``doctor``, ``--provider auto`` and the header of the journal take all that
 they need from this description. So a new provider takes only one file in this package. ``--help`` imports
-that file, so the file must import its SDK only inside the functions that need it.
+that file, so the file must import its SDK inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Auto", "ProviderSpec", "RunContext"]
 class RunContext:
     """The run for which a provider is chosen or created.
 
-    ``task``: the name of the spec or primitive, for messages. ``recording``: the file with the recorded run
-    of the same task, which need not exist.
+    ``task``: the name of the spec or primitive, for messages. ``recording``: the file with a recorded run of
+    the same task; it may not exist.
     """
 
     task: str
@@ -32,10 +32,11 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Auto:
-    """How ``--provider auto`` treats a provider. It chooses the available provider of the lowest ``rank``.
+    """How ``--provider auto`` treats a provider. ``auto`` chooses the available provider with the lowest
+    ``rank``.
 
-    ``help`` is the provider's part of the help text "auto: ...". ``lacks`` returns what is missing for the
-    provider on this machine, or "" if it is available.
+    ``help`` is the provider's part of the help text "auto: ...". ``lacks`` returns what this machine lacks
+    for the provider, or "" if the provider is available.
     """
 
     rank: int
@@ -53,18 +54,20 @@ def _no_objection(model: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderSpec:
-    """A provider's description, which is all that the rest of the agent knows of the provider."""
+    """A provider's description. The rest of the agent knows nothing else of the provider."""
 
     name: str
     make: Callable[..., Provider]  # called with the result of `arguments`
     arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # takes a run's header
     header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields to add to a new run's header
-    options: tuple[str, ...] = ()  # the options that this provider uses but some other providers do not
+    options: tuple[str, ...] = ()  # options that this provider uses and some others do not
     package: str = ""  # the pip package with the modules that the provider's file imports lazily
     offered: bool = True  # whether --provider offers it
     counted: bool = True  # whether we can count the tokens that the provider uses
-    objection: Callable[[str | None], str] = _no_objection  # why a model cannot have a dollar limit, or ""
-    by_hand: bool = False  # whether a person or another program answers; --author names it in reports
+    # why a model cannot have a dollar limit; "" if it can
+    objection: Callable[[str | None], str] = _no_objection
+    # whether a person or another program answers; --author then names the author in reports
+    by_hand: bool = False
     replays: bool = False  # whether answers come from a recording, whatever the prompt says
     auto: Auto | None = None
     check: Callable[[], Finding] | None = None  # the check that doctor runs

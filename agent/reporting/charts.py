@@ -33,9 +33,9 @@ __all__ = [
     "unavailable",
 ]
 
-LONG = 600.0  # seconds; longer waits are drawn this long, else one long pause would hide all other events
-LEAST = 0.003  # the width of the narrowest bar, as a share of the timeline
-# The colours of Okabe and Ito, which colour-blind readers can distinguish.
+LONG = 600.0  # seconds; longer waits are drawn as long as this, or one pause would hide all other events
+LEAST = 0.003  # width of the narrowest bar, as a fraction of the timeline
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = {
     "prompt": "#000000",
     "answer": "#0072B2",
@@ -47,7 +47,7 @@ COLOURS = {
     "other": "#999999",
 }
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib, so that every machine draws the same
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
     "font.size": 9,
     "svg.hashsalt": "coda-agent",
     "svg.fonttype": "path",
@@ -63,8 +63,8 @@ _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 @dataclass(frozen=True)
 class Mark:
-    """An event in the timeline. It has a row, a kind (a key of COLOURS), and the seconds since the event
-    before it."""
+    """An event in the timeline: its row, its kind (a key of COLOURS), and the seconds since the previous
+    event."""
 
     row: str
     kind: str
@@ -79,7 +79,7 @@ def unavailable() -> str:
 
 
 def timeline(title: str, marks: Sequence[Mark]) -> Markup:
-    """Draw one bar per event, which reaches from the time of the event before to the time of the event."""
+    """Draw one bar per event, from the time of the previous event to its own."""
     return _chart("timeline", title, lambda: _timeline(marks))
 
 
@@ -90,7 +90,7 @@ def bars(name: str, title: str, milliseconds: Mapping[str, float], roofline: flo
 
 
 def styled(**changes: str) -> AbstractContextManager[None]:
-    """Apply the style of all charts in the block."""
+    """In the block, apply the style that all charts share."""
     from matplotlib import rc_context
 
     return rc_context(STYLE | {key.replace("_", "."): value for key, value in changes.items()})
@@ -115,7 +115,7 @@ def shortened(text: str, most: int) -> str:
     """Text for a chart: one line of at most ``most`` characters."""
     text = " ".join(visible(text).split())
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return cut.replace("$", r"\$")  # matplotlib would set text between two dollar signs as mathematics
+    return cut.replace("$", r"\$")  # matplotlib sets text between two dollar signs as mathematics
 
 
 def _chart(name: str, title: str, make: Callable[[], Figure]) -> Markup:
@@ -161,7 +161,7 @@ def _bars(milliseconds: Mapping[str, float], roofline: float) -> Figure:
 
 
 def _axes(rows: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with a labelled row for each bar, and room for text above and to the right."""
+    """A figure with one labelled row per bar, and space for text above and to the right."""
     from matplotlib.figure import Figure
 
     high = ROW * max(len(rows), 1)
@@ -176,7 +176,7 @@ def _axes(rows: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def number(value: float) -> str:
-    """Format a number to four digits, since no measurement here is more precise."""
+    """Format a number with four digits; no measurement here is more precise."""
     return f"{value:#.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

@@ -26,8 +26,8 @@ __all__ = ["as_dict", "members", "write"]
 
 
 def members(given: Sequence[str]) -> list[str]:
-    """Return the names of these runs without duplicates. If there is only one name, and its run belongs to a
-    group of candidates (runs of one spec started together), return the whole group. Raises JournalError."""
+    """Return the names of these runs without duplicates. A single name stands for its whole group of
+    candidates (runs of one spec started together). Raises JournalError."""
     found = list(dict.fromkeys(folder(name).name for name in given))
     if len(found) > 1:
         return found
@@ -36,8 +36,8 @@ def members(given: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """The name of a run's group of candidates, which is the name of the group's first run. A run that was
-    started alone is its own group."""
+    """The name of a run's group of candidates, which is its first run's name. A run that was started alone is
+    a group by itself."""
     try:
         header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
@@ -49,11 +49,10 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     """Write the page of each run and, for several runs, a page that compares them. Return the paths, with the
     comparison first.
 
-    The page of a single run goes to ``out``, by default RUN.html in the run's folder. The name of a candidate
-    stands for its whole group. The comparison goes to ``out``, by default into the first run's folder, and
-    the pages of the runs go into the same folder as ``out``, by default into the runs' folders. But if only
-    one name was given and it stands for a group, ``out`` is the page of the named run, and the comparison
-    lies in the same folder.
+    ``out`` is the page of a single run, by default RUN.html in the run's folder. With several runs, ``out``
+    is the comparison, by default in the first run's folder. The runs' pages go into the folder of ``out``, by
+    default into the runs' folders. If a single name stands for a group, ``out`` is the page of the named run,
+    and the comparison goes into the same folder.
 
     Raises JournalError and OSError.
     """
@@ -146,7 +145,7 @@ def _run(run: Account, link: str) -> tuple[str, ...]:
 
 
 def _strategy(header: Mapping[str, Any]) -> str:
-    """A run's strategy in words."""
+    """A text about a run's strategy."""
     place = f"{header['candidate']} of {header['candidates']} candidates, " if "candidates" in header else ""
     return f"{place}{header.get('attempts', 1)} attempts, {header.get('improve', 0)} improvement rounds"
 
@@ -164,13 +163,13 @@ def _times(runs: Sequence[Account]) -> list[tuple[str, ...]]:
 
 
 def _best(run: Account) -> Attempt | None:
-    """The best attempt of a run: the last accepted attempt, else the fastest attempt that was measured; None
-    if no attempt was measured."""
+    """The best attempt of a run: the last accepted one, or else the fastest measured one; None if none was
+    measured."""
     accepted = [attempt for attempt in run.attempts if attempt.status == "accepted"]
     measured = [attempt for attempt in run.attempts if attempt.timings]
     return accepted[-1] if accepted else max(measured, key=_least, default=None)
 
 
 def _least(attempt: Attempt) -> float:
-    """An attempt's smallest speedup over the baseline. The spec's threshold applies to this speedup."""
+    """An attempt's smallest speedup over the baseline; the spec's threshold applies to it."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)

@@ -1,6 +1,6 @@
-"""``coda-agent report``: render a run as one HTML page without scripts, network access or other files.
+"""``coda-agent report``: render a run as one HTML page, without scripts, network access or other files.
 
-A journal holds text that others wrote, mostly a model. ``pages`` escapes all such text.
+A journal contains text by others, mostly by a model; ``pages`` escapes all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write(name: str, out: Path | None = None) -> Path:
 
 
 def default_path(directory: Path) -> Path:
-    """The default path of a run's page, which is in the run's folder."""
+    """The default path of a run's page, in the run's folder."""
     return directory / f"{directory.name}.html"
 
 
@@ -93,7 +93,7 @@ def _head(run: Account) -> dict[str, str]:
 
 
 def budget(header: Mapping[str, Any]) -> str:
-    """The budget of a run in words."""
+    """A text about a run's budget."""
     limits = header.get("limits", {}).items()
     return ", ".join(f"{value:,.15g} {name.replace('_', ' ')}" for name, value in limits) or "none"
 
@@ -158,7 +158,7 @@ def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
 
 
 def _prose(turn: Turn) -> str:
-    """An answer's text, in which "[the source]" replaces the last block of code."""
+    """An answer's text; "[the source]" replaces the last block of code."""
     *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
     if block:
@@ -238,7 +238,7 @@ def _conditions(report: Accepted) -> dict[str, Any]:
 
 
 def _records(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The headings and rows of a table of records. The records may have different fields."""
+    """The headings and rows of a table of records, which may have different fields."""
     fields = list(dict.fromkeys(field for row in records.values() for field in row))
     rows = [[name, *(_cell(row.get(field, "")) for field in fields)] for name, row in records.items()]
     return ["", *fields], rows

@@ -1,5 +1,5 @@
-"""Show live progress with one row per run, which is read from the run's journal. For the run in this process,
-also show its gates and the author's text."""
+"""Show live progress, one row per run, read from the run's journal. For the run in this process, also show
+its gates and the author's text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REJECTED = "in parentheses: measured, but not accepted"
 
 def table(rows: Iterable[tuple[int, history.Past, str]]) -> Table:
     """A table with one row per run: its number, name, status, current step and cost, and its best kernel's
-    time, speedup over torch.compile and share of the roofline. Figures of a kernel that was measured but not
-    accepted are in parentheses."""
+    time, speedup over torch.compile and share of the roofline. Parentheses mark figures of a kernel that was
+    measured but not accepted."""
     shown = list(rows)
     rejected = any(past.milliseconds and past.status != "accepted" for _, past, _ in shown)
     made = Table(box=None, pad_edge=False, caption=REJECTED if rejected else None)
@@ -59,8 +59,8 @@ def _cut(words: str, style: str = "") -> Text:
 
 
 class LiveView:
-    """A listener of the loop, which shows a live view on a terminal and prints plain lines elsewhere. If
-    ``run`` names a run, the view begins with the row of that run."""
+    """A listener of the loop. It shows a live view on a terminal, and prints plain lines elsewhere. ``run``:
+    the run whose row comes first."""
 
     def __init__(self, console: Console, run: str = ""):
         self.console = console
@@ -103,7 +103,7 @@ class LiveView:
 
     def gate(self, name: str, words: str) -> None:
         self._states[name] = words
-        rejected = "rejected" in words.partition(":")[0]  # after a gate's name where several kernels run
+        rejected = "rejected" in words.partition(":")[0]  # after the name of a gate, if several kernels run
         if rejected or not self._live and words.endswith("passed"):
             self.console.print(Text(f"  {name:10} {words}"))
 
@@ -115,13 +115,13 @@ class LiveView:
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""
         self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-        self._states = {}  # it held the gates of a draft
+        self._states = {}  # the states were those of a draft's gates
 
     def spent(self, spent: Spent) -> None:
         self._spent = str(spent)
 
     def _now(self) -> str:
-        gates = list(self._states.items())  # a copy, since the loop's thread changes the states meanwhile
+        gates = list(self._states.items())  # a copy, because the loop's thread changes the states meanwhile
         return " ".join(gates[-1]) if gates else "waiting for an answer"
 
     def _view(self) -> Group:

@@ -15,7 +15,7 @@ def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, fl
     p, n = passed / total, total
     half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
     low, high = ((p + z**2 / (2 * n) + side) / (1 + z**2 / n) for side in (-half, half))
-    return max(0.0, low), min(1.0, high)  # rounding errors can make ``high`` exceed 1 by 2e-16
+    return max(0.0, low), min(1.0, high)  # a rounding error can make ``high`` exceed 1 by 2e-16
 
 
 @dataclass(frozen=True)

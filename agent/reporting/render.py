@@ -51,7 +51,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
 
 
 def figures(gate: Gate) -> str:
-    """The figures of a gate in one or two lines, or as JSON if another version wrote them in another form."""
+    """The figures of a gate in one or two lines; as JSON if another version wrote them in another form."""
     try:
         return _FIGURES[gate.gate](gate.figures)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
@@ -63,8 +63,8 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _choices(interpreted: dict[str, Any]) -> str:
-    """Text about each choice between values (such as relu or maximum), with the share of elements that each
-    of its sides decided at most."""
+    """Text about each choice between values (such as relu or maximum). It gives the largest share of elements
+    that each side decided."""
     return "".join(
         f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
         for choice in interpreted.get("choices", ())  # older reports have no choices
@@ -107,8 +107,8 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
-    """A table of the measured cases. It has the candidate's time, and the ratio of each arm's time to the
-    candidate's, with a confidence interval."""
+    """A table of the measured cases. It has the candidate's time, and each arm's time over the candidate's
+    with a confidence interval."""
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
     )
@@ -132,12 +132,12 @@ def timings(rows: tuple[Timing, ...]) -> Table:
 
 
 def interval(ratio: Ratio | None) -> str:
-    """A ratio with its confidence interval as text; empty if the ratio is None."""
+    """Format a ratio with its confidence interval; empty if the ratio is None."""
     return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" if ratio else ""
 
 
 def rivals(rows: tuple[Timing, ...]) -> list[str]:
-    """The schedules that QuACK's arms used, one line per case in which such an arm was measured."""
+    """Lines about the schedules of QuACK's arms, one per case in which such an arm was measured."""
     return [
         f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
         for t in rows
@@ -159,7 +159,7 @@ def _config(config: Config) -> str:
 
 
 def _sees(t: Timing) -> str:
-    """The smallest difference that the measurement could detect for every arm, as text."""
+    """Text about the smallest difference that the measurement could detect for every arm."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
     return f"{max(least):.1%}" if least else ""
 
@@ -179,7 +179,7 @@ def _identity(identity: Identity) -> str:
 
 
 def credits(outcome: Outcome) -> str:
-    """A line that names a kernel's author, with the numbers of attempts and tokens."""
+    """A line that names a kernel's author and gives the numbers of attempts and tokens."""
     a, u = outcome.authorship, outcome.usage
     spent = (
         f"tokens {u.given:,} in ({u.cache_read_tokens / u.given:.0%} from the cache), {u.output_tokens:,} out"

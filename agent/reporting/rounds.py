@@ -1,5 +1,5 @@
-"""The rounds of a run, with the cost and gain of each. A round is the first attempt, a repair (until an
-attempt is accepted), or an improvement."""
+"""The rounds of a run, with the cost and gain of each. A round is a first attempt, a repair (until an attempt
+is accepted) or an improvement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from coda_agent.verifier.report import Ratio, Rejected
 __all__ = ["HEADINGS", "Round", "cells", "rounds"]
 
 HEADINGS = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
-# Events of these kinds belong to the attempt whose report comes next or is the event itself.
+# These events belong to the attempt of the next report; a report belongs to its own attempt.
 ASKING = (RESERVED, SETTLED, "answer", "draft", "report")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One attempt: the kind of round, its cost and its result."""
+    """One attempt: the kind of its round, its cost and its result."""
 
     attempt: Attempt
     kind: str
@@ -45,8 +45,8 @@ def rounds(run: Account) -> list[Round]:
 
 
 def _costs(run: Account) -> dict[int, Spent]:
-    """The cost of each attempt, by its number. The cost covers its requests, including requests without an
-    answer, and its measurements."""
+    """The cost of each attempt, by number. It covers the attempt's measurements and all of its requests,
+    including those without an answer."""
     grouped: dict[int, list[Event]] = {}
     judged = 0
     for event in (step.event for step in run.steps):
@@ -56,7 +56,7 @@ def _costs(run: Account) -> dict[int, Spent]:
 
 
 def cells(round: Round) -> tuple[str, ...]:
-    """The cells of a round's row, in the order of HEADINGS."""
+    """The cells of a round's table row, in the order of HEADINGS."""
     attempt, spent, report = round.attempt, round.spent, round.attempt.report
     return (
         str(attempt.number),

@@ -1,4 +1,4 @@
-"""Show a sweep as a live table, and as a page with its success, cost, speedups, times and slots."""
+"""Show a sweep: a live table, and a page with its success rate, cost, speedups, times and slots."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.fleet.driver import Driver
 
-SHOWN = 20  # the most rows in the live table of runs in progress
-PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}  # by a piece's last word
+SHOWN = 20  # limit on the rows of runs in progress in the live table
+# by the last word of a piece's name
+PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """The use of a slot over all sessions. ``present``: its seconds in the fleet; ``busy``: its seconds of
-    work; ``pieces``: its number of pieces of work; ``left``: why it left, or ""."""
+    """How a slot was used, over all sessions. ``present``: its seconds in the fleet. ``busy``: its seconds of
+    work. ``pieces``: its pieces of work. ``left``: why it left, or ""."""
 
     name: str
     kind: str
@@ -55,7 +56,7 @@ def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
             ends[event.payload["session"]] = event.payload["at"]
     kinds: dict[str, tuple[str, str]] = {}
     present, busy, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
-    here: dict[tuple[int, str], float] = {}  # from a session and a slot to the time when it joined
+    here: dict[tuple[int, str], float] = {}  # the time at which a slot joined, by session and slot
     left: dict[str, str] = {}
     for event in events:
         told, name = event.payload, event.payload.get("slot", "")
@@ -79,8 +80,8 @@ def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
 
 
 def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, float, int]]:
-    """For each phase, its name, its seconds of work, its seconds of waiting for a slot, and its number of
-    pieces. ``answering``: the seconds that runs waited for authors."""
+    """For each phase: its name, seconds of work, seconds of waiting for a slot, and number of pieces.
+    ``answering``: the seconds for which runs waited for authors."""
     seconds, waited, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     for event in events:
         if event.kind == "lease":
@@ -152,8 +153,8 @@ def as_dict(name: str) -> dict[str, Any]:
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write a sweep's page to ``out``, by default into the sweep's folder, and the page of each run into the
-    run's folder. Return the path of the sweep's page. Raises JournalError and OSError."""
+    """Write a sweep's page and return its path; also write each run's page into the run's folder. ``out`` is
+    by default in the sweep's folder. Raises JournalError and OSError."""
     header, events = sweep.read(name)
     name = Path(name).name
     path = out or runs.runs_dir() / name / f"{name}.html"
@@ -235,7 +236,7 @@ def _row(past: Past, link: str | None) -> tuple[str, ...]:
 
 
 def _accounts(events: Sequence[Event]) -> dict[str, run_summary.Account | None]:
-    """The accounts of a sweep's runs, by the run's name; None for a run that cannot be read."""
+    """The summaries of a sweep's runs, by the run's name; None for a run that cannot be read."""
     found: dict[str, run_summary.Account | None] = {}
     for name in sweep.members(events):
         try:

@@ -38,8 +38,8 @@ __all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
-HOST_GOAL = 5.0  # microseconds that a call may take on the host beyond torch.mm
-ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes instead
+HOST_GOAL = 5.0  # microseconds that a call may take on the host, in addition to torch.mm
+ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -50,16 +50,16 @@ class Tables:
     reports: tuple[Accepted, ...]
     rows: tuple[MeasuredCase, ...]
     runs: tuple[RunRow, ...]
-    edits: tuple[MeasuredCase, ...] = ()  # rows of kernels whose text an author edited
-    superseded: tuple[str, ...] = ()  # operators whose program was measured again after the edit
+    edits: tuple[MeasuredCase, ...] = ()  # rows of kernels whose code an author edited
+    superseded: tuple[str, ...] = ()  # operators whose program was measured again after its code was edited
 
     def of_specs(self) -> tuple[RunRow, ...]:
-        """The runs for operators in ``specs/``, without trials on other functions."""
+        """The runs for operators in ``specs/``, without experiments on other functions."""
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data. ``success`` maps a number of tries to the success rate of all runs, and
-        ``success_of_specs`` to the success rate of the runs for ``specs/``. Both are empty without runs."""
+        """The rows as data. ``success`` maps a number of attempts to the success rate of all runs within it;
+        ``success_of_specs`` does the same for the runs of ``specs/``. Both are empty without runs."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -88,7 +88,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     """Read the reports of all accepted kernels, and all recorded runs. Raises KernelError and JournalError,
     and OSError if an interrupted acceptance cannot be completed."""
     with ExitStack() as stack:
-        with suppress(FileNotFoundError):  # no kernel accepted yet
+        with suppress(FileNotFoundError):  # if no kernel has been accepted yet
             stack.enter_context(atomic_files.consistent(kernels))
         found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
@@ -108,8 +108,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
 
 
 def edited(path: Path) -> bool:
-    """Whether a file (``NAME.raw.*``) belongs to a kernel whose text an author edited, or to the run that
-    edited it."""
+    """Whether a file (``NAME.raw.*``) belongs to a kernel with edited code, or to the run that edited it."""
     return ".raw." in path.name
 
 
@@ -151,8 +150,8 @@ def _processes(least: int, most: int) -> str:
 
 
 def _provenance(reports: Sequence[Accepted]) -> str:
-    """A line that says what was measured, on which devices and when. If reports differ in a value, the line
-    lists all of its values."""
+    """A line on what was measured, on which devices and when. If reports differ in a value, the line lists
+    all of its values."""
 
     def each(records: Iterable[dict[str, Any]], key: str) -> str:
         return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
@@ -201,8 +200,8 @@ def _edited(tables: Tables) -> str:
 
 
 def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
-    """One table per group, under the group's name. All tables have every column that any row has a figure
-    for."""
+    """One table per group, under the group's name. All tables have the same columns: those for which some row
+    has a figure."""
     columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
         yield f"**{group}**\n\n{_by_operator(members, columns)}"
@@ -211,7 +210,7 @@ def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
 def _by_operator(
     rows: Iterable[MeasuredCase], columns: Mapping[str, Callable[[MeasuredCase], object]]
 ) -> str:
-    """A table of rows, which names each operator only in the operator's first row."""
+    """A table of rows; only the first row of each operator names the operator."""
     lines: list[list[object]] = []
     last = ""
     for row in rows:
@@ -222,8 +221,8 @@ def _by_operator(
 
 
 def _host(reports: Sequence[Accepted]) -> str:
-    """A line on the host time of a call at the smallest width, compared with the goal; "" if no report has
-    such a time."""
+    """A line that compares a call's host time at the smallest width with the goal; "" if no report has this
+    time."""
     calls = {
         report.identity.spec: timing.host_microseconds
         for report in reports
@@ -272,7 +271,7 @@ def _authoring(tables: Tables) -> str:
 
 
 def _rate(tables: Tables, tries: int) -> str:
-    """A line on the success rate within ``tries`` tries, for runs on ``specs/`` and for all runs."""
+    """A line on the success rate within ``tries`` attempts, for the runs of ``specs/`` and for all runs."""
     within = "at the first try" if tries == 1 else f"within {tries} tries"
     of_specs = tables.of_specs()
     specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""

@@ -99,9 +99,9 @@ class Estimate:
 class MeasuredCase:
     """One measured case. ``speedup``, ``autotune``, ``before`` and ``quack`` are ratios of an arm's time to
     the kernel's time; None if the arm was not measured. The arms are ``torch.compile``, the same with
-    max-autotune, the kernel before this one (for example before an edit), and the fastest of QuACK's arms,
-    whose name is ``quack_arm``. ``over_cublas`` is the ratio of the kernel's time to that of cuBLAS.
-    ``roofline`` is the ratio of the roofline's time to the kernel's time."""
+    max-autotune, the previous kernel (for example before an edit), and the fastest of QuACK's arms
+    (``quack_arm``). ``over_cublas`` is the kernel's time over cuBLAS's. ``roofline`` is the roofline's time
+    over the kernel's."""
 
     group: str
     operator: str
@@ -119,10 +119,10 @@ class MeasuredCase:
 @dataclass(frozen=True)
 class RunRow:
     """One recorded run. ``drafts``: how many drafts its author checked. ``answers``: how many answers the
-    author gave. ``passed``: the number of the first try that passed every gate of the recording machine,
-    where answers and failed drafts count as tries, from 1; None if no try passed. ``prompt_tokens`` and
-    ``answer_tokens``: the approximate tokens of the prompt and of all answers. ``tips``: how many tips the
-    author proposed. ``accepted``: whether an accepted kernel comes from this run."""
+    author gave. ``passed``: the first try, counted from 1, that passed every gate of the recording machine;
+    None if no try passed. Answers and failed drafts count as tries. ``prompt_tokens`` and ``answer_tokens``:
+    the approximate tokens of the prompt and of all answers. ``tips``: how many tips the author proposed.
+    ``accepted``: whether an accepted kernel comes from this run."""
 
     group: str
     operator: str
@@ -142,8 +142,8 @@ def order(operator: str) -> tuple[int, str]:
 
 
 def _cases(report: Accepted) -> list[Timing]:
-    """Sort a report's cases. The widths of real models come first and decoding comes last; the other cases
-    keep the spec's order."""
+    """Sort a report's cases: the widths of real models first, decoding last, the others in the spec's
+    order."""
     order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
     return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
 
@@ -180,7 +180,8 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
         for e in events
         if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
-    failed |= {key.replace("measurement", "report") for key in failed}  # both judge the same answer
+    # reports and measurements judge the same answer
+    failed |= {key.replace("measurement", "report") for key in failed}
     tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(
         group=_GROUP.get(header["spec"], OTHERS),

@@ -12,11 +12,11 @@ from coda_agent.agent.reporting.safe_text import visible
 
 
 class Console(rich.Console):
-    """A rich console without markup. Control characters in a text print as ``\\u....``, so that only styles
-    and rich itself emit colours and cursor movements."""
+    """A rich console without markup. It prints control characters in text as ``\\u....``, so only rich itself
+    emits colours and cursor movements."""
 
     def __init__(self, **options: Any):
-        # Highlighting would split a run's name into colours.
+        # highlighting would give the parts of a run's name different colours
         super().__init__(**{"markup": False, "emoji": False, "highlight": False} | options)
 
     def render(self, renderable: rich.RenderableType, options: Any = None) -> Iterable[Segment]:

@@ -1,7 +1,7 @@
 """The limits of a run, and its spending, which is reserved before each request and settled after it.
 
-The journal is the ledger, so a kill loses no charge. A request whose final usage is unknown (it was killed or
-cut off, or its answer states no usage) stays charged at its reservation and counts as uncertain.
+The journal is the ledger, so a kill does not lose a charge. A request of unknown usage (killed, cut off, or
+without usage in the answer) stays charged at its reservation and counts as uncertain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
 from coda_agent.primitives.errors import Refused
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of journal events
-FEWEST_TOKENS = 1024  # below this, an answer is not worth a request
+FEWEST_TOKENS = 1024  # an answer of fewer tokens is not worth a request
 MILLION = 1_000_000
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class OutOfBudget(Refused):
 @dataclass(frozen=True)
 class RunLimits:
     """The limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
-    machine's GPU, and seconds for one command. A limit of None means unlimited."""
+    machine's GPU, and seconds for one command. None means unlimited."""
 
     tokens: int | None = None
     dollars: float | None = None
@@ -52,7 +52,8 @@ class RunLimits:
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def shared(self, parts: int) -> RunLimits:
-        """An equal share for each of ``parts`` candidates. The time of a command is not divided."""
+        """The limits of one of ``parts`` candidates that share the budget equally. The time of a command is
+        not divided."""
         tokens = None if self.tokens is None else self.tokens // parts
         dollars = None if self.dollars is None else self.dollars / parts
         gpu_seconds = None if self.gpu_seconds is None else self.gpu_seconds / parts
@@ -82,8 +83,8 @@ class Spent:
 
 
 def price(model: str, usage: Usage) -> float | None:
-    """The US dollars that ``usage`` costs according to genai-prices' table; None for a model that the table
-    does not list."""
+    """The US dollars that ``usage`` costs, by the table of genai-prices; None for a model that is not in the
+    table."""
     import genai_prices
 
     counted = genai_prices.Usage(
@@ -99,14 +100,14 @@ def price(model: str, usage: Usage) -> float | None:
 
 
 def is_priced(model: str | None) -> bool:
-    """Whether dollars can be reserved for a model. A model's alias has no known price."""
+    """Whether dollars can be reserved for a model. An alias of a model has no known price."""
     return bool(model) and price(str(model), Usage()) is not None
 
 
 def spent(events: Iterable[Event]) -> Spent:
     """The spending in a run's events."""
-    charges: dict[str, Spent] = {}  # by request; a settled charge replaces the reserved one
-    last: dict[str, str] = {}  # each turn's last request
+    charges: dict[str, Spent] = {}  # by request; settling replaces the reserved charge
+    last: dict[str, str] = {}  # the last request of each turn
     gpu_seconds = 0.0
     for event in events:
         place, payload = event.key.partition("/")[2], event.payload
@@ -116,7 +117,7 @@ def spent(events: Iterable[Event]) -> Spent:
             charges[place] = Spent(tokens, dollars, tokens, dollars)
         elif event.kind in (SETTLED, "answer"):
             usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
-            told = event.kind == SETTLED or usage.total > 0  # else the reserved tokens stay charged
+            told = event.kind == SETTLED or usage.total > 0  # otherwise the reserved tokens stay charged
             if told or request not in charges:
                 charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
         gpu_seconds += payload.get(GPU_SECONDS, 0.0)
@@ -126,20 +127,20 @@ def spent(events: Iterable[Event]) -> Spent:
 class Purse:
     """A budget shared by the runs of a process. Each run has its own ledger.
 
-    The runs' journals hold the charges. This object only adds them up. It lets only one request reserve at a
-    time, so that all requests under way fit the budget together. ``began``: when the budget's seconds
-    started, by ``time.monotonic``.
+    The runs' journals hold the charges; this object only adds them up. Only one request at a time may
+    reserve, so all requests in flight together fit the budget. ``began``: when the budget's time started, by
+    ``time.monotonic``.
     """
 
     def __init__(self, before: Mapping[str, Spent] | None = None):
         self.began = time.monotonic()
         self.turns = threading.Condition(threading.RLock())
-        self.stopped = ""  # why no more requests may begin
-        self._spent = dict(before or {})  # each run's spending, by its name
-        self._pending: set[str] = set()  # runs with a request under way
+        self.stopped = ""  # why no further requests may start
+        self._spent = dict(before or {})  # spending by run
+        self._pending: set[str] = set()  # runs with a request in flight
 
     def stop(self, reason: str) -> None:
-        """Let no more requests and measurements begin."""
+        """Allow no further requests and measurements."""
         with self.turns:
             self.stopped = reason
             self.turns.notify_all()
@@ -152,28 +153,27 @@ class Purse:
             return sum(self._spent.values(), Spent())
 
     def reserved(self, run: str, own: Spent) -> None:
-        """Record that a run has reserved a request. ``own``: the run's spending, including the
-        reservation."""
+        """Record that a run has reserved a request. ``own``: the run's spending with this reservation."""
         with self.turns:
             self._pending.add(run)
             self._spent[run] = own
 
     def settled(self, run: str, own: Spent) -> None:
-        """Record that a run's request has ended. It may have cost less than was reserved."""
+        """Record that a run's request has ended; it may have cost less than reserved."""
         with self.turns:
             self._pending.discard(run)
             self._spent[run] = own
             self.turns.notify_all()
 
     def may_refund(self) -> bool:
-        """Whether a request under way may give back a part of its reservation."""
+        """Whether a request in flight may return part of its reservation."""
         return bool(self._pending) and not self.stopped
 
 
 @dataclass
 class BudgetLedger:
-    """Reserve and settle one run's requests, and record their cost in the journal. ``turn``: the turn to
-    which requests are charged. With a ``purse``, the limits apply to all runs that share it."""
+    """Reserve and settle one run's requests, and record their cost in the journal. ``turn``: the turn that
+    pays for the requests. ``purse``: a budget that several runs share."""
 
     journal: Journal
     limits: RunLimits = RunLimits()
@@ -204,8 +204,8 @@ class BudgetLedger:
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
-        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price. Before
-        that, waits while requests of other runs may still give tokens back."""
+        OutOfBudget if too little is left, or if there is a limit in dollars and ``model`` has no known price.
+        It first waits while requests of other runs may return tokens."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)
@@ -216,8 +216,8 @@ class BudgetLedger:
         return self._affordable(reserve)
 
     def _affordable(self, act: Callable[[], T]) -> T:
-        """The result of ``act``. With a purse, ``act`` is repeated after an OutOfBudget while requests of
-        other runs may give tokens back."""
+        """The result of ``act``. With a purse, repeat ``act`` after an OutOfBudget while requests of other
+        runs may return tokens."""
         if not self.purse:
             return act()
         with self.purse.turns:
@@ -248,13 +248,13 @@ class BudgetLedger:
         return _Charge(self.journal, place, model, granted)
 
     def answered(self, turn: Turn) -> dict[str, Any]:
-        """The field that records a request's dollars in the answer's event; empty if they are unknown."""
+        """The field for a request's dollars in the answer's event; empty if they are unknown."""
         told = turn.dollars
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
 
     def afford(self) -> Spent:
-        """The spending so far. Raises OutOfBudget if time, tokens or dollars are used up."""
+        """Return the spending so far. Raises OutOfBudget if time, tokens or dollars are used up."""
         return self._affordable(self._afford)
 
     def _afford(self) -> Spent:
@@ -265,7 +265,7 @@ class BudgetLedger:
         return so_far
 
     def afford_gpu(self) -> None:
-        """Raise OutOfBudget if no more measurements may begin."""
+        """Raise OutOfBudget if no further measurement may start."""
         self._within("gpu_seconds", self._total().gpu_seconds)
         self.timely()
 
@@ -275,10 +275,10 @@ class BudgetLedger:
         return None if self.limits.seconds is None else self.began + self.limits.seconds
 
     def timely(self) -> None:
-        """Raise OutOfBudget once this command's time is up, or the purse is closed."""
+        """Raise OutOfBudget if this command's time is up or the purse is closed."""
         if self.purse and self.purse.stopped:
             raise OutOfBudget(self.purse.stopped)
-        # each provider gets this same deadline
+        # all providers get this deadline
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise self.late()
 

@@ -1,8 +1,7 @@
-"""Author several candidates of one spec at once. Each candidate is a run in its own process.
+"""Author several candidates of one spec at once, each a run in its own process.
 
-Candidates share only the GPU, which one of them uses at a time. If one candidate stops or dies, the others
-continue. Each candidate can be resumed, reviewed and accepted by its run's name. The terminal view reads the
-candidates' journals.
+Candidates share only the GPU, which one of them uses at a time. If one stops or dies, the others continue.
+Each can be resumed, reviewed and accepted by its run's name. The terminal view reads their journals.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# The program of a child process. It restores SIGINT, which a shell makes background processes ignore.
+# The program of a child process. It restores SIGINT, because a shell lets background processes ignore it.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from coda_agent.agent.cli.main import main
 main()
 """
-SPEAKER = "coda-agent: "  # begins the line that states an error
-LOG = "log.txt"  # in a run's folder: the output of its process
-GRACE = 20.0  # seconds for a candidate to stop after SIGINT
+SPEAKER = "coda-agent: "  # how a line that states an error begins
+LOG = "log.txt"  # the file in a run's folder with its process's output
+GRACE = 20.0  # seconds that a candidate may take to stop after SIGINT
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best first
 
 
@@ -69,15 +68,14 @@ class Candidate:
         return EndedCandidate(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
-        """The reason why a process ended without a verdict. The journal may lack this reason if the disk was
-        full."""
+        """Why a process ended without a verdict. The journal may lack this reason if the disk was full."""
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
         return words or f"ended with status {status}; coda-agent resume {self.run} says why"
 
     def stop(self) -> None:
-        """Interrupt the process as Ctrl-C does, so that its journal keeps every answer received."""
+        """Interrupt the process as Ctrl-C does, so that its journal keeps every received answer."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
 
@@ -92,14 +90,15 @@ class EndedCandidate:
 
 @contextmanager
 def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
-    """Start one process per run, which resumes that run with ``arguments``. The processes end with the with
-    block."""
+    """Start one process per run, which resumes that run with ``arguments``. The processes end with the
+    ``with`` block."""
     with ExitStack() as stack:
         found = []
         for number, name in enumerate(names, 1):
             log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
             command = [sys.executable, "-c", RESUME, "resume", name, *arguments]
-            process = subprocesses.start(  # dies with its parent, since an orphan would go on spending
+            # it dies with its parent, because an orphan would continue to spend money
+            process = subprocesses.start(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -112,8 +111,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
 
 
 def attend(candidates: Sequence[Candidate], console: Console) -> list[EndedCandidate]:
-    """Show the candidates until all have ended, then return their final states, best first. Ctrl-C stops all
-    of them."""
+    """Show the candidates until all have ended; return their final states, best first. Ctrl-C stops all."""
     try:
         _watch(candidates, console)
     except KeyboardInterrupt:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-UNDECIDED = "authoring"  # status until an attempt has been verified
-NONE = "–"  # a missing figure
+UNDECIDED = "authoring"  # the status until a source has been verified
+NONE = "–"  # shown for a missing figure
 
 
 @dataclass(frozen=True)
 class Past:
     """The state of a run. ``status``: accepted, checked, rejected, authoring (nothing verified yet) or
     unreadable. ``why``: the gate and code of a rejection, or why the run is unreadable. ``running``: whether
-    a process has the run open. ``stopped``: why the run ended early, if it did."""
+    a process has the run open. ``stopped``: why the run ended early; None if it did not."""
 
     run: str
     status: str
@@ -43,10 +43,10 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Geometric means over the cases, of the accepted kernel, or else of the fastest rejected kernel.
+    # Geometric means over the cases: of the accepted kernel, or else of the fastest rejected kernel.
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
-    roofline: float | None = None  # share of the roofline
+    roofline: float | None = None  # fraction of the roofline
     running: bool = False
     stopped: str = ""
 
@@ -67,7 +67,7 @@ def as_table(found: list[Past]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("run", no_wrap=True, overflow="fold")  # a user copies the whole name
+    table.add_column("run", no_wrap=True, overflow="fold")  # unbroken, because users copy the whole name
     table.add_column("status", min_width=12, overflow="fold")
     table.add_column("author", overflow="fold")
     attempts, whole = _total(found)
@@ -87,7 +87,7 @@ def as_table(found: list[Past]) -> Table:
 
 
 def _state(run: Past) -> Text:
-    """The run's status in words, and whether a process works on the run."""
+    """A text about the run's status, and whether a process works on the run."""
     from rich.text import Text
 
     from coda_agent.agent.reporting.render import STYLE
@@ -98,7 +98,7 @@ def _state(run: Past) -> Text:
     elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
     elif run.status == UNDECIDED:
-        state = "interrupted: resume it"  # the run's process ended without a final event
+        state = "interrupted: resume it"  # the process ended without recording an end
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -119,13 +119,13 @@ def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
 
 
 def dollars(spent: Spent) -> str:
-    """The dollars spent; ~ marks a sum that is partly uncertain."""
+    """Format the dollars spent; ~ marks an amount that is partly uncertain."""
     return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else NONE
 
 
 @dataclass
 class Reading:
-    """Follow a run's journal as it grows. No event is read twice."""
+    """Follows a run's journal as it grows, without reading any event twice."""
 
     run: str
     _events: list[Event] = field(default_factory=list)
@@ -149,7 +149,7 @@ def past_of(name: str) -> Past:
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """The state with ``running`` set if a process works on the run. Such a run is not stopped."""
+    """The state with ``running`` set if a process works on the run; such a run is not stopped."""
     return replace(run, running=True, stopped="") if is_open(journal) else run
 
 

@@ -1,4 +1,4 @@
-"""Write the message of an improvement round to an accepted kernel's author, and read the schedules in the
+"""Write the message that asks for an improvement of an accepted kernel, and read the schedules in the
 answer."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ beat), not of the time measured."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
-    """The message after an acceptance: measured times, each step's bound, and the resources that the compiler
-    reports."""
+    """The message after an acceptance: the measured times, each step's bound, and the compiler's resource
+    report."""
     parts = [
         f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
         *account(spec, report, program),
@@ -49,7 +49,7 @@ def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
 
 
 def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
-    """The facts about an accepted kernel's speed, in paragraphs."""
+    """Paragraphs of facts about an accepted kernel's speed."""
     kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
     return [
         "\n".join(case_words(timing) for timing in report.timings),
@@ -92,7 +92,7 @@ def case_words(t: Timing) -> str:
 
 
 def _parts(t: Timing) -> str:
-    """The time of each part of the kernel by itself, in words; "" if no parts were timed."""
+    """Text about the time of each part of the kernel by itself; "" if no parts were timed."""
     whole = sum(t.parts.values())
     told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
     return f"its parts, each by itself: {', '.join(told)}; " if told else ""

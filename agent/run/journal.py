@@ -1,8 +1,8 @@
-"""The durable record of a run. Each step runs once, is committed, and is read back from then on.
+"""The durable record of a run. Each step runs once and is committed; from then on its result is read back.
 
 A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
-commits it to disk before it returns. After a crash or power cut the run starts from the top and replays its
-recorded steps, so it never pays twice for an answer. Only the step that was in progress is repeated.
+commits it to disk. After a crash or power cut the run starts from the top and replays its recorded steps, so
+it never pays twice for an answer. Only the step in progress is repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 SCHEMA = 1
 GPU_SECONDS = "gpu_seconds"  # the charge in a measurement's event
-_APPLICATION = 0x434F4441  # "CODA" in the file's header, which other SQLite files lack
+_APPLICATION = 0x434F4441  # "CODA" in the file's header, which no other SQLite file has
 
 _TABLES = f"""
 PRAGMA journal_mode = OFF;
@@ -90,7 +90,7 @@ class Record(ABC):
 
 
 class Snapshot(Record):
-    """The header and events that a journal held at one moment."""
+    """The header and events of a journal at one moment."""
 
     def __init__(self, header: dict[str, Any], events: list[Event]):
         self.header, self._events = header, events
@@ -100,7 +100,7 @@ class Snapshot(Record):
 
 
 class Journal(Record):
-    """One run's journal, locked by this process. `create` or `open` it, and close it."""
+    """One run's journal, locked by this process. Use `create` or `open`, and close it."""
 
     def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
         self.path = path
@@ -138,7 +138,7 @@ class Journal(Record):
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
-            _check(path, connection)  # before the next line, which would convert an unrelated file
+            _check(path, connection)  # before the next line, which would modify an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
@@ -146,11 +146,12 @@ class Journal(Record):
         return journal
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the recorded result of `key`, else call `produce`, commit its result to disk and return it.
+        """Return the recorded result of `key`. If there is none, call `produce`, commit its result to disk
+        and return it.
 
-        The payload is a JSON object. It is returned in its JSON form (tuples become lists), also the first
-        time. If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another
-        kind, and JournalError if the event cannot be written, for example on a full disk.
+        The payload is a JSON object. Even the first call returns its JSON form (tuples become lists). If
+        `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another kind, and
+        JournalError if the event cannot be written, for example on a full disk.
         """
         rows = self._rows(_EVENT_OF, key)
         if not rows:
@@ -194,8 +195,8 @@ class Journal(Record):
 
 def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
     """Read the header and events of a journal that another process may have open. Changes nothing. ``after``:
-    the number of the last event of an earlier read, which found the file sound; only later events are
-    returned. Raises JournalError as ``Journal.open`` does."""
+    the number of the last event that an earlier, successful read returned; only later events are returned.
+    Raises JournalError as ``Journal.open`` does."""
     if not path.is_file():
         raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
@@ -207,14 +208,14 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
             return _read_aside(path, after, error)
 
 
-# SQLite's errors if it cannot create the index file (-shm) that a reader needs next to a journal.
+# SQLite's errors if it cannot create the index file (-shm) that it needs next to a journal.
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
 def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]]:
     """Read the journal at ``uri``, which is ``path`` or a copy of it."""
     with closing(sqlite3.connect(uri, uri=True)) as db:
-        if not after:  # the check reads the whole file
+        if not after:  # this check reads the whole file
             _check(path, db)
         header = db.execute(_HEADER).fetchall()
         rows = db.execute(_EVENTS, (after,)).fetchall()
@@ -222,8 +223,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """Read a journal on a disk that is full or read-only. If its last writer closed it, the file is complete
-    and needs no index; otherwise read a copy of the file and of its log."""
+    """Read a journal on a disk that is full or read-only. If the last writer closed it, the file is complete
+    and needs no index. Otherwise read a copy of the file and its log."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -240,16 +241,18 @@ def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any],
 
 
 def is_open(path: Path) -> bool:
-    """Whether a living process has this journal open. Takes no lock away from that process."""
+    """Whether a living process has this journal open. The check does not disturb that process's lock."""
     try:
         lock = os.open(_lock_of(path), os.O_RDONLY)
     except OSError:
         return False
     try:
-        # Shared, so that two such checks do not take each other for an owner. `_lock` waits until checks end.
+        # A shared lock, so that two such checks do not mistake each other for an owner. `_lock` waits for
+        # checks to end.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError | PermissionError)  # the errors for a lock that is taken
+        # the errors for a lock that another process holds
+        return isinstance(error, BlockingIOError | PermissionError)
     finally:
         os.close(lock)
     return False
@@ -285,8 +288,8 @@ def _load(path: Path, text: object) -> dict[str, Any]:
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Read the header and events of an exported journal. Raises JournalError, which names the file and line
-    of the error."""
+    """Read the header and events of an exported journal. Raises JournalError with the file and line of the
+    fault."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -304,10 +307,10 @@ _DAMAGED = "restore it from a copy, or start a new run"
 
 
 def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
-    """Parse one line of an export. The line must have exactly these fields."""
+    """Parse one line of an export, which must have exactly these fields."""
     try:
         data = parse(line)
-    except ValueError as error:  # includes UnicodeDecodeError
+    except ValueError as error:  # including UnicodeDecodeError
         raise DamagedError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
     if not isinstance(data, dict) or data.keys() != fields.keys():
         wanted = ", ".join(fields)
@@ -343,14 +346,14 @@ def _refuse_leftovers(path: Path) -> None:
     if path.exists():
         raise JournalError(f"{path}: this run already exists; resume it, or choose another name")
     wal = path.with_name(path.name + "-wal")
-    if wal.exists():  # SQLite would replay the old journal's pages into the new one
+    if wal.exists():  # SQLite would apply the old journal's pages to the new one
         remedy = "remove it too, or choose another name"
         raise JournalError(f"{wal}: left over from a journal that was removed; {remedy}")
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
-    """Put a complete journal without events at `path` by a rename, so that after a kill it exists whole or
-    not at all."""
+    """Put a complete journal without events at `path`, by a rename: an interruption leaves it whole or
+    absent."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)
@@ -385,9 +388,9 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into JournalError with a remedy."""
     try:
         yield
-    except sqlite3.ProgrammingError:  # our own bug
+    except sqlite3.ProgrammingError:  # a bug of ours
         raise
-    except UnicodeDecodeError as error:  # SQLite quotes the damaged file in its message
+    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged file
         raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
     except sqlite3.DatabaseError as error:
         code = _code(error)
@@ -400,12 +403,12 @@ def _explained(path: Path) -> Iterator[None]:
         raise JournalError(f"{path}: {error}; {remedy}") from error
 
 
-# SQLite's errors for a file with other contents: tables missing, or text that is not UTF-8.
+# SQLite's errors for a file with other contents: missing tables, or text that is not UTF-8.
 _WRONG = (None, sqlite3.SQLITE_ERROR)
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """SQLite's primary error code; None for an error that Python's sqlite3 module raised itself."""
+    """SQLite's primary error code; None for an error from Python's sqlite3 module itself."""
     code = getattr(error, "sqlite_errorcode", None)
     return code if code is None else code & 0xFF
 

@@ -1,8 +1,8 @@
 """The loop of a run: draft, verify and feed back, until a kernel is accepted or attempts or budget are used
 up.
 
-Every step goes through the journal, so a run that was killed continues where it was, and never asks again for
-an answer that it received.
+Every step goes through the journal. So a run that was killed continues where it stopped, and never asks again
+for an answer that it has received.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # turns in a row that may only use tools; the next turn ends the attempt
+CALLS = 12  # turns in a row that may only call tools; one more such turn ends the attempt
 
-# Holds a GPU for one measurement. Its arguments are a function that tells why it waits, and the deadline (by
+# Holds a GPU for one measurement. It takes a function that reports why it waits, and the time (by
 # ``time.monotonic``) at which it raises TimeoutError.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
 class Listener(Protocol):
-    """An observer that shows a run, such as a live table or plain lines."""
+    """An observer that shows a run, for example as a live table or as plain lines."""
 
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
@@ -66,7 +66,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The current result of a run: a report, the report's source, the kernel if the source could be traced,
+    """The current result of a run: a report, the judged source, the kernel (if the source could be traced),
     and the usage so far. ``stopped``: why the run ended early, if it did."""
 
     report: Accepted | Checked | Rejected
@@ -98,8 +98,8 @@ class Loop:
     attempts: int = 6
     measure: Measure | None = None
     limits: RunLimits = RunLimits()
-    improve: int = 0  # rounds that try to make an accepted kernel faster
-    purse: Purse | None = None  # given if other runs share the limits
+    improve: int = 0  # rounds that try to speed up an accepted kernel
+    purse: Purse | None = None  # given if several runs share the limits
     gpu: Lease = gpu_alone
 
     def __post_init__(self) -> None:
@@ -108,9 +108,9 @@ class Loop:
 
     def run(self) -> Outcome:
         """Run until one of these ends it: a kernel is accepted and its improvement rounds are over, a kernel
-        is checked but not measured here, attempts or budget are used up, or the provider fails. A changed
-        kernel replaces the accepted one if it is faster. Raises ProviderError if the provider fails before a
-        kernel is accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
+        is checked but not measured here, attempts or budget are used up, or the provider fails. A faster
+        kernel replaces the accepted one. Raises ProviderError if the provider fails before a kernel is
+        accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
         first = self.opening()
         last = RunView(self.journal.events()).last
         made = last.number if last else 0
@@ -136,14 +136,13 @@ class Loop:
                 raise
             return _final(outcome, kept, str(ended))
         except KeyboardInterrupt:
-            with suppress(JournalError):  # a full disk may not have room for the event
+            with suppress(JournalError):  # a full disk may have no space for the event
                 self._stopped("interrupted")
             raise
         raise AssertionError("the number of attempts must be limited")
 
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
-        """Record why the run ends early, with the charge of interrupted work. The run can still be
-        resumed."""
+        """Record why the run ends early, and what interrupted work has cost. The run can be resumed."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
         self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
 
@@ -154,13 +153,13 @@ class Loop:
         return self.task.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt as it was when the run started. Lessons learned since then are only for later runs."""
+        """The prompt as it was when the run started. Later lessons are only for later runs."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.task.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
-        """The next turn that submits a source, and the results of the turn's other tool calls. Appends this
-        turn to ``messages``, after the turns that only use tools and their results."""
+        """Get the next turn that submits a source, and the results of its other tool calls. Appends to
+        ``messages``: the turns that only use tools, with their results, then this turn."""
         for used in range(1 + CALLS):
             say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
@@ -204,7 +203,7 @@ class Loop:
         """Check the source on this machine, then measure it here or take an imported measurement."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
-        # an author may set schedules only after a kernel was accepted, or for an edit of an accepted kernel
+        # an author may set schedules only after a kernel was accepted, or when editing an accepted kernel
         text = turn.text if kept or self.task.edits else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         judged = Judged(number, payload)
@@ -236,7 +235,7 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Interrupt the gates in the with block when the time is up. Raises OutOfBudget then, so that there
+        """Interrupt the gates in the ``with`` block when the time is up. Then raises OutOfBudget, and there
         is no verdict."""
         try:
             with until(self.ledger.deadline):
@@ -246,7 +245,7 @@ class Loop:
 
     @contextmanager
     def _gpu(self) -> Iterator[None]:
-        """Hold the GPU for this process alone. Raises OutOfBudget if the time ends before the GPU is free."""
+        """Hold the GPU for this process alone. Raises OutOfBudget if time runs out before the GPU is free."""
         self.ledger.afford_gpu()
         with ExitStack() as stack:
             try:
@@ -274,11 +273,11 @@ class Loop:
                 with self._timely():
                     found = self.measure(self.spec, kernel, pieces, rival)
                 payload = found.model_dump(mode="json") | pieces.charge()
-        except OutOfBudget as ended:  # the checked kernel can be measured later, or elsewhere
+        except OutOfBudget as ended:  # the checked kernel can be measured later, or on another machine
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
-        if isinstance(found, Unmeasured):  # there is no verdict, so the next try starts over
+        if isinstance(found, Unmeasured):  # there is no verdict, so the next attempt starts over
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
@@ -286,15 +285,15 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat), or None. The
-    rejection is reused because a slow kernel that is measured often enough wins once by luck. None if this
-    attempt itself was measured."""
+    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat), or None. It
+    is reused, because a slow kernel that is measured often enough wins once by chance. None if this attempt
+    itself was measured."""
     attempt = attempts[number]
     if attempt.measured:
         return None
     for earlier in sorted((n for n in attempts if n < number), reverse=True):
         other = attempts[earlier]
-        if other.accepted:  # the incumbent has changed since
+        if other.accepted:  # the incumbent changed after that attempt
             return None
         alike = attempt.program_text == other.program_text and _same(attempt.edited, other.edited)
         if other.measured and alike:
@@ -303,28 +302,27 @@ def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, A
 
 
 def _same(text: str | None, other: str | None) -> bool:
-    """Whether two CuTeDSL texts that an author edited are equal except for comments and white space, or are
-    both None."""
+    """Whether two edited CuTeDSL texts are equal except for comments and white space, or both None."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens of a text. The text is only tokenized, not compiled, because a model wrote it."""
+    """The tokens of a text. The text comes from a model, so it is only tokenized and never compiled."""
     passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
 def _final(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
-    """The result of an ended run: its accepted kernel, if any, else its last attempt, with the usage of all
+    """The result of an ended run: its accepted kernel, or else its last attempt, with the usage of all
     attempts."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
 @dataclass
 class JournalPieces:
-    """The finished stages of a measurement, kept in the journal so that an interrupted measurement can
-    continue. Each stage is charged with the GPU's time since the stage before, so that a kill loses one
-    charge at most."""
+    """The finished stages of a measurement, stored in the journal so that an interrupted measurement can
+    continue. Each stage is charged with the GPU's time since the previous one, so a kill loses at most one
+    charge."""
 
     journal: Journal
     prefix: str
@@ -350,14 +348,14 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """A charge for the seconds that no event has charged yet."""
+        """The charge for the seconds that no event has charged yet."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
 def result_of(journal: Record, spec: Spec) -> Outcome | None:
-    """A run's result according to its journal: its last accepted kernel, else its last verified attempt, else
-    None."""
+    """A run's result according to its journal: its last accepted kernel, or else its last verified attempt,
+    or None."""
     run = RunView(journal.events())
     at = run.standing
     if at is None:
@@ -367,7 +365,8 @@ def result_of(journal: Record, spec: Spec) -> Outcome | None:
 
 
 def as_incumbent(outcome: Outcome) -> Incumbent:
-    """The incumbent (the kernel that a change has to beat), from an accepted kernel and its schedules."""
+    """The incumbent (the kernel that a change has to beat), made from an accepted kernel and its
+    schedules."""
     from coda_agent.verifier.incumbent import Incumbent
 
     assert isinstance(outcome.report, Accepted) and outcome.kernel is not None

@@ -1,7 +1,6 @@
-"""The task of ``coda-agent optimize``: a model edits an accepted kernel's CuTeDSL, given the kernel's
-measurements.
+"""The task of ``coda-agent optimize``: a model edits an accepted kernel's CuTeDSL, and sees its measurements.
 
-The program stays the contract: the edited text must compute the same outputs, and be faster than the kernel
+The program remains the contract: edited code must compute the same outputs, and be faster than the kernel
 that it started from. The prompt begins with ``cutedsl.md``, which is the same for every run, and ends with
 the kernel to edit.
 """
@@ -47,8 +46,8 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 @dataclass(frozen=True)
 class Original:
-    """The kernel that an edit starts from. It is an accepted kernel, which may itself be an edit, or a
-    derived kernel without a report. ``counted``: the kernel's hardware counters in words, if an export of
+    """The kernel that an edit starts from. It is either an accepted kernel (which may itself be an edit) or a
+    derived kernel without a report. ``counted``: text about the kernel's hardware counters, if an export of
     them exists."""
 
     kernel: KernelSource
@@ -68,8 +67,8 @@ class Original:
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
     """The accepted kernel of a spec, by default from generated_kernels/. An accepted edit of the kernel is
-    preferred, unless the unedited kernel was measured again after the edit, or ``afresh`` asks for the
-    unedited kernel. Raises Absent, and KernelError for damaged files."""
+    preferred, unless the unedited kernel was measured after it. ``afresh``: use the unedited kernel. Raises
+    Absent, and KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
     edit = None if afresh else accept.read(spec, directory, edited=True)
@@ -84,8 +83,8 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
-    """The hardware counters in words; "" without an export, or if it was counted with another schedule than
-    the report's."""
+    """Text about the hardware counters; "" if there is no export, or if its schedule differs from the
+    report's."""
     name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -114,8 +113,8 @@ class EditingTask:
 
     @classmethod
     def of(cls, run: Run) -> EditingTask:
-        """The task of a run, with the kernel as it was when the run began."""
-        # A replay begins from the unedited kernel, as the recorded run did.
+        """The task of a run, with the kernel as it was when the run started."""
+        # A replay starts from the unedited kernel, as the recorded run did.
         afresh = providers.provider_spec(run.journal.header["provider"]).replays
         derived = run.derived
 
@@ -164,7 +163,7 @@ class EditingTask:
 
     @property
     def _tuned(self) -> tuple[Schedule, ...]:
-        """The schedules that the kernel was tuned to, without repeats."""
+        """The kernel's tuned schedules, without duplicates."""
         every = [s._replace(swizzle=8) for steps in self.rival().schedules.values() for s in steps.values()]
         return tuple(dict.fromkeys(every))
 

@@ -1,8 +1,8 @@
 """Validate a run's journal or export before any other code reads it.
 
 A journal may be damaged, edited by hand or written by another version. Other code reads journals only through
-``glance``, ``opened`` and ``recording``. The headers and payloads that these functions return have the shapes
-below. Events of unknown kinds are listed and otherwise ignored.
+``glance``, ``opened`` and ``recording``. The returned headers and payloads have the shapes defined below.
+Events of unknown kinds are listed and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Judged(_Shape):
     @model_validator(mode="after")
     def _sound(self) -> _Judged:
         _check_report(self.report)
-        if self.program:  # the text is hashed later; raise ValueError if it cannot be encoded
+        if self.program:  # the text is hashed later; raises ValueError if it cannot be encoded
             f"{self.source}{self.raw}".encode()
         return self
 
@@ -201,8 +201,7 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """The verdict in a recording, perhaps one of an earlier protocol. Only the verdict's status is
-    validated."""
+    """The verdict in a recording, possibly by an earlier protocol. Only the verdict's status is validated."""
 
     status: str
 
@@ -261,9 +260,8 @@ _KEPT: dict[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], list[Event]]:
-    """The header and events of the journal at ``path``, as committed now. Another process may have the
-    journal open. ``before``: the journal's first events, which an earlier call has checked. Raises
-    JournalError."""
+    """The header and committed events of the journal at ``path``. Another process may have the journal open.
+    ``before``: the first events, as an earlier call checked and returned them. Raises JournalError."""
     header, new = journal.glance(path, before[-1].seq if before else 0)
     events = [*before, *new]
     _check(path, header, events, new)
@@ -271,7 +269,7 @@ def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], li
 
 
 def opened(path: Path) -> Journal:
-    """Open a journal and lock it, so that no other process opens it. Raises JournalError."""
+    """Open a journal and lock it against other processes. Raises JournalError."""
     found = Journal.open(path)
     try:
         _check(path, found.header, events := found.events(), events)
@@ -282,7 +280,7 @@ def opened(path: Path) -> Journal:
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """The header and events of an exported run, whose verdicts may be those of an earlier protocol. Raises
+    """The header and events of an exported run. Its verdicts may be by an earlier protocol. Raises
     JournalError."""
     header, events = journal.read_export(path)
     with _checking(path, "header"):
@@ -305,12 +303,12 @@ def timings_of(report: Accepted | Checked | Rejected | Measurement | None) -> tu
     if isinstance(report, Accepted | Measured):
         return report.timings
     rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
-    # a rejection's evidence leaves out the samples
+    # the evidence of a rejection omits the samples
     return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)
 
 
 def uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement's payload without the GPU seconds that were charged for it."""
+    """A measurement's payload without the charged GPU seconds."""
     return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
@@ -354,7 +352,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
 
 
 def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
-    """Raise ValueError or ProgramError for figures with which later code could not compute."""
+    """Raise ValueError or ProgramError for figures that later computations could not use."""
     for gate in () if isinstance(report, Unmeasured) else report.gates:
         if gate.gate == "compile":
             _KERNELS.validate_python(gate.figures.get("kernels", []))
@@ -369,8 +367,8 @@ def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
 
 @contextmanager
 def _checking(path: Path, place: str) -> Iterator[None]:
-    """Turn errors of the with block, which checks one part of the journal at ``path``, into a DamagedError
-    that names the part."""
+    """In the ``with`` block, check one part of the journal at ``path``. Turns errors into a DamagedError that
+    names the part."""
     try:
         yield
     except ValidationError as error:

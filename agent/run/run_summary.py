@@ -22,14 +22,14 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError
 
-# events of other kinds are only listed
+# events of other kinds are listed and not grouped
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")
 Verdict = Accepted | Checked | Rejected
 
 
 @dataclass(frozen=True)
 class CheckedDraft:
-    """A draft that an author checked on its way to an answer."""
+    """A draft that an author checked before it answered."""
 
     source: str
     report: Verdict
@@ -37,10 +37,10 @@ class CheckedDraft:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt, with its source and its verdict. ``report`` is None until the source is verified.
+    """One attempt with its source and verdict. ``report`` is None until the source is verified.
 
-    ``timings`` are also given for a kernel that was rejected as too slow. ``voids``: why each invalid
-    measurement was invalid.
+    ``timings`` exist even if the kernel was rejected as too slow. ``voids``: the reasons for its invalid
+    measurements.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Step:
-    """An event, with its attempt (0 if it belongs to none) and the seconds since the previous event."""
+    """An event, with its attempt (0 if none) and the seconds since the previous event."""
 
     event: Event
     attempt: int
@@ -103,11 +103,11 @@ def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
 
 
 def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """The events by attempt. Attempts count from 1; the events under 0 are the prompt and those of all kinds
-    not in KINDS.
+    """The events by attempt. Attempts count from 1. Number 0 has the prompt, and all events of kinds not in
+    KINDS.
 
-    Attempts are found by the order of events, because keys name turns, and one attempt may take several
-    turns.
+    The order of events determines the attempts. Keys do not, because they name turns, and an attempt may take
+    several turns.
     """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0

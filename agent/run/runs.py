@@ -1,5 +1,5 @@
-"""Runs on disk. ``runs/NAME/`` holds a run's journal, the spec as it was at the start, and the files of a
-handoff."""
+"""Runs on disk. ``runs/NAME/`` contains a run's journal, the spec as it was at the start, and handoff
+files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coda_agent.verifier.spec.model import Spec
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 JOURNAL = "journal.db"  # in a run's folder
-DERIVED = "derived"  # in a journal's header: the program of a derived backward
+DERIVED = "derived"  # the journal header's field with a derived backward's program
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
@@ -47,8 +47,8 @@ class Run:
 
     @property
     def derived(self) -> Program | None:
-        """The derived program that the run's kernel has to beat, as it was at the run's start; None if the
-        run has none. Raises JournalError if the derived program is damaged."""
+        """The derived program that the run's kernel has to beat, as it was when the run started; None if
+        there is none. Raises JournalError if it is damaged."""
         text = self.journal.header.get(DERIVED)
         try:
             return Program.from_json(text, self.spec.signature()) if text else None
@@ -57,15 +57,14 @@ class Run:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> Run:
-    """Start a run of the spec at ``path``. Raises SpecError, and then nothing is written, and
-    JournalError."""
+    """Start a run of the spec at ``path``. Raises SpecError before anything is written, and JournalError."""
     spec = load(path)
     return create(spec, path.read_text(encoding="utf-8"), {**options, **derived_beside(path, spec)})
 
 
 def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
-    """The header's field with the derived program stored next to a spec; empty if no program is stored there.
-    Raises SpecError."""
+    """The header field with the derived program next to a spec; empty if there is no such program. Raises
+    SpecError."""
     program = derived_program(path, spec)
     return {DERIVED: program.to_json()} if program else {}
 
@@ -77,14 +76,14 @@ def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
         name = f"{spec.name}-{stamp}{suffix}"
         if _claim(runs_dir() / name, text):
             break
-    # The journal comes last. A folder without a journal is not a run, so an interrupted start leaves no run.
+    # The journal comes last: a folder without a journal is not a run, so an interrupted start leaves no run.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def derived_program(path: Path, spec: Spec) -> Program | None:
-    """The derived program stored next to the spec of a backward; None if no program is stored there. Raises
-    SpecError if the program does not fit the spec."""
+    """The derived program next to the spec of a backward; None if there is none. Raises SpecError if the
+    program does not fit the spec."""
     file = path.with_suffix(".program.json")
     if spec.forward is None or not file.is_file():
         return None
@@ -138,8 +137,8 @@ def reopen(name: str) -> Run:
 
 
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """Read a run and its spec, even if another process has the run open. Raises JournalError for the same
-    faults as ``reopen``."""
+    """Read a run and its spec, even while another process has the run open. Raises JournalError as ``reopen``
+    does."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)
@@ -149,7 +148,8 @@ def look(name: str) -> tuple[Snapshot, Spec]:
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
     path = directory / "spec.yaml"
-    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # was checked when the run started
+    # it was checked when the run started
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")
     if spec.hash != header["spec_hash"]:
         raise JournalError(f"{path}: the spec has changed since the run started; undo the change")
     return spec, text
@@ -166,7 +166,6 @@ def names() -> list[str]:
 
 
 def _age(name: str) -> tuple[str, int, str]:
-    """A sort key from a run's name: the run's start time, then its order among the runs that started in the
-    same second."""
+    """A sort key from a run's name: the start time, then the order among runs of the same second."""
     stamp = STAMP.search(name)
     return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

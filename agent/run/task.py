@@ -1,4 +1,4 @@
-"""The task of a run's author, with the check of its answers that needs no GPU."""
+"""The task of a run's author, and the checks of answers that need no GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Run the GPU gates. ``kept``: the incumbent (the kernel that the measured kernel has to beat), if
-    any."""
+    """Run the GPU gates. ``kept``: the incumbent (the kernel to beat), if any."""
 
     def __call__(
         self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
@@ -47,33 +46,33 @@ class Check(Protocol):
 
 
 class Task(Protocol):
-    """The task of an author. ``edits``: whether the author answers with CuTeDSL instead of a kernel file."""
+    """An author's task. ``edits``: the author answers with CuTeDSL instead of a kernel file."""
 
     edits: bool
 
     def opening(self) -> prompt.Prompt:
-        """The prompt that the author gets first."""
+        """The author's first prompt."""
 
     def rival(self) -> Incumbent | None:
-        """The incumbent: the kernel that the first answer must beat in addition to the baseline. None if only
-        the baseline counts."""
+        """The incumbent, which the first answer must beat in addition to the baseline; None if there is
+        none."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         """Run the gates that need no GPU. ``schedules``: the schedules that the author set, by step."""
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
         """The function that measures an answer to this task on a GPU. ``usual``: the function that measures
-        kernels."""
+        ordinary kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        """The message after an acceptance. ``rounds``: how many rounds remain to make the kernel faster."""
+        """The message after an acceptance. ``rounds``: the rounds that remain to make the kernel faster."""
 
 
 @dataclass(frozen=True)
 class AuthoringTask:
     """The task of authoring a kernel for a spec. ``text``: the spec's YAML as the author sees it. ``tips``:
-    the tips in the prompt; None for the log's accepted tips. ``derived``: for a derived backward, the derived
-    program, which the kernel has to beat. ``elsewhere``: the function that checks a source, if it is not
+    the tips in the prompt; None for the log's accepted tips. ``derived``: for a derived backward, the program
+    that the kernel has to beat. ``elsewhere``: the function that checks a source, in place of
     ``verify.check``."""
 
     spec: Spec
@@ -105,7 +104,7 @@ class AuthoringTask:
 
 
 def _to_beat(program: Program) -> str:
-    """The derived program in words, from which an author starts."""
+    """Text about the derived program from which an author starts."""
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]

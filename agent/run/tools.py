@@ -19,7 +19,7 @@ from coda_agent.verifier.report import REPORT, Rejected
 from coda_agent.verifier.spec.model import Spec
 
 DRAFT, TIP = "draft", "tip"  # kinds of events
-LONGEST = 2000  # characters that a tip's field may have
+LONGEST = 2000  # limit on the characters of a tip's field
 _TEXT = {"type": "string"}
 
 
@@ -63,20 +63,20 @@ PROPOSE_TIP = _tool(
     fix="What fixed it, in one line.",
 )
 TOOLS = (CHECK, SUBMIT, READ, PROPOSE_TIP)
-Judge = Callable[[str], dict[str, Any]]  # maps a source to its report with its program
+Judge = Callable[[str], dict[str, Any]]  # maps a source to its report and program
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Execute a run's tool calls. The results of drafts and tips stay in the journal, so that these calls run
-    only once."""
+    """Executes a run's tool calls. The journal stores the results of drafts and tips, so these calls run only
+    once."""
 
     journal: Journal
     spec: Spec
     judge: Judge
 
     def answer(self, place: str, call: ToolCall) -> str:
-        """The result of calling ``check``, ``read`` or ``propose_tip``. ``place``: the call's name in the
+        """The result of calling ``check``, ``read`` or ``propose_tip``. ``place``: the call's key in the
         journal."""
         arguments = _arguments(call)
         if isinstance(arguments, str):
@@ -94,7 +94,7 @@ class Tools:
 
 
 def submission(turn: Turn) -> str | None:
-    """The source that a turn submits with the ``submit`` tool; None if the turn does not call this tool."""
+    """The source that a turn submits with the ``submit`` tool; None if it submits none."""
     for call in reversed(turn.calls):
         if call.name == SUBMIT.name:
             source = call.input.get("source")
@@ -103,8 +103,8 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message that answers a turn: the results of its calls, from ``words`` by id. A call without a
-    result there, or a turn without calls, gets ``text``."""
+    """The message that answers a turn: the results of its calls, from ``words`` by id. ``text`` is for a call
+    without a result, or a turn without calls."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -115,7 +115,7 @@ def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
 
 
 def checked(report: Mapping[str, Any]) -> str:
-    """A draft's report in words."""
+    """Text about a draft's report."""
     found = REPORT.validate_python(report)
     if isinstance(found, Rejected):
         return prompt.rejection(found)
@@ -125,7 +125,7 @@ def checked(report: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: ToolCall) -> dict[str, str] | str:
-    """The input of a call, or the error in the call in words."""
+    """A call's input, or a message about its fault."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(t.name for t in TOOLS)}"
@@ -136,7 +136,7 @@ def _arguments(call: ToolCall) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """The tip, or the reason why the log would refuse it, which its author can still correct."""
+    """The tip, or the reason why the log would refuse it, so that its author can correct it."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"

@@ -29,8 +29,8 @@ Report = Accepted | Checked | Rejected
 @dataclass(frozen=True)
 class Judged:
     """An attempt with a report. ``number``: the attempt's number, from 1 (0 for a draft). ``payload``: the
-    payload of the report event. ``measured``: the payload of the measurement event without its charge; None
-    if the attempt was not measured."""
+    payload of the report event. ``measured``: the payload of the measurement event, without its GPU charge;
+    None if nothing was measured."""
 
     number: int
     payload: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Judged:
 
     @property
     def edited(self) -> str | None:
-        """The CuTeDSL that the author edited; None if the attempt is a kernel file."""
+        """The CuTeDSL that the author edited; None if the answer is a kernel file."""
         return self.payload.get("raw") or None
 
     @property
@@ -56,7 +56,7 @@ class Judged:
 
     @cached_property
     def checked(self) -> Report:
-        """The report of the gates that come before the measurement."""
+        """The report of the gates before the measurement."""
         return REPORT.validate_python(self.payload["report"])
 
     @cached_property
@@ -69,7 +69,7 @@ class Judged:
 
     @property
     def report(self) -> Report:
-        """The whole report, which includes the measurement if the attempt was measured."""
+        """The whole report, including the measurement if there is one."""
         return joined(self.checked, self.measurement)
 
 
@@ -97,6 +97,6 @@ class RunView:
 
     @property
     def standing(self) -> Judged | None:
-        """The attempt that is the run's result: the last accepted attempt, else the last attempt."""
+        """The attempt that is the run's result: the last accepted one, or else the last one."""
         accepted = [number for number, attempt in self.attempts.items() if attempt.accepted]
         return self.attempts[max(accepted)] if accepted else self.last

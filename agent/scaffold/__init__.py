@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-The command reads the function's source (modules ``function`` and ``words``), takes missing facts from options
-or the user, and infers the outputs by running the function's body as a reference (module ``infer``).
+The command reads the function's source (modules ``function`` and ``words``). It takes missing facts from
+options or the user. It infers the outputs by running the function's body as a reference (module ``infer``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
 class ScaffoldOptions(NamedTuple):
-    """The command's options. Each option except ``ask`` maps names of dims, inputs or outputs to values.
-    ``ask``: whether to ask the user for missing values."""
+    """The command's options. Each one except ``ask`` maps names of dims, inputs or outputs to values.
+    ``ask``: ask the user for missing values."""
 
     dim: Mapping[str, str]
     shape: Mapping[str, str]
@@ -50,7 +50,7 @@ class ScaffoldOptions(NamedTuple):
 def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, SpecDraft]:
     """Write the spec of ``path/to/file.py:function``. Return the spec's path and its draft.
 
-    Raises ScaffoldError, and then nothing is written.
+    Raises ScaffoldError before anything is written.
     """
     function = read(target, {*options.shape, *options.dtype})
     path = out or Path("specs") / f"{function.name}.yaml"
@@ -76,7 +76,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
 
 
 def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDraft:
-    """A draft with placeholder outputs and sizes, which is enough to run its reference."""
+    """A draft with placeholder outputs and sizes, sufficient to run its reference."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
     dims = _dims(inputs)
@@ -96,7 +96,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
 
 
 def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
-    """The inputs' shapes and dtypes, from options, annotations and the user."""
+    """The shapes and dtypes of the inputs, from options, annotations and the user."""
     inputs = {t.name: t for t in function.tensors}
     _check_names("shape", options.shape, [*inputs, *function.outputs])
     _check_names("dtype", options.dtype, [*inputs, *function.outputs])
@@ -118,7 +118,7 @@ def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDra
 
 
 def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
-    """The dims of the inputs' shapes in order, each with a description."""
+    """The dims of the inputs' shapes in order, with descriptions."""
     words = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
@@ -131,7 +131,7 @@ def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
 
 
 def _index(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Give each integer input a range, without which no values can be drawn."""
+    """Give each integer input a range, which is needed to draw values."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
             own = {n for extent in entry.shape for n in extent.names}
@@ -158,15 +158,15 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """The inputs' shapes that contain this dim, with the dim multiplied by ``number``, because an output
-    holds a fraction of the dim."""
+    """The inputs' shapes that contain this dim, with the dim multiplied by ``number``, because an output's
+    size is a fraction of the dim."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Choose how inputs are drawn: weights so that a product keeps its magnitude, and vectors with values
+    """Choose how inputs are drawn: weights keep the magnitude of a matmul's input, and vectors have values
     around 1."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
@@ -184,8 +184,8 @@ def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _domain(name: str, entry: TensorDraft, init: str) -> str:
-    """The domain (the legal values), inferred from an input's name and range: integers lie in their range,
-    and scales lie above zero."""
+    """The domain (the legal values), inferred from an input's name and range: integers stay in their range,
+    and scales are positive."""
     if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{found[1]}, {found[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
@@ -206,8 +206,8 @@ def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int
 
 
 def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """The cases: the measured case, the same case with few rows, and a ragged case in which each row of a
-    tensor is a multiple of 16 bytes."""
+    """The cases: the measured one, the same with few rows, and a ragged one whose tensor rows are multiples
+    of 16 bytes."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
     widths = iter(range(512 + grain, 1 << 20, 256))
@@ -231,7 +231,7 @@ def _answer(
     default: str | None,
     parse: Callable[[str], Any],
 ) -> Any:
-    """An option's value, else the user's answer, else the default."""
+    """An option's value, or else the user's answer, or else the default."""
     given = getattr(options, kind).get(name, None if options.ask else default)
     try:
         if given is not None:

@@ -1,4 +1,4 @@
-"""A draft of a spec, which is written as YAML in the layout of the shipped specs and read back by the
+"""A draft of a spec. It is written as YAML in the layout of the shipped specs, and read back by the
 loader."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
-PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # matches text that needs no quotes in YAML
+PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
 class TensorDraft(NamedTuple):
@@ -32,7 +32,7 @@ class TensorDraft(NamedTuple):
 
 @dataclass
 class SpecDraft:
-    """A draft of a spec. ``dims``: each dim's description. ``static``: the dims that are static."""
+    """A draft of a spec. ``dims``: descriptions of the dims. ``static``: the static dims."""
 
     name: str
     function: Function
@@ -43,8 +43,8 @@ class SpecDraft:
     cases: list[dict[str, Any]] = field(default_factory=list)
 
     def text_of(self, key: str) -> list[SourceLine]:
-        """The lines of the reference or baseline (``key``), after assignments of the integer parameters that
-        are no dims."""
+        """The lines of the reference or baseline (``key``). Before them come assignments of integer
+        parameters that are not dims."""
         lines: tuple[SourceLine, ...] | None = getattr(self.function, key)
         fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
         return (
@@ -75,8 +75,8 @@ class SpecDraft:
         return [f"{self.function.path}:{number}: {words}".replace("\n", " ") for number, words in told]
 
     def spec(self, check: bool = False) -> Spec:
-        """The spec that the loader reads from the draft. Raises ScaffoldError, which names the user's line,
-        if the loader objects."""
+        """Load the draft as a spec. If the loader objects, raises ScaffoldError, which names the user's
+        line."""
         from coda_agent.verifier.loading import load
         from coda_agent.verifier.spec.file import SpecError
 
@@ -90,21 +90,21 @@ class SpecDraft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """An error at the line of the user's file from which line ``line`` of the text ``key`` comes, else at
-        the function's def."""
+        """An error at the line of the user's file that produced line ``line`` of the text ``key``; by default
+        at the function's def."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
 
     def rows(self) -> frozenset[str]:
-        """The dims that count rows. Such a dim is the first dim of at least two tensors, and never another
-        dim. If no dim is such, the draft's first dim."""
+        """The dims that count rows. Such a dim is the first axis of at least two tensors, and never another
+        axis. If there is none, the draft's first dim."""
         from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """The dims that appear only in products with static dims, such as a number of heads."""
+        """The dims that appear only in products with static dims, for example a number of heads."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products = [set(m) for d in extents for m, _ in d.terms]
         static = set(self.static)

@@ -1,6 +1,6 @@
 """Read the parts of a spec from a PyTorch function's source: parameters, outputs and a reference.
 
-The file is only parsed, never imported, since an import would run its code. This module needs no torch.
+The file is only parsed, never imported, because an import would run its code. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
 
-DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states the shapes that asserts check
+# asserts may check shapes, which the spec states
+DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 DECORATORS = ("compile", "inference_mode", "no_grad")
 ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
@@ -38,8 +39,7 @@ REMEDIES = {
 
 
 class ScaffoldError(InvalidInput):
-    """The error for a function that cannot become a spec. The message names the place, the value and the
-    remedy."""
+    """A function cannot become a spec. The message names the place, the value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class TensorParameter:
 
 @dataclass(frozen=True)
 class SizeParameter:
-    """An integer parameter. It is a static dim if a shape names it, else a number."""
+    """An integer parameter: a static dim if a shape names it, otherwise a number."""
 
     value: int | None
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a reference, and the number of the line in the user's file that it comes from."""
+    """A line of a reference, and the number of the line in the user's file that produced it."""
 
     text: str
     number: int
@@ -69,8 +69,8 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Note:
-    """A remark on line ``number`` of the file. The second line of ``text``, if any, is code, which a comment
-    in the spec shows. ``remedy``: what the owner of the file can do. ``swaps`` and ``otherwise``: as in
+    """A remark on line ``number`` of the file. A second line of ``text`` is code, which the spec shows as a
+    comment. ``remedy``: what the owner of the file can do. ``swaps`` and ``otherwise``: as in
     ``halves.Advice``."""
 
     text: str
@@ -99,9 +99,9 @@ class Function:
 
 
 def read(target: str, wanted: Collection[str] = ()) -> Function:
-    """The function ``path/to/file.py:function``. Raises ScaffoldError if the function cannot become a spec. A
-    parameter whose default is None is left out, together with the branches that need it, unless ``wanted``
-    names the parameter."""
+    """The function ``path/to/file.py:function``. Raises ScaffoldError if the function cannot become a spec.
+    Parameters that default to None are left out, with the branches that need them, unless ``wanted`` names
+    them."""
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
@@ -150,7 +150,7 @@ def _find(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
 
 
 class _Reader:
-    """Analyse one function. The methods raise ScaffoldError, which names a line of the file."""
+    """Analyses one function. Its methods raise ScaffoldError, which names a line of the file."""
 
     def __init__(
         self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
@@ -241,13 +241,13 @@ class _Reader:
         return arg.arg
 
     def _specialise(self) -> None:
-        """Inline helpers, and keep only the branches that run when the left-out parameters are None."""
+        """Inline helpers, and keep only the branches that run if the left-out parameters are None."""
         special = Specialised(self.absent, {t.name for t in self.tensors})
         names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
         names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
         body = list(inlined.body(list(special.body(self.body))))
-        # specialise again, since an inlined helper may test its argument for None
+        # specialise again, because an inlined helper may test its argument for None
         self.body = list(Specialised(self.absent, special.present).body(body))
         self.skipped = special.skipped
 
@@ -259,7 +259,7 @@ class _Reader:
             self.notes.append(Note(found.text, number, swaps=found.swaps, otherwise=found.otherwise))
 
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
-        """Raise ScaffoldError for a statement that a reference may not contain."""
+        """Raise ScaffoldError for a statement that references do not allow."""
         for node in body:
             if isinstance(node, ast.For):
                 self._check([*node.body, *node.orelse], depth + 1)
@@ -269,7 +269,7 @@ class _Reader:
                 raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
 
     def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
-        """The outputs' names, and the body in which assignments to these names replace the return."""
+        """The outputs' names, and the body with assignments to these names in place of the return."""
         last = self.body[-1] if self.body else None
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.fail(
@@ -294,7 +294,7 @@ class _Reader:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """For each output, the name that the function suggests, and its expression."""
+        """For each output: the name that the function suggests, and the expression."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):
@@ -313,8 +313,8 @@ class _Reader:
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
     def _reworded(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
-        """Each statement, rewritten with the names in a reference's scope; None for a statement that the
-        reference does not need."""
+        """Each statement with names that a reference can use; None for a statement that the reference does
+        not need."""
         words = Words(self.names, casts)
         changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
         return changed if casts else without_idle_dtypes(changed)
@@ -340,8 +340,8 @@ class _Reader:
                 yield SourceLine(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
-        """A statement's lines as in the file, with parentheses and comments; None if these lines also contain
-        other code."""
+        """A statement's lines as in the file, with parentheses and comments; None if these lines contain
+        other code too."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]
         if node not in self.body and isinstance(node, ast.Assign):  # this assignment replaces the return
             value = ast.get_source_segment("\n".join(self.lines), node.value) or ""

@@ -1,5 +1,5 @@
-"""Advice on a reference that cuts a tile into contiguous parts, such as halves of its columns. PyTorch code
-often does this, but a kernel can compute only with a tile's even and odd columns as its parts."""
+"""Advice on a reference that splits a tile into contiguous parts, such as halves of its columns. PyTorch code
+often does this, but a kernel can only use a tile's even and odd columns as parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 JOINS = ("cat", "concat", "concatenate")
 SHAPES = ("unflatten", "view", "reshape")
-LAST = (-1, 1)  # the columns' axis, counted from either end
+LAST = (-1, 1)  # the axis of columns, counted from either end
 ADJACENT = (
     "The vocabulary has no such cut: its pairs takes adjacent columns apart, since both then lie in one "
     "thread's registers. So store the two interleaved (gate, up, gate, up, ...; of a weight, its rows)"
@@ -31,14 +31,14 @@ ROTATED = (
     "columns are permuted alike, which a product of queries and keys does not show). "
 )
 
-Swap = tuple[str, str]  # a text, and its replacement
+Swap = tuple[str, str]  # a text and its replacement
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on the code at ``place``: how a kernel must compute the same. ``swaps``: replacements in the
-    reference that test the advice, which is valid if the reference still runs and its outputs keep their
-    shapes. ``otherwise``: the advice to give if the test fails."""
+    """Advice on the code at ``place``: what a kernel must do instead. ``swaps``: replacements that test the
+    advice. It is valid if the changed reference runs and its outputs keep their shapes. ``otherwise``: the
+    advice if this test fails."""
 
     place: ast.AST
     text: str
@@ -47,7 +47,7 @@ class Advice:
 
 
 def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice on each cut of a tile's columns, or of a weight's rows, into contiguous parts, and on each
+    """Advice on each split of a tile's columns or a weight's rows into contiguous parts, and on each
     concatenation of two tiles."""
     for statement in statements:
         for node in ast.walk(statement):
@@ -102,8 +102,8 @@ def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int
 
 
 def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """The number of parts of a cut, and whether the parts may be equal. The number comes from the cut's
-    argument, its list of sizes, or the names that the parts are assigned to."""
+    """The number of parts of a split, and whether they may be equal. The number comes from the split's
+    argument, from its list of sizes, or from the names that receive the parts."""
     match next(iter(given), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True
@@ -168,10 +168,10 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """Advice on the cosines and sines of a rotation, found from the first of the concatenated tiles; empty if
-    that tile is not part of a rotation."""
+    """Advice on the cosines and sines of a rotation, recognised by the first concatenated tile; empty if this
+    is no rotation."""
     match first:
-        case ast.UnaryOp(op=ast.USub()):  # a negated half, which is later multiplied by the sine
+        case ast.UnaryOp(op=ast.USub()):  # a negated half, later multiplied by the sine
             return (
                 "Interleave the columns of cos and sin in the same way: where they are torch.cat((f, f), -1) "
                 "make them f.repeat_interleave(2, -1)"
@@ -186,7 +186,7 @@ def _tables(first: ast.expr) -> str:
 
 
 class _Adjacent(ast.NodeTransformer):
-    """Turn the contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into the even and the odd columns."""
+    """Replace the contiguous halves ``z[..., :n]`` and ``z[..., n:]`` by the even and the odd columns."""
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
@@ -199,8 +199,8 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice on a tile that is cut by slices, such as ``z[:, :n]`` and ``z[:, n:]``, possibly with further
-    parts between the two."""
+    """Advice on a tile that is split by slices, such as ``z[:, :n]`` and ``z[:, n:]``, possibly with further
+    parts between."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):

@@ -1,4 +1,4 @@
-"""Inline calls of helpers that the file itself defines, if the helper consists of one return expression."""
+"""Inline calls of helpers that the file defines, if the helper is one return expression."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Helper:
         self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
-        """The helper's parameters with their values in a call; None if the call does not determine exactly
-        these parameters."""
+        """The helper's parameters with their values in a call; None if the call does not determine them
+        all."""
         if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
             return None
         given: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
@@ -47,8 +47,8 @@ class Helper:
 
 
 def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
-    """A file's helpers by name. ``decorators``: the decorators that a helper may have because they do not
-    change its value."""
+    """A file's helpers by name. ``decorators``: those that a helper may have, because they do not change its
+    value."""
     found: dict[str, Helper] = {}
     for node in tree.body:
         match node:
@@ -64,9 +64,9 @@ def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
 
 
 class Inlined(ast.NodeTransformer):
-    """Inline the calls of helpers in statements. ``own``: the function's names, which hide the file's names.
-    ``taken``: all names of the file, which must differ from the new names that arguments get if a helper
-    reads them twice."""
+    """Inlines the calls of helpers in statements. ``own``: the function's names, which hide the file's names.
+    ``taken``: all names of the file. If a helper reads an argument twice, the argument gets a new name
+    outside ``taken``."""
 
     def __init__(self, known: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
         self.known, self.own, self.taken, self.fail = known, own, set(taken), fail
@@ -76,8 +76,7 @@ class Inlined(ast.NodeTransformer):
         self.scopes = 0
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """Each statement, after assignments of the arguments that must be computed only once for the
-        statement."""
+        """Each statement, after assignments of the arguments that must be computed only once."""
         for node in statements:
             self.before, self.statement = [], node
             if isinstance(node, ast.For):
@@ -116,7 +115,7 @@ class Inlined(ast.NodeTransformer):
         return made
 
     def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
-        """Raise an error if the helper reads a name that has another meaning in the function."""
+        """Raise an error if the helper reads a name that means something else in the function."""
         for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
             if read in self.own:
                 raise self.fail(
@@ -124,8 +123,8 @@ class Inlined(ast.NodeTransformer):
                 )
 
     def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-        """The arguments by parameter. An argument that the helper reads twice is assigned to a name, so that
-        it is computed only once."""
+        """The arguments by parameter. If the helper reads an argument twice, it is assigned to a name, so
+        that it is computed only once."""
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
         given = dict(bound)
         for parameter, argument in bound.items():

@@ -1,5 +1,4 @@
-"""Infer the shapes and dtypes of outputs by running a draft's reference at sizes that distinguish all
-dims."""
+"""Infer the shapes and dtypes of outputs: run a draft's reference at sizes that distinguish all dims."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """An output as computed. ``extents``: its sizes in numbers at the two ``trial_sizes``. ``shape``: each
-    size as a formula over the dims; None if no formula is known."""
+    """A computed output. ``extents``: its sizes at the two ``trial_sizes``. ``shape``: each size as a formula
+    over the dims; None if no formula fits."""
 
     extents: tuple[list[int], list[int]]
     shape: tuple[Dim | None, ...]
@@ -29,14 +28,13 @@ class Found(NamedTuple):
 
 
 def infer(draft: SpecDraft) -> dict[str, Found]:
-    """The outputs by name. Raises ScaffoldError, which names the user's line, for a reference that does not
-    run."""
+    """The outputs by name. Raises ScaffoldError with the user's line if the reference does not run."""
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
     spec = draft.spec()
     try:
-        # The outputs' shapes are not known yet. ``cut`` has a remedy where an output needs an even dim.
+        # The outputs' shapes are not known yet. For an output that needs an even dim, ``cut`` has the remedy.
         check_reference(spec.model_copy(update={"outputs": {}}), odd=False)
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
@@ -45,8 +43,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
-    """The draft's notes after a test. If the reference does not run with a note's swaps, or its outputs
-    change shape, the note's alternative text replaces its text."""
+    """The draft's notes after a test. If the reference fails with a note's swaps, or its outputs change
+    shape, the note gets its alternative text."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -70,8 +68,8 @@ def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: SpecDraft, message: str) -> str:
-    """The remedy in words if PyTorch needs integers; "" otherwise. Vectors are taken to be floats unless the
-    user gives their dtype."""
+    """A remedy if PyTorch needs integers; "" otherwise. Vectors count as floats unless the user gives their
+    dtype."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""
@@ -79,8 +77,8 @@ def _indices(draft: SpecDraft, message: str) -> str:
 
 
 def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in the dtypes that the inputs' own dtypes give, or in fp64 if this machine cannot compute
-    in those dtypes."""
+    """The outputs in the dtypes that follow from the inputs' dtypes; in fp64 if this machine cannot compute
+    in those."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -140,14 +138,14 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
     found += [n * f for n in whole for f in known] + [f * g for f in known for g in known]
     found += [f + g for f in known for g in known] + [n * f * g for n in whole for f in dims for g in dims]
     found += [Dim.parse(extents[0])]
-    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # such as K - 1
+    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # for example K - 1
     return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
 
 
 def cut(draft: SpecDraft, found: Found) -> tuple[str, int] | None:
-    """The dim of which one extent of an output is a fraction, as with ``chunk(3)``, and the number of parts;
-    None if no extent is. The extent may be rounded up or down, since the trial sizes need not be divisible by
-    3 or 4."""
+    """The dim of which an output's extent is a fraction, as with ``chunk(3)``, and the number of parts; None
+    if there is none. The extent may be rounded up or down, because the trial sizes need not be divisible by 3
+    or 4."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

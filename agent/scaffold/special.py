@@ -1,5 +1,5 @@
-"""Specialise a function's body for parameters that are None, by resolving the branches and conditional
-expressions that test them."""
+"""Specialise a function's body for parameters that are None: resolve the branches and conditional expressions
+that test for None."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 class Specialised(ast.NodeTransformer):
-    """Resolve tests for None. ``absent``: names that are None until something is assigned to them.
-    ``present``: names that are not None. ``skipped`` collects the line numbers of removed code."""
+    """Resolves tests for None. ``absent``: names that are None until they are assigned. ``present``: names
+    that are not None. ``skipped`` collects the line numbers of removed code."""
 
     def __init__(self, absent: Collection[str], present: Collection[str]):
         self.absent, self.present = set(absent), frozenset(present)
         self.skipped: set[int] = set()
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """The statements that remain, up to and including the first return among them."""
+        """The remaining statements, up to and including the first return."""
         for statement in statements:
             for left in self._statement(statement):
                 yield left
@@ -34,7 +34,7 @@ class Specialised(ast.NodeTransformer):
                 yield from self.body(node.body if test.value else node.orelse)
                 return
         if isinstance(node, ast.For):
-            self.absent -= _stored(node)  # in a second iteration these names may be assigned
+            self.absent -= _stored(node)  # these names may have a value in the second iteration
             made = copy.copy(node)
             made.iter = self.visit(copy.deepcopy(node.iter))
             made.body = list(self.body(node.body)) or [ast.copy_location(ast.Pass(), node)]

@@ -1,5 +1,5 @@
-"""Rewrite a function's statements with the names in a reference's scope, since a reference sees only the
-names of torch and torch.nn.functional."""
+"""Rewrite a function's statements with the names that a reference can use: those of torch and
+torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FLOATS = (
 
 @dataclass(frozen=True)
 class Names:
-    """The meaning of the names in a function. ``own``: its parameters and assigned names, which hide the
-    other names. ``imported``: full names by alias. ``numbers``: the numbers that the file's top level names.
-    ``defined``: the line of each top-level name. ``fail``: makes an error that names a line."""
+    """The meaning of names in a function. ``own``: its parameters and assigned names, which hide other names.
+    ``imported``: full names by alias. ``numbers``: numeric constants at the file's top level. ``defined``:
+    the line of each top-level name. ``fail``: creates an error with a line."""
 
     own: Set[str]
     imported: Mapping[str, str]
@@ -40,7 +40,7 @@ class Names:
 
 
 class Words(ast.NodeTransformer):
-    """Rewrite a statement with the names in a reference's scope. ``casts``: whether to keep casts to
+    """Rewrites a statement with the names that a reference can use. ``casts``: whether to keep casts to
     floats."""
 
     def __init__(self, names: Names, casts: bool):
@@ -53,7 +53,7 @@ class Words(ast.NodeTransformer):
         return self.visit_Assign(made)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, which remains of a line that only casts ``h``."""
+        """Drop ``h = h``, the remainder of a line that only casts ``h``."""
         made = self.generic_visit(node)
         idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
             map(ast.unparse, made.targets)
@@ -87,7 +87,7 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Store):  # an output may have the name of a definition in the file
+        if isinstance(node.ctx, ast.Store):  # an output may have the name of a top-level definition
             return node
         if node.id in self.names.numbers:
             return ast.Constant(self.names.numbers[node.id])
@@ -101,7 +101,7 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else node
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of an imported name, or None for any other expression."""
+        """The full name of an imported name; None for any other expression."""
         if isinstance(node, ast.Name):
             return self.names.imported.get(node.id)
         base = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -161,8 +161,7 @@ def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
-    """The name and value of each number that the file's top level names, if the name is assigned only
-    once."""
+    """The name and value of each numeric constant at the file's top level that is assigned only once."""
     every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in tree.body:
         match node:
@@ -172,7 +171,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
 
 
 def _number(called: str, node: ast.Call) -> float | None:
-    """The value of a call such as ``math.log(2.0)``; None if an argument is no number, or the value none."""
+    """The value of a call such as ``math.log(2.0)``; None unless the arguments and the value are numbers."""
     try:
         given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
         value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args), **given)
@@ -215,7 +214,7 @@ def _is_float(node: ast.expr) -> bool:
 
 
 def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
-    """The statements, with None in the place of each ``dtype = x.dtype`` that is not used."""
+    """The statements, with None in place of each unused ``dtype = x.dtype``."""
     present = [node for node in statements if node]
     names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}

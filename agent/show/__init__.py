@@ -28,25 +28,24 @@ Cases = Mapping[str, Mapping[str, int]]
 
 
 def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) -> dict[str, Roofline]:
-    """The roofline at each case's sizes, by the case's name. Raises ValueError for a case that lacks the size
-    of a dim."""
+    """The roofline of each case, by the case's name. Raises ValueError for a case that lacks the size of a
+    dim."""
     return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
 def sibling(kernel: Path, suffix: str) -> Path:
-    """The path NAME.SUFFIX next to a kernel's file, whose own name begins with NAME and a dot."""
+    """The path NAME.SUFFIX next to a kernel's file, whose name begins with "NAME."."""
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
 def edited(kernel: Path) -> str | None:
-    """The text of NAME.raw.py if the kernel's file is one of NAME.raw.*, else None. Raises OSError."""
+    """The text of NAME.raw.py if the kernel's file is one of NAME.raw.*; otherwise None. Raises OSError."""
     return sibling(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else None
 
 
 def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
-    """The schedules of a measured case by step, from the report next to a kernel's file (NAME.report.json, or
-    NAME.raw.report.json). Empty if no report of this program covers the case. Raises KernelError for an
-    unreadable report."""
+    """The schedules of a measured case by step, from the report next to a kernel's file. Empty if no report
+    of this program covers the case. Raises KernelError for an unreadable report."""
     from coda_agent.agent.artifacts import accept, atomic_files
 
     path = sibling(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
@@ -62,8 +61,8 @@ def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Sch
 
 @dataclass(frozen=True)
 class Shown:
-    """A kernel and its description. The description always has the steps. ``resources``, and the roofline at
-    each case's ``sizes``, are included if given. The CuTeDSL text is included if ``cutedsl`` is true."""
+    """A kernel and its description. The description always contains the steps. It contains ``resources``, and
+    the roofline at each case's ``sizes``, if these are given, and the CuTeDSL code if ``cutedsl`` is true."""
 
     kernel: KernelSource
     name: str = ""  # the spec's name
@@ -80,7 +79,7 @@ class Shown:
         return self.name or self.program.signature.name
 
     def to_dict(self) -> dict[str, Any]:
-        """The data for ``--json``. Raises ProgramError if ``cutedsl`` is asked for and the program cannot be
+        """The data for ``--json``. Raises ProgramError if ``cutedsl`` is true and the program cannot be
         lowered."""
         return {
             "spec": self.title,
@@ -111,8 +110,7 @@ class Shown:
 
 
 def step_table(step: StepText) -> Table:
-    """The table of one step: one row per action, with the dtype and shape of the action's tensor if the
-    tensor is in memory."""
+    """A step's table: one row per action, with the dtype and shape of a tensor in memory."""
     from rich.table import Table
     from rich.text import Text
 
@@ -122,7 +120,8 @@ def step_table(step: StepText) -> Table:
     table.add_column(overflow="fold")
     table.add_column(style="green")
     for line in step.lines:
-        table.add_row(line.verb, Text(line.text), Text(line.tensor))  # Text: [M, N] is not markup
+        # Text, so that [M, N] is not read as markup
+        table.add_row(line.verb, Text(line.text), Text(line.tensor))
     return table
 
 
@@ -133,8 +132,8 @@ def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofli
 
 
 def resource_table(resources: Sequence[Resources]) -> Table:
-    """The table with one row per compiled kernel and schedule. Spills, and a GEMM without HGMMA instructions,
-    are highlighted."""
+    """The table of resources: one row per compiled kernel and schedule. Spills, and a GEMM without HGMMA
+    instructions, are highlighted."""
     from rich.text import Text
 
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
@@ -153,7 +152,7 @@ def resource_table(resources: Sequence[Resources]) -> Table:
 
 
 def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
-    """A schedule in words, as tile, kind and cluster: ``128x192 pingpong deep 2x1``."""
+    """A schedule as text, such as ``128x192 pingpong deep 2x1`` (tile, kind, cluster)."""
     if schedule is None:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
@@ -163,8 +162,8 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
 
 
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
-    """The table that shows, per case and kernel, the work, the time at the machine's ceilings, and the
-    binding ceiling."""
+    """The roofline table: per case and kernel, the work, the time at the machine's peak rates, and the
+    limiting rate."""
     machine = next(iter(rooflines.values())).machine
     title = (
         f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit} "
@@ -214,7 +213,7 @@ def _figures(found: Sequence[StepFloor]) -> list[str]:
 
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """A table with a title, columns of text, then columns of numbers."""
+    """A table with a title, columns of text and then columns of numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold cyan")

@@ -34,9 +34,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show: the first of ncu's ``names`` that an export has. ``unit``: the unit shown. ``scale``:
-    that unit in base units (seconds, bytes, percent, counts). ``label``: the figure's name on the details
-    page."""
+    """A figure to show: the first of ncu's ``names`` that an export contains. ``unit``: the unit shown.
+    ``scale``: the size of that unit in base units (seconds, bytes, percent, counts). ``label``: the figure's
+    name on the details page."""
 
     title: str
     unit: str
@@ -97,18 +97,18 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# A stall reason's value is the average number of warps that wait for this reason at each issue.
+# For a stall reason: the average number of warps that wait for this reason whenever an instruction is issued.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
     "math_pipe_throttle membar mio_throttle misc no_instruction short_scoreboard sleeping tex_throttle wait"
 )
-_NO_STALL = ("selected", "not_selected")  # warps in these two states issue, or could issue
+_NO_STALL = ("selected", "not_selected")  # warps in these states issue, or could issue
 
 
 def wanted(available: Collection[str] = ()) -> list[str]:
     """The metrics to request from ncu: each figure's first available name, and all available stall reasons.
-    ``available``: the GPU's metric names without suffixes; if empty, all names count as available."""
+    ``available``: the GPU's metric names without suffixes; by default all names."""
 
     def there(name: str) -> bool:
         return not available or name.startswith("launch__") or name.partition(".")[0] in available
@@ -120,11 +120,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Counters:
-    """One kernel's figures, as medians over its ``launches``. ``values``: the known figures by the keys of
-    METRICS, in base units. ``stalls``: by reason, largest first. ``floor``: the roofline at the export's
-    case. ``other_text``: whether the export is of another lowering. ``schedule``: the schedule in the export.
-    ``tuned``: the schedule in the kernel's report for that case. Both schedules are texts from ``spelled``,
-    "" if unknown, None for a kernel without schedules."""
+    """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
+    by the keys of METRICS. ``stalls``: by reason, largest first. ``floor``: the roofline at the export's
+    case. ``other_text``: the export is of other lowered code. ``schedule``: the schedule in the export.
+    ``tuned``: the schedule in the kernel's report for that case. Both are texts of ``spelled``, "" if
+    unknown, None for a kernel without schedules."""
 
     kernel: str
     launches: int
@@ -144,9 +144,9 @@ class Counters:
 @dataclass(frozen=True)
 class Export:
     """The contents of an export file. ``program`` and ``case``: the names that the file states, if any.
-    ``launches``: each launch's kernel, and its values by ncu's names, in base units. For CuTeDSL that an
-    author edited, the program's name ends in .raw, and ``text`` is the beginning of the CuTeDSL's hash.
-    ``schedules``: texts from ``spelled`` by step; empty for older files."""
+    ``launches``: for each launch, its kernel and its values by ncu's names, in base units. For edited
+    CuTeDSL, the program's name ends in .raw, and ``text`` is the beginning of the code's hash. ``schedules``:
+    texts from ``spelled`` by step; empty for older files."""
 
     path: Path
     program: str | None
@@ -157,7 +157,7 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Read a CSV export of ncu. Raises InvalidInput if the file is not one, or if it is of another case than
+    """Read a CSV export of ncu. Raises InvalidInput if the file is not one, or if it is not of the given
     ``case``."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -170,7 +170,7 @@ def read(path: Path, case: str | None = None) -> Export:
         raise InvalidInput(
             f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
         )
-    # Output of the profiled program, and ncu's own ==PROF== lines, may come between the rows.
+    # The rows may be interleaved with the profiled program's output and ncu's own ==PROF== lines.
     header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
     if "Kernel Name" not in header:
         raise InvalidInput(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
@@ -193,15 +193,14 @@ _STEP = re.compile(r"; step (\d+): ([^;]+)")
 def heading(
     name: str, case: str, sizes: Mapping[str, int], schedules: Mapping[int, Schedule], text: str = ""
 ) -> str:
-    """The line of an export that names the kernel. ``text``: the beginning of an edited CuTeDSL text's
-    hash."""
+    """The line that names the kernel in an export. ``text``: the beginning of the hash of edited CuTeDSL."""
     what = f"{name}.raw at {case}, text {text}" if text else f"{name} at {case}"
     steps = "".join(f"; step {step}: {spelled(s)}" for step, s in sorted(schedules.items()))
     return f"# {what}: {', '.join(f'{dim} {size}' for dim, size in sizes.items())}{steps}"
 
 
 def spelled(schedule: Schedule) -> str:
-    """A whole schedule in words: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
+    """A complete schedule as text, such as ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
     s = schedule
     on = [name for name, value in s._asdict().items() if value is True and name != "pingpong"]
     kind = "pingpong" if s.pingpong else "cooperative"
@@ -219,7 +218,7 @@ def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _details(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Parse the details page, which has one row per metric. Rows with the same ID are of one launch."""
+    """Parse the details page, which has one row per metric. Rows with the same ID belong to one launch."""
     names = {metric.label: metric.names[0] for metric in METRICS.values() if metric.label}
     launches: dict[str, tuple[str, dict[str, float]]] = {}
     for row in rows:
@@ -248,8 +247,8 @@ def _value(text: str, unit: str) -> float | None:
 def counters(
     source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """The figures in an export for each kernel of ``source`` (with its report's schedules), in launch order.
-    ``sizes``: the sizes of the export's case. Raises InvalidInput if the export has no kernel of
+    """The figures of each kernel of ``source`` in an export, with its report's schedules, in launch order.
+    ``sizes``: the sizes of the export's case. Raises InvalidInput if the export contains no kernel of
     ``source``."""
     program, edited = source.program, source.edited is not None
     name = program.signature.name + (".raw" if edited else "")
@@ -263,7 +262,8 @@ def counters(
     ran = {step: spelled(s) for step, s in source.schedules.items()}
     found = []
     for step, kind, name in sorted(kernels):
-        stem, digest = (name, None) if edited else name.rsplit("_", 1)  # only unedited names end in a hash
+        # only the names of unedited kernels end in a hash
+        stem, digest = (name, None) if edited else name.rsplit("_", 1)
         module = f"coda_{'edited' if edited else 'lowered'}_"
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
@@ -272,7 +272,8 @@ def counters(
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
-            floor = floors.get((step, kind)) if len(parts) == 1 else None  # the floor is for the whole step
+            # the floor applies to the whole step
+            floor = floors.get((step, kind)) if len(parts) == 1 else None
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
@@ -284,7 +285,7 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of each part of a step, distinguished by their grids. A ``split`` step has two parts."""
+    """The launches of each part of a step, told apart by their grids. A ``split`` step has two parts."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -324,8 +325,8 @@ def _summary(
 
 
 def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
-    """One entry per kernel. Figures are in base units (seconds, bytes, percent, counts), and None if
-    missing."""
+    """One entry per kernel, with figures in base units (seconds, bytes, percent, counts); None for a missing
+    figure."""
     return [
         {
             "kernel": c.kernel,
@@ -342,7 +343,7 @@ def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
 
 
 def rows(c: Counters) -> list[tuple[str, str]]:
-    """A kernel's figures as pairs of name and value. The value of an absent figure is MISSING."""
+    """A kernel's figures as pairs of name and value; MISSING for a missing figure."""
     shown = [(metric.title, _figure(c, key)) for key, metric in METRICS.items()]
     top = [f"{reason} {value:.2f}" for reason, value in list(c.stalls.items())[:TOP_STALLS]]
     stalls = ("stalls, warps at each issue", ", ".join(top) or MISSING)
@@ -371,15 +372,15 @@ def _figure(c: Counters, key: str) -> str:
 
 
 def _short(value: float) -> str:
-    """A value as text: three significant digits, or all digits before the decimal point if those are more."""
+    """Format a value with three significant digits, or with all digits before the decimal point."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def counted(
     source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, with the schedules from the report next to ``kernel``. The sizes are
-    those of the case that the export names, else of the spec's first case. Raises InvalidInput, and
+    """Read an export and its figures, with the schedules from the report next to ``kernel``. The sizes are
+    those of the case that the export names, by default the spec's first case. Raises InvalidInput, and
     KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
@@ -400,7 +401,7 @@ def _title(c: Counters) -> str:
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:
-    """The same table, drawn for a terminal."""
+    """The same table for a terminal."""
     said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
     drawn = new_table(said, ["counter", *map(_title, found)], [])
     for cells in zip(*map(rows, found), strict=True):

@@ -1,8 +1,5 @@
-"""Describe a program's kernels in words: their loads, computations, stores and reductions, as expressions
-over names.
-
-This module uses only the standard library.
-"""
+"""Describe a program's kernels as text: their loads, computations, stores and reductions, as expressions over
+names."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ class Action:
 
 @dataclass(frozen=True)
 class StepText:
-    """A kernel in words. ``step``: the GEMM's step, or for a vector kernel the step that precedes it (-1 if
-    no step does)."""
+    """A kernel as text. ``step``: the GEMM's step; for a vector kernel the previous step, or -1."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -58,7 +54,7 @@ def steps(program: Program) -> list[StepText]:
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 
-# Operators and their precedence. fp32 sums and products are not associative, so the right operand needs a
+# Operators and their precedence. fp32 sums and products are not associative, so a right operand needs a
 # precedence one level higher.
 _COMPARE = {
     "greater": ">", "greater_equal": ">=", "less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!=",
@@ -72,8 +68,8 @@ _LANES = ("even", "odd")
 
 
 class _Writer(Writer):
-    """Write the graph's nodes as expressions. Values in memory have names, and so have values that a step
-    uses twice."""
+    """Write the graph's nodes as expressions. Values in memory have names, and so do values that a step uses
+    twice."""
 
     def __init__(self, program: Program):
         super().__init__(program, cut(program))
@@ -111,8 +107,8 @@ class _Writer(Writer):
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
     ) -> list[Action]:
-        """The lines for stored values and for values that are used more than once. Adds the names of the
-        latter values to ``known``."""
+        """The lines for stored values and for values used more than once. Adds the names of the latter to
+        ``known``."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
         lines = []
@@ -154,13 +150,13 @@ class _Writer(Writer):
         return f"{self.dtype(index)} [{', '.join(map(str, self.steps.types[index].shape))}]{over}"
 
     def defined(self, index: int, known: Mapping[int, str]) -> str:
-        """The expression that a node's name is assigned."""
+        """The expression for a node's value, without the node's own name."""
         if reduction(self.nodes[index]):
             return self.finished(index)
         return self.written(index, known)[0]
 
     def finished(self, index: int) -> str:
-        """The expression that computes a reduction from the partial results that a step stored."""
+        """The expression that computes a reduction from its stored partial results."""
         how, node, kept = reduction(self.nodes[index]), self.nodes[index], self.memory[~index]
         assert how is not None  # the node is a reduction
         chosen = self.memory[node.args[1]] if how.selects else ""
@@ -175,7 +171,7 @@ class _Writer(Writer):
         return f"gemm({', '.join(operands)})"
 
     def term(self, index: int, known: Mapping[int, str]) -> tuple[str, int]:
-        """The expression for a node, which is its name if it has one, and the expression's precedence."""
+        """The expression for a node (its name if it has one), and the expression's precedence."""
         if index in known:
             return known[index], _ATOM
         return self.written(index, known)
@@ -192,7 +188,7 @@ class _Writer(Writer):
             case "constant":
                 number = _number(self.constant(index))
                 return number, _NEGATIVE if number.startswith("-") else _ATOM
-            case "as_tile":  # the other argument of as_tile gives only a shape
+            case "as_tile":  # the other argument of as_tile only gives a shape
                 return self.term(node.args[0], known)
             case "column_index":
                 return f"column_index({self.steps.types[index].shape[1]})", _ATOM
@@ -200,7 +196,7 @@ class _Writer(Writer):
                 return "-" + self.bound(node.args[0], known, _ATOM), _NEGATIVE
         if node.op in _SPREAD and node.args[0] in self.memory:
             return f"{node.op}({self.memory[node.args[0]]})", _ATOM
-        if node.op in _COMPARE:  # parenthesised, because Python would chain comparisons
+        if node.op in _COMPARE:  # in parentheses, because Python would chain comparisons
             left, right = (self.bound(a, known, 2) for a in node.args)
             return f"{left} {_COMPARE[node.op]} {right}", 1
         if node.op in _INFIX:

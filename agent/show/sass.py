@@ -1,6 +1,6 @@
-"""``coda-agent show KERNEL --sass``: show the lowered text next to its machine code.
+"""``coda-agent show KERNEL --sass``: show lowered code next to its machine code.
 
-``as_dict`` returns the data for programs. ``tables`` draws the same data with rich.
+``as_dict`` returns the data for programs; ``tables`` draws it with rich.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEANING = (
 
 def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
     """One entry per kernel, or per launch for a step that has two launches. An entry counts instructions by
-    kind: in total, per line of the kernel's class in the lowered text, and per other file that the
-    instructions come from. ``full``: also list every instruction, by address."""
+    kind: in total, per line of the kernel's class in the lowered code, and per other source file. ``full``:
+    also list every instruction, by address."""
     return [
         {
             "kernel": listing.kernel,
@@ -65,8 +65,8 @@ def _title(listing: Listing) -> str:
 
 def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
     """One table per kernel, or per launch for a step that has two launches. A table has one row per line of
-    the kernel's class in the lowered text, then one row per other file. ``full``: after each table, list the
-    kernel's instructions under their lines."""
+    the kernel's class in the lowered code, then one row per other source file. ``full``: after each table,
+    also list the kernel's instructions by line."""
     from rich.text import Text
 
     yield Text(MEANING, style="dim")
@@ -95,7 +95,7 @@ def _table(listing: Listing) -> Table:
 
 
 def _code(listing: Listing) -> Iterator[RenderableType]:
-    """Each line that instructions come from, with its instructions by address. Lines of the lowered text come
+    """Each line that has instructions, with its instructions by address. Lines of the lowered code come
     first."""
     from rich.text import Text
 

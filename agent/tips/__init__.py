@@ -1,11 +1,12 @@
-"""Read and change the tips log, which holds lessons of failed attempts. A prompt contains the accepted tips,
-except those that were learned on the prompt's own spec.
+"""Read and change the tips log, which contains lessons from failed attempts. A prompt contains the accepted
+tips, except those learned from the prompt's own spec.
 
 People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` followed by ``-
 field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, and versions. Optional
-fields are state (accepted by default, since a person wrote such a tip on purpose), level (cutedsl if the tip
-is for editors of CuTeDSL instead of authors of programs), and measured (the tip's measurement). An edit
-changes or adds lines of one entry, and leaves every other byte as it is.
+fields are state, level and measured. The state is accepted by default, because a person who writes a tip
+wants it used. The level is cutedsl if the tip is for editors of CuTeDSL instead of authors of programs. The
+field measured holds the tip's measurement. An edit changes or adds lines of one entry and leaves every other
+byte unchanged.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ FIELDS = ("spec", "failed", "fix", "versions")
 OPTIONAL = ("state", "level", "measured")
 VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # the two kinds of authors that read tips
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
-AND, OR_ELSE = ", ", " | "  # separators in fields of merged tips: OR_ELSE in fix, AND in the other fields
-ALIKE = 0.85  # difflib's ratio above which two lessons may be the same
+AND, OR_ELSE = ", ", " | "  # separators in merged tips' fields: OR_ELSE in fix, AND in the others
+ALIKE = 0.85  # difflib's ratio above which two lessons may mean the same
 VERDICTS = ("hurts", "undecided", "helps")
 
 
@@ -46,7 +47,7 @@ class TipsError(InvalidInput):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One lesson and its evidence, which are not in the log yet."""
+    """A lesson with its evidence, not yet in the log."""
 
     lesson: str
     spec: str
@@ -92,7 +93,7 @@ class Tip:
 
     @property
     def help(self) -> tuple[int, float, int]:
-        """A sort key, more helpful tips last: verdict, then difference, then number, so that newer tips come
+        """A sort key: verdict, then difference, then number. More helpful tips, and then newer tips, come
         later."""
         return VERDICTS.index(self.verdict), self.difference, self.number
 
@@ -103,9 +104,9 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """The entry that ``add`` made or changed for a lesson. ``merged``: whether an older entry with the same
-    words gained the lesson's evidence. ``alike``: other entries, in any state, that may mean the same; only
-    given for a new entry."""
+    """The entry that ``add`` made or changed for a lesson. ``merged``: an older entry has the same words, and
+    the evidence was added to it. ``alike``: for a new entry, other entries (in any state) that may mean the
+    same."""
 
     tip: Tip
     merged: bool
@@ -113,18 +114,18 @@ class Added:
 
 
 def read_tips(path: Path = TIPS) -> list[Tip]:
-    """All tips of the log, in order and in any state; empty if there is no log. Raises TipsError."""
+    """All tips of the log in order, in any state; empty if there is no log. Raises TipsError."""
     return [entry.tip for entry in _entries(path, _text(path))]
 
 
 def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
-    """The accepted tips of ``level``, which tells the two kinds of authors apart."""
+    """The accepted tips of one ``level`` (one of the two kinds of authors)."""
     return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
-    """The tips that a run's header asks for: the log's accepted tips without some of them, and with some that
-    are not accepted. None if the header asks for no change, so that the log's accepted tips are used."""
+    """The tips that a run's header asks for. The header may remove some of the log's accepted tips, and add
+    tips that are not accepted. None if it changes nothing."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -134,8 +135,8 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 
 def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
-    """The tips whose lessons fit into ``length`` characters, including list markers. The least helpful tips
-    are dropped first, and among equally helpful tips the oldest."""
+    """The tips whose lessons fit into ``length`` characters, including list markers. Dropped first are the
+    least helpful tips, and among those the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):
@@ -146,7 +147,7 @@ def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
 
 
 def check_lesson(lesson: str) -> None:
-    """Raise TipsError unless a lesson is one short line that begins like a sentence. The line goes into
+    """Raise TipsError unless a lesson is one short line that begins like a sentence. The lesson goes into
     prompts, where it must not look like a heading, a horizontal rule or code."""
     shown = repr(lesson if len(lesson) <= 60 else lesson[:60] + "…")
     if len(lesson) > LONGEST_LESSON:
@@ -165,7 +166,7 @@ def check_lesson(lesson: str) -> None:
 
 
 def one_line(words: str, longest: int = LONGEST_FIX) -> str:
-    """A piece of evidence as a field's value: printable, on one line, and cut if it is too long."""
+    """Format evidence as a field's value: printable, on one line, and shortened if necessary."""
     plain = "".join(c if c.isprintable() else " " for c in words)
     text = " ".join(plain.split()) or "unknown"
     return text if len(text) <= longest else text[: longest - 1] + "…"
@@ -175,8 +176,8 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Add a lesson to the log as a proposed tip. If an entry has the same words, add only the evidence to
-    this entry, whose state and lesson stay. Raises TipsError and OSError."""
+    """Add a lesson to the log as a proposed tip. If an entry has the same words, only add the evidence to it;
+    its state and lesson stay. Raises TipsError and OSError."""
     with _changing(path):
         text = _text(path)
         tips = [entry.tip for entry in _entries(path, text)]
@@ -212,8 +213,7 @@ def find(id: str, path: Path = TIPS) -> Tip:
 
 
 def same_words(tip: Tip, lesson: Lesson) -> bool:
-    """Whether a tip and a lesson have the same words for the same level. The failures may differ, since one
-    failure can teach two lessons."""
+    """Whether a tip and a lesson have the same words and level. Their failures may differ."""
     return tip.level == lesson.level and _plain(tip.lesson) == _plain(lesson.lesson)
 
 
@@ -227,13 +227,13 @@ def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
 
 
 def _plain(lesson: str) -> str:
-    """A lesson normalised for comparison. Operators are kept, since a * b is not a / b."""
+    """A lesson normalised for comparison. Operators stay, because a * b differs from a / b."""
     return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
 
 
 def _alike(tip: Tip, lesson: Lesson) -> bool:
-    """Whether a person should compare a tip with a lesson, because the words are nearly the same, or the
-    failure and the fix are the same."""
+    """Whether a person should compare a tip with a lesson: their words are similar, or their failure and fix
+    are equal."""
     words = SequenceMatcher(None, _plain(tip.lesson), _plain(lesson.lesson), autojunk=False)
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
@@ -243,7 +243,7 @@ def _parts(value: str, between: str = ",") -> tuple[str, ...]:
 
 
 def _united(name: str, old: str, new: str) -> str:
-    """A field's value that joins ``old`` with the parts of ``new`` that ``old`` lacks."""
+    """A field's value: ``old``, with the parts of ``new`` that it lacks."""
     if name == "fix":
         return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
@@ -255,8 +255,8 @@ def _united(name: str, old: str, new: str) -> str:
 
 @dataclass
 class _Entry:
-    """An entry as it stands in the file. ``line``: the index of its heading. ``fields``: each field's line
-    index and value."""
+    """An entry in the file. ``line``: the index of its heading. ``fields``: the line index and value of each
+    field."""
 
     path: Path
     line: int
@@ -317,8 +317,8 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the log. Locks the log's folder, since every change replaces the
-    log's file."""
+    """Lock the log against other processes. This locks the log's folder, because every change replaces the
+    file."""
     directory = path.resolve().parent
     with ExitStack() as stack:
         try:
@@ -330,7 +330,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """The log's text with its line ends unchanged; "" if the file does not exist."""
+    """The log's text, with its line ends as they are; "" if the file does not exist."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -348,8 +348,7 @@ def _newline(text: str) -> str:
 
 
 def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
-    """The text in which one entry's fields have these values. New fields are added after the entry's last
-    field."""
+    """The text after setting these fields of one entry. New fields follow the entry's last field."""
     entry = next(entry for entry in _entries(path, text) if entry.id == id)
     lines = text.split("\n")
     for name, value in values.items():
@@ -367,8 +366,8 @@ def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
 
 
 def _appended(text: str, tip: Tip) -> str:
-    """The text with a new entry at its end. A comment in the text records the new id as used, so that the id
-    is never reused even if the entry is removed."""
+    """The text with a new entry at its end. A comment in the text records the new id, so it is never reused,
+    even if the entry is removed."""
     newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
     lines = text.split("\n")
     marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]
@@ -383,11 +382,11 @@ def _appended(text: str, tip: Tip) -> str:
 
 
 def _last(text: str) -> int:
-    """The highest number that the log's comment records as used; 0 without this comment."""
+    """The highest number that the log's comment records; 0 if there is no comment."""
     return max((int(found[1]) for line in _lines(text) if (found := LAST.match(line))), default=0)
 
 
 def _write(path: Path, text: str) -> None:
-    for entry in _entries(path, text):  # an unreadable entry would stop every prompt
+    for entry in _entries(path, text):  # an unreadable entry would break every prompt
         assert entry.tip
     write_atomic(path, text)

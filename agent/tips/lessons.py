@@ -1,5 +1,5 @@
-"""Find the lessons in a run's journal: failures that a later attempt or draft fixed, changes that were no
-faster than the kernel that they started from, and tips that the author proposed."""
+"""Find the lessons in a run's journal. They are: failures that a later attempt or draft fixed; changes that
+were no faster than the kernel that they started from; and tips that the author proposed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection for ``failed`` (gate/reason), with its fix. Either a later source of the run passed that
-    gate, or the rejected change was no faster than the kernel that it started from."""
+    """A rejection for ``failed`` (gate/reason), and its fix. Either a later source of the run passed that
+    gate, or the rejected change was no faster than its starting kernel."""
 
     spec: str
     failed: str
@@ -37,14 +37,14 @@ class FixedFailure:
     level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
-        """The lesson in these words, with this failure as its evidence. Raises TipsError for words that no
-        prompt should contain."""
+        """The lesson in these words, with this failure as evidence. Raises TipsError for words that must not
+        enter a prompt."""
         return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 
 @dataclass(frozen=True)
 class ProposedLesson:
-    """A tip in the words of the run's author, and the failure that it was learned from."""
+    """A tip in the words of the run's author, with the failure that taught it."""
 
     lesson: str
     failure: FixedFailure
@@ -52,8 +52,7 @@ class ProposedLesson:
 
 @dataclass(frozen=True)
 class RunLessons:
-    """All lessons of a run. ``told``: the tips that the author proposed, some of which may concern
-    ``failures``."""
+    """All lessons of a run. ``told``: the tips that the author proposed; some may be about ``failures``."""
 
     run: str
     failures: tuple[FixedFailure, ...]
@@ -65,8 +64,8 @@ class RunLessons:
         return tuple(failure for failure in self.failures if failure.failed not in named)
 
     def named(self, failed: str | None) -> FixedFailure:
-        """The failure for ``failed`` (gate/reason), or the run's only failure if ``failed`` is None. Raises
-        TipsError if no failure fits, or several do."""
+        """The failure for ``failed`` (gate/reason); by default the run's only failure. Raises TipsError
+        unless exactly one fits."""
         fitting = [failure for failure in self.failures if failed in (None, failure.failed)]
         if len(fitting) == 1:
             return fitting[0]
@@ -78,7 +77,7 @@ class RunLessons:
 
 
 def learned(name: str) -> RunLessons:
-    """A run's lessons according to its current journal. Raises JournalError."""
+    """A run's lessons, according to its journal so far. Raises JournalError."""
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
@@ -100,12 +99,12 @@ def _judged_sources(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
     attempts = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     for event in events:
         if event.kind in SOURCES:
-            judged = attempts.get(event.key) or Judged(0, event.payload)  # a draft is no attempt
+            judged = attempts.get(event.key) or Judged(0, event.payload)  # a draft is not an attempt
             yield judged.report, judged.source
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
-    """The text that a run's edits started from; None if the run edits no kernel."""
+    """The code that a run's edits started from; None if the run does not edit a kernel."""
     found = next((event.payload for event in events if event.kind == "base"), None)
     if found is None:
         return None
@@ -117,9 +116,9 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[FixedFailure]:
-    """For each gate/reason, the last rejection that was fixed. Its fix is the change from the rejected source
-    to the next one that passed the gate. ``best``: the text to beat at first, which each accepted source
-    replaces. A change that was no faster has this text as its fix if no later source passed the gate."""
+    """For each gate/reason, the last rejection that was fixed. The fix is the difference to the next source
+    that passed the gate. ``best``: the code to beat at first; each accepted source replaces it. A change that
+    was no faster, and that no later source fixed, has this code as its fix."""
     found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -135,15 +134,14 @@ def _failures(
 
 
 def _passed(report: Report, gate: str) -> bool:
-    """Whether a source passed a gate. A source that never reached the gate did not pass it."""
+    """Whether a source passed a gate. A source that did not reach the gate did not pass it."""
     if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
         return GATES.index(report.gate) > GATES.index(gate)
     return any(passed.gate == gate for passed in report.gates)
 
 
 def changed(before: str, after: str) -> str:
-    """The lines that a fix removed and added, joined to one line, without indentation, comments and blank
-    lines."""
+    """The lines that a fix removed and added, on one line, without indentation, comments and blank lines."""
     old, new = (
         [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         for text in (before, after)
@@ -154,8 +152,7 @@ def changed(before: str, after: str) -> str:
 
 
 def _versions(events: Sequence[Event]) -> str:
-    """The versions of PACKAGES in the last report that is not a rejection; "unknown" if the run has no such
-    report."""
+    """The versions of PACKAGES in the last report that is not a rejection; "unknown" if there is none."""
     for event in reversed(events):
         if event.kind in SOURCES:
             report = REPORT.validate_python(event.payload["report"])
@@ -168,8 +165,8 @@ def _versions(events: Sequence[Event]) -> str:
 def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
-    """An author's tip. Its failure is one of the run's failures if the tip names one, else it is in the
-    author's words."""
+    """An author's tip. If it names one of the run's failures, that is its failure; otherwise the failure is
+    in the author's words."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

@@ -1,8 +1,8 @@
-"""Measure whether a tip helps: author the same specs with the tip and without it, with equal limits, and
-compute an interval for the difference.
+"""Measure whether a tip helps: author the same specs with and without it, under equal limits, and compute a
+confidence interval for the difference.
 
-The verdict depends on first attempts, since an author who knows the lesson should avoid the failure at once.
-The verdict is "undecided" unless the 95% interval of the difference excludes 0.
+The verdict depends on first attempts, because an author who knows the lesson should avoid the failure at
+once. The verdict is "undecided" unless the 95% interval excludes 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class TipMeasurement:
-    """The result of measuring a tip. ``first``: runs that passed at the first attempt, which decide the
+    """The result of measuring a tip. ``first``: runs that passed at the first attempt; these decide the
     verdict. ``within``: runs that passed at any attempt within the limit."""
 
     tip: str
@@ -68,9 +68,9 @@ class TipMeasurement:
 
 
 def part(limits: RunLimits, runs: int) -> RunLimits:
-    """The limits of one run: an equal part of a whole measurement's limits. The seconds are divided too,
-    since the runs follow one another. The parts are rounded, so that twice the limits for twice the runs give
-    the same part."""
+    """The limits of one run: an equal part of the whole measurement's limits. The seconds are divided too,
+    because the runs follow one another. The parts are rounded, so that twice the limits for twice the runs
+    give the same parts."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
     parts = replace(shared, seconds=seconds).to_json()
@@ -80,14 +80,14 @@ def part(limits: RunLimits, runs: int) -> RunLimits:
 def measure(
     tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author
 ) -> TipMeasurement:
-    """Author each spec ``repeats`` times with the tip and as often without it. All prompts also have the
+    """Author each spec ``repeats`` times with the tip and as often without it. All prompts also contain the
     other accepted tips of ``known``. Call ``refuse_without_effect`` first."""
     with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # Alternate which arm is first, so that changes over time, such as of a provider's model, affect
-            # both arms.
+            # Alternate which arm is first, so that changes over time (for example of a provider's model)
+            # affect both arms.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
@@ -97,14 +97,13 @@ def measure(
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
-    """The tips in the prompts that contain this tip, and the tips in the prompts that do not."""
+    """The tips in prompts with this tip, and the tips in prompts without it."""
     without = [other for other in in_prompts(known) if other.id != tip.id]
     return sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number), without
 
 
 def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path]) -> None:
-    """Raise TipsError if the prompt of one of the specs is the same with and without the tip, or if there are
-    no specs."""
+    """Raise TipsError if there are no specs, or if a spec's prompt is the same with and without the tip."""
     with_tip, without = _arms(tip, known)
     if tip.level != VOCABULARY:
         raise TipsError(
@@ -126,19 +125,19 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An ``Author`` that starts real runs. If an earlier measurement of the same tip was interrupted, it
-    continues the earlier runs that have the same spec, prompt and options. ``options``: fields of the runs'
-    headers, as for ``generate``."""
+    """An ``Author`` that starts real runs. It continues runs of an interrupted measurement of the same tip
+    that have the same spec, prompt and options. ``options``: header fields of the runs, as for
+    ``generate``."""
 
     tip: Tip
     known: Sequence[Tip]
     options: dict[str, Any]
     listener: Listener
-    total: int  # how many runs the measurement has, with and without the tip
+    total: int  # the number of the measurement's runs, with and without the tip
     measure: Measure | None = None
     told: Callable[[str], None] = print
     taken: list[str] = field(default_factory=list)
-    judged: int = 0  # the number of attempts of all runs so far
+    judged: int = 0  # attempts of all runs so far
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
         from coda_agent.agent.setup import provider_of
@@ -192,9 +191,9 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 
 def _attempts_needed(loop: Loop) -> tuple[int | None, int, str]:
-    """The number of attempts that a run needed to pass (None if it did not pass), the number of judged
-    attempts, and how the run ended in words. A run did not pass if its budget ended it, or if its kernel
-    still awaits a requested measurement."""
+    """The attempts that a run needed to pass (None if it did not pass), the number of judged attempts, and a
+    text about how it ended. A run did not pass if its budget ended it, or if a requested measurement is still
+    missing."""
     try:
         outcome = loop.run()
     except OutOfBudget:

@@ -1,4 +1,4 @@
-"""Show one line on a terminal about the current run while many runs follow one another."""
+"""Show one line on a terminal about the current run, while many runs follow one another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 
 class QuietView:
-    """A listener of loops that shows only the current step, on one line. ``speaks``: whether to also print
-    the provider's own messages, which say where the provider waits for an answer."""
+    """A listener of loops that shows only the current step, on one line. ``speaks``: also print the
+    provider's messages, which say where the provider waits for an answer."""
 
     def __init__(self, console: Console, speaks: bool):
         self.console, self.speaks = console, speaks
