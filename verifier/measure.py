@@ -46,11 +46,9 @@ from coda_agent.verifier.report import (
     CANDIDATE,
     PROTOCOL,
     Finalists,
-    Gate,
     Measured,
     Measurement,
     QuackTuned,
-    Rejected,
     Timing,
     Unmeasured,
 )
@@ -129,35 +127,6 @@ def measure(
         session.lose_workers()
 
 
-def proved(
-    spec: Spec, kernel: KernelSource, timings: Sequence[Timing], *, progress: Progress = silent
-) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
-    """Check a kernel that was tuned and timed under an earlier protocol: run numerics and stability by the
-    current protocol. Returns the passed gates and the seeds of their inputs, or the rejection."""
-    gates = Gates(progress)
-    session = _Session(spec, kernel, MeasureOptions(), gates, _Tuned(timings), {}, None)
-    try:
-        session.prove()
-    except Stop as stop:
-        return stop.rejected
-    finally:
-        session.lose_workers()
-    return tuple(gates.passed), session.seeds()
-
-
-class _Tuned:
-    """A Checkpoint that holds only tuned schedules, taken from timings."""
-
-    def __init__(self, timings: Sequence[Timing]):
-        self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
-
-    def load(self, piece: str) -> dict[str, Any] | None:
-        return {"schedules": self.schedules[piece]} if piece in self.schedules else None
-
-    def save(self, piece: str, found: dict[str, Any]) -> None:
-        pass
-
-
 def start_workers() -> list[Worker]:
     """Start two workers ahead of a measurement, so that they import modules meanwhile: one to check, one to
     time."""
@@ -189,7 +158,10 @@ class _Session:
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
-        self.prove()
+        with gates.gate("numerics") as figures:
+            figures |= self._numerics()
+        with gates.gate("stability") as figures:
+            figures |= self._stability()
         if self.options.sanitize:
             with gates.gate("sanitizer") as figures:
                 figures |= self._sanitized()
@@ -213,13 +185,6 @@ class _Session:
             seeds=self.seeds(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-
-    def prove(self) -> None:
-        """Run the gates that decide whether the kernel is right every time."""
-        with self.gates.gate("numerics") as figures:
-            figures |= self._numerics()
-        with self.gates.gate("stability") as figures:
-            figures |= self._stability()
 
     def seeds(self) -> dict[str, int]:
         """The seeds of all inputs and hidden sizes, by stage."""

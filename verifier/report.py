@@ -29,8 +29,6 @@ PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
 # The version of the measurement protocol, in use since 2026-11-23. Each stricter protocol increments it.
 PROTOCOL = 5
-# the last protocol that tested only typical inputs; its reports stay valid until they are renewed
-TYPICAL_ALONE = 4
 
 CANDIDATE = "candidate"  # the arm that every timing has
 

@@ -26,7 +26,7 @@ from coda_agent.verifier.gpu.checks import REPEATS
 from coda_agent.verifier.gpu.telemetry import unread
 from coda_agent.verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
 from coda_agent.verifier.numerics.sizes import TILE, hidden
-from coda_agent.verifier.report import CANDIDATE, PROTOCOL, TYPICAL_ALONE, Accepted, Ratio, Timing
+from coda_agent.verifier.report import CANDIDATE, PROTOCOL, Accepted, Ratio, Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
@@ -79,7 +79,7 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """Every claim that the report's figures do not support, and every requirement of the protocol that it
     misses."""
-    if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
+    if report.protocol != PROTOCOL:
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
     timings = _timings(name, spec, program, report)
@@ -350,7 +350,7 @@ def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dic
     except _Lacking as lacking:
         return [str(lacking)]
     found = []
-    if proved.families != (wanted := _families(spec, program, report.protocol, case, sizes)):
+    if proved.families != (wanted := _families(spec, program, case, sizes)):
         found.append(
             f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
             f"not on {', '.join(wanted)}"
@@ -384,16 +384,14 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
     return next((g.figures for g in report.gates if g.gate == gate), {})
 
 
-def _families(
-    spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
-) -> tuple[str, ...]:
-    """The families of inputs that a protocol runs on a case; a large case or a single row has fewer."""
-    from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
+def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
+    """The families of inputs that the protocol runs on a case; a large case or a single row has fewer."""
+    from coda_agent.verifier.numerics.inputs import EVERY
 
     if case == ONE_ROW:
         return SINGLE_ROW
     large = any(c.bench for c in spec.cases if c.name == case) and roofline(program, sizes).flops > FEW_FLOPS
-    return ROUTINE if large else tuple(FAMILIES) if protocol == TYPICAL_ALONE else EVERY
+    return ROUTINE if large else EVERY
 
 
 def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
