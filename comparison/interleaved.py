@@ -15,16 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from coda_agent.primitives.system import workers
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import milliseconds, rotating, timed
 from coda_agent.verifier.gpu.worker import cuda_error, report
-
-if TYPE_CHECKING:
-    pass
 
 SAID = 300  # characters of an arm's error
 GATE = "compare"

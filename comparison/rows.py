@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.artifacts import accept, quack_tunings
 from coda_agent.agent.artifacts.accept import is_there
-from coda_agent.agent.reporting.table_rows import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.agent.reporting.table_rows import (
+    GROUPS,
+    RMSNORM_BACKWARD,
+    SQUARE_WEIGHTS,
+    WIDTHS,
+    case_order,
+)
 from coda_agent.comparison import competitors, kernels, session
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH
@@ -221,9 +227,8 @@ def _usual(row: Row) -> bool:
 
 
 def _rows(spec: Spec) -> Iterator[OperatorRow]:
-    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
     measured = [case for case in spec.cases if case.bench]
-    for case in sorted(measured, key=lambda c: order.get(c.name, len(WIDTHS))):
+    for case in sorted(measured, key=lambda case: case_order(case.name)):
         yield OperatorRow(spec, case.name, case.sizes)
     for n in SQUARES:
         if sizes := square(spec.name, n):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import PackageNotFoundError, version
 
-PROVED = {  # the lowest tested version, and the first that is refused
-    "torch": ("2.11", "3"),
-    "quack-kernels": ("0.6.5", "0.7"),
-    "nvidia-cutlass-dsl": ("4.8.1", "5"),
-    "transformers": ("5.24", "6"),
+from packaging.specifiers import SpecifierSet
+
+PROVED = {
+    "torch": ">=2.11,<3",
+    "quack-kernels": ">=0.6.5,<0.7",
+    "nvidia-cutlass-dsl": ">=4.8.1,<5",
+    "transformers": ">=5.24,<6",
 }
 
 
@@ -20,19 +21,10 @@ class UnprovedVersion(ImportError):
 def expect(*packages: str) -> None:
     """Raise UnprovedVersion for packages that are missing or have an untested version."""
     for name in packages:
-        lowest, first = PROVED[name]
-        remedy = f"pip install '{name}>={lowest},<{first}'"
+        proved = f"{name}{PROVED[name]}"
         try:
             found = version(name)
         except PackageNotFoundError:
-            raise UnprovedVersion(f"fused needs {name}: {remedy}") from None
-        if not _parts(lowest) <= _parts(found) < _parts(first):
-            raise UnprovedVersion(
-                f"fused was proved with {name} {lowest} to below {first}; this is {found}: {remedy}"
-            )
-
-
-def _parts(text: str) -> list[int]:
-    """The numbers of a release, such as 2, 13, 0 for 2.13.0+cpu."""
-    release = re.match(r"\d+(\.\d+)*", text)
-    return [int(part) for part in release[0].split(".")] if release else []
+            raise UnprovedVersion(f"fused needs {name}: pip install '{proved}'") from None
+        if not SpecifierSet(PROVED[name]).contains(found, prereleases=True):
+            raise UnprovedVersion(f"fused was proved with {proved}; this is {found}: pip install '{proved}'")

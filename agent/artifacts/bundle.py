@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -308,38 +309,36 @@ def _measure_on(
     )
 
 
+@contextmanager
+def _refusing(path: Path, entry: PackedKernel, what: str) -> Iterator[None]:
+    """Read one part of an entry in the block. Raises InvalidInput, which names the bundle's ``path``, the run
+    and the part, if the part is damaged."""
+    try:
+        yield
+    except (CompileError, ProgramError, ValueError) as error:
+        raise InvalidInput(f"{path}: run {entry.run}: {what} is refused: {error}; bundle it again") from None
+
+
 def _unpack(path: Path, entry: PackedKernel, kernel: KernelSource) -> None:
     from coda_agent.primitives.raw import unpack
 
-    try:
+    with _refusing(path, entry, "an object"):
         unpack(kernel.lowered, entry.objects)
-    except CompileError as error:
-        raise InvalidInput(
-            f"{path}: run {entry.run}: an object is refused: {error}; bundle it again"
-        ) from None
 
 
 def _schedules(path: Path, entry: PackedKernel) -> dict[str, Known]:
     from coda_agent.verifier.incumbent import parse_schedules
 
-    try:
+    with _refusing(path, entry, "a known schedule"):
         return parse_schedules(entry.known)
-    except (ProgramError, ValueError) as error:
-        raise InvalidInput(
-            f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
-        ) from None
 
 
 def _quack(path: Path, entry: PackedKernel) -> dict[str, QuackTuned]:
     from coda_agent.verifier.baselines.quack import parsed
 
-    try:
+    with _refusing(path, entry, "a schedule of QuACK's"):
         for case in entry.quack.values():
             parsed(case.arms)
-    except ValueError as error:
-        raise InvalidInput(
-            f"{path}: run {entry.run}: a schedule of QuACK's is refused: {error}; bundle it again"
-        ) from None
     return entry.quack
 
 
@@ -348,28 +347,22 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
 
     if entry.kept is None:
         return None
-    try:
+    with _refusing(path, entry, "the kernel to beat"):
         kernel = KernelSource.from_json(dict(entry.kept), spec.signature())
         steps = {str(gemm.step) for gemm in kernel.lowered.gemms}
         for case in (case.name for case in spec.cases if case.bench):
             if steps - entry.kept.schedules.get(case, {}).keys():
                 raise ValueError(f"it has no schedule of every step at case {case}")
         return Incumbent.parsed(kernel, entry.kept.schedules, entry.kept.finalists)
-    except (ProgramError, ValueError) as error:
-        raise InvalidInput(
-            f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
-        ) from None
 
 
 def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
     """Lower an entry's program again on this machine, and compare the hashes with those of the machine that
     checked it. Raises InvalidInput if they differ."""
     spec = _spec(path, entry)
-    try:
+    with _refusing(path, entry, "its program"):
         kernel = KernelSource.from_json(dict(entry), spec.signature())
         hashes = (spec.hash, kernel.program.hash, kernel.lowered.hash)
-    except ProgramError as error:
-        raise InvalidInput(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
     expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
     for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
         if here != there:

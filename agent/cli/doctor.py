@@ -14,9 +14,11 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
 
 from coda_agent.agent import providers
 from coda_agent.agent.extras import EXTRAS
@@ -89,36 +91,6 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     return Finding("python", "broken", f"{said}, too old", f"use Python {wanted} or later")
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A package with its version range: the oldest version known to work, and the first one known not to
-    work."""
-
-    name: str
-    at_least: str = ""
-    below: str = ""
-
-    def __str__(self) -> str:
-        bounds = [f">={self.at_least}" if self.at_least else "", f"<{self.below}" if self.below else ""]
-        return self.name + ",".join(b for b in bounds if b)
-
-
-_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*([^;]*)(;.*)?")
-
-
-def parse_requirement(text: str) -> Requirement | None:
-    """Parse text such as ``"quack-kernels>=0.6.5,<0.7"``; None for a package that belongs to an extra."""
-    found = _REQUIREMENT.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is no requirement; write such as rich>=15,<16")
-    name, bounds, marker = found.groups()
-    if marker and "extra" in marker:
-        return None
-    least = re.search(r">=\s*([\w.]+)", bounds)
-    below = re.search(r"<\s*([\w.]+)", bounds)
-    return Requirement(name, least[1] if least else "", below[1] if below else "")
-
-
 def requirements() -> list[Requirement]:
     """The project's declared packages: from the checkout's pyproject.toml, else from the installed metadata.
     """
@@ -126,15 +98,7 @@ def requirements() -> list[Requirement]:
         declared = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
         declared = importlib.metadata.requires(PROJECT) or []
-    return [r for r in map(parse_requirement, declared) if r is not None]
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version such as "2.13.0+cpu", without trailing zeros, tags and builds."""
-    numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    return [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate()]
 
 
 def packages() -> list[Finding]:
@@ -153,10 +117,8 @@ def package(wanted: Requirement) -> Finding:
         found = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(wanted.name, "missing", "not installed", remedy)
-    if release(found) < release(wanted.at_least):
-        return Finding(wanted.name, "broken", f"{found}; needs {wanted.at_least} or later", remedy)
-    if wanted.below and release(found) >= release(wanted.below):
-        return Finding(wanted.name, "broken", f"{found}; needs a version below {wanted.below}", remedy)
+    if not wanted.specifier.contains(found, prereleases=True):
+        return Finding(wanted.name, "broken", f"{found}; needs {wanted.specifier}", remedy)
     return Finding(wanted.name, "ok", found)
 
 

@@ -123,23 +123,11 @@ class Turn:
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Turn:
-        """The inverse of `to_json`. Raises ValueError, which names the missing field, or the field of a wrong
-        type."""
-        for field in ("text", "author", "stop_reason"):
-            if not isinstance(data.get(field), str):
-                raise ValueError(f"an answer needs {field!r} as a string, not {data.get(field)!r}")
-        usage = data.get("usage", {})
-        try:
-            spent = Usage(**usage)
-        except TypeError:
-            raise ValueError(f"an answer's 'usage' holds token counts by name, not {usage!r}") from None
-        try:
-            calls = tuple(ToolCall(**call) for call in data.get("calls", ()))
-        except TypeError:
-            raise ValueError(f"an answer's 'calls' are id, name and input, not {data['calls']!r}") from None
-        blocks = tuple(data.get("blocks", ()))
-        return cls(data["text"], spent, data["author"], data["stop_reason"], calls, blocks)
+    def from_json(cls, data: Mapping[str, Any]) -> Turn:
+        """The inverse of `to_json`. `agent.run.record` has validated what a journal or recording holds."""
+        calls = tuple(ToolCall(**call) for call in data.get("calls", ()))
+        usage, blocks = Usage(**data.get("usage", {})), tuple(data.get("blocks", ()))
+        return cls(data["text"], usage, data["author"], data["stop_reason"], calls, blocks)
 
 
 class Charge(Protocol):

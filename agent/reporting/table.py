@@ -23,9 +23,12 @@ from coda_agent.agent.reporting.table_rows import (
     WIDTHS,
     MeasuredCase,
     RunRow,
+    counted,
+    in_processes,
     order,
     rows_of,
     run_row,
+    span,
 )
 from coda_agent.agent.run.record import recording
 from coda_agent.primitives.errors import InvalidInput
@@ -145,10 +148,6 @@ def _operator_tables(tables: Tables) -> str:
     return "\n".join([_provenance(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
 
 
-def _processes(least: int, most: int) -> str:
-    return "one process" if most == 1 else f"each of {_span(least, most)} processes"
-
-
 def _provenance(reports: Sequence[Accepted]) -> str:
     """A line on what was measured, on which devices and when. If reports differ in a value, the line lists
     all of its values."""
@@ -162,10 +161,10 @@ def _provenance(reports: Sequence[Accepted]) -> str:
     every = [timing for report in reports for timing in report.timings]
     rounds, processes = sorted(t.rounds for t in every), sorted(t.processes for t in every)
     return (
-        f"{_count(len(reports), 'operator')} on {each(conditions, 'gpu')} "
+        f"{counted(len(reports), 'operator')} on {each(conditions, 'gpu')} "
         f"(driver {each(conditions, 'driver')}, PyTorch {each(conditions, 'torch')}, {', '.join(versions)}), "
-        f"{_span(days[0], days[-1])}, {_span(rounds[0], rounds[-1])} rounds "
-        f"in {_processes(processes[0], processes[-1])}.\n"
+        f"{span(days[0], days[-1])}, {span(rounds[0], rounds[-1])} rounds "
+        f"in {in_processes(processes[0], processes[-1])}.\n"
     )
 
 
@@ -232,7 +231,7 @@ def _host(reports: Sequence[Accepted]) -> str:
     if not calls:
         return ""
     ours, bare = (
-        _span(f"{min(times):.1f}", f"{max(times):.1f}")
+        span(f"{min(times):.1f}", f"{max(times):.1f}")
         for times in ([host[arm] for host in calls.values()] for arm in ("candidate", CUBLAS))
     )
     missed = [
@@ -281,12 +280,4 @@ def _rate(tables: Tables, tries: int) -> str:
 def _share(runs: Sequence[RunRow], tries: int) -> str:
     passed, total = success(runs, tries), len(runs)
     low, high = wilson(passed, total)
-    return f"{passed} of {_count(total, 'run')}, {passed / total:.0%} [{low:.1%}, {high:.1%}],"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def _span(low: object, high: object) -> str:
-    return f"{low} to {high}" if low != high else f"{low}"
+    return f"{passed} of {counted(total, 'run')}, {passed / total:.0%} [{low:.1%}, {high:.1%}],"

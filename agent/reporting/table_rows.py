@@ -138,18 +138,22 @@ class RunRow:
 
 
 def order(operator: str) -> tuple[int, str]:
+    """A sort key: an operator's place in ``GROUPS``, and others last, by name."""
     return _PLACE.get(operator, len(_PLACE)), operator
 
 
-def _cases(report: Accepted) -> list[Timing]:
-    """Sort a report's cases: the widths of real models first, decoding last, the others in the spec's
-    order."""
-    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
-    return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
+def case_order(case: str) -> int:
+    """A sort key: the widths of real models come first and decoding comes last; the other cases keep the
+    spec's order."""
+    return WIDTHS.index(case) if case in WIDTHS else len(WIDTHS) + (case == DECODE)
 
 
 def rows_of(reports: Iterable[Accepted]) -> tuple[MeasuredCase, ...]:
-    return tuple(_row(report.identity.spec, timing) for report in reports for timing in _cases(report))
+    return tuple(
+        _row(report.identity.spec, timing)
+        for report in reports
+        for timing in sorted(report.timings, key=lambda timing: case_order(timing.case))
+    )
 
 
 def _row(operator: str, timing: Timing) -> MeasuredCase:
@@ -196,3 +200,18 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
         tips=sum(e.kind == TIP for e in events),
         accepted=header["run"] in accepted,
     )
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number of things in words: 1 row, 2 rows."""
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def span(low: object, high: object) -> str:
+    """A range in words, which is one value if both ends are equal."""
+    return f"{low} to {high}" if low != high else f"{low}"
+
+
+def in_processes(least: int, most: int) -> str:
+    """The number of processes that measured, in words."""
+    return "one process" if most == 1 else f"each of {span(least, most)} processes"

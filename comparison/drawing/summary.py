@@ -12,7 +12,16 @@ from itertools import count
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from coda_agent.agent.reporting.table_rows import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.agent.reporting.table_rows import (
+    GROUPS,
+    RMSNORM_BACKWARD,
+    SQUARE_WEIGHTS,
+    WIDTHS,
+    counted,
+    in_processes,
+    order,
+    span,
+)
 from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
 from coda_agent.comparison.drawing.cells import Cell, TableRow, current_sessions
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
@@ -29,7 +38,6 @@ FEWEST = 2  # processes for a decision, since a single process shows no variatio
 ALONE, DOUBTED = "‡", "§"  # marks of a ratio from one process, and of an impossible time
 BELOW = 0.05  # the share by which a time may fall below the roofline, since ceilings are measured
 NOTHING = "Nothing has been measured yet."
-_PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
 
 
 Outcome = Literal["win", "tie", "loss", "undecided"]
@@ -121,13 +129,13 @@ class Tally:
 
     def __str__(self) -> str:
         *told, last = [
-            _count(count, outcome, PLURALS[outcome])
+            counted(count, outcome, PLURALS[outcome])
             for outcome in OUTCOMES
             if (count := self.count(outcome)) or outcome != "undecided"
         ]
-        of = "whole layers" if self.name == LAYERS else _count(len(self.operators), "operator")
+        of = "whole layers" if self.name == LAYERS else counted(len(self.operators), "operator")
         return (
-            f"{', '.join(told)} and {last} in {_count(len(self.rows), 'row')} of {of} "
+            f"{', '.join(told)} and {last} in {counted(len(self.rows), 'row')} of {of} "
             f"(geometric mean {self.average})"
         )
 
@@ -243,7 +251,7 @@ class CheckedClaim:
         if not self.rows:
             return "not in these rows"
         ratios = [row.ratio.estimate for row in self.rows]
-        return f"{min(ratios):.3f} to {max(ratios):.3f} in {_count(len(ratios), 'row')}"
+        return f"{min(ratios):.3f} to {max(ratios):.3f} in {counted(len(ratios), 'row')}"
 
     @property
     def verdict(self) -> str:
@@ -354,7 +362,7 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
     return sorted(
         lines,
         key=lambda line: (
-            _PLACES.get(line.operator, len(_PLACES)),
+            order(line.operator)[0],
             first[line.operator],
             widths.get(line.case, len(widths)),
         ),
@@ -376,14 +384,12 @@ def conditions_text(results: Results) -> str:
     days = sorted(session.date[:10] for session in sessions)
     rounds = sorted(len(arm.milliseconds) for session in sessions for arm in session.arms.values())
     processes = [len({s.process for s in sessions if s.row == row}) for row in {s.row for s in sessions}]
-    most = max(processes)
-    each = "one process" if most == 1 else f"each of {_span(min(processes), most)} processes"
     device = " ".join(
         [_each(conditions, "gpu") or "an unknown device", *([f"({', '.join(parts)})"] if parts else [])]
     )
     return (
-        f"{_count(len(processes), 'row')} on {device}, {_span(days[0], days[-1])}, "
-        f"{_span(rounds[0], rounds[-1])} rounds in {each} a row."
+        f"{counted(len(processes), 'row')} on {device}, {span(days[0], days[-1])}, "
+        f"{span(rounds[0], rounds[-1])} rounds in {in_processes(min(processes), max(processes))} a row."
     )
 
 
@@ -397,11 +403,3 @@ def _versions(conditions: Iterable[Mapping[str, Any]]) -> list[str]:
         for name, version in versions.items() if isinstance(versions, Mapping) else ():
             found.setdefault(str(name), set()).add(str(version))
     return [f"{name} {' and '.join(sorted(found[name]))}" for name in sorted(found) if name != "torch"]
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def _span(low: object, high: object) -> str:
-    return f"{low} to {high}" if low != high else f"{low}"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console, RenderableType
 
 from coda_agent.agent import providers
 from coda_agent.agent.cli import doctor
-from coda_agent.agent.cli.doctor import Requirement
 from coda_agent.agent.finding import Finding
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox import jail
@@ -115,22 +115,22 @@ def test_only_hopper_is_a_device_to_measure_on() -> None:
 )  # fmt: skip
 def test_versions_compare_as_numbers(monkeypatch: pytest.MonkeyPatch, installed: str, status: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
-    found = doctor.package(Requirement("quack-kernels", "0.6.5", "0.7"))
+    found = doctor.package(Requirement("quack-kernels>=0.6.5,<0.7"))
     assert found.status == status
-    assert found.remedy == ("" if status == "ok" else "pip install 'quack-kernels>=0.6.5,<0.7'")
+    assert found.remedy == ("" if status == "ok" else "pip install 'quack-kernels<0.7,>=0.6.5'")
 
 
 def test_requirements_are_the_projects_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     declared = {r.name: r for r in doctor.requirements()}
-    assert declared["quack-kernels"] == Requirement("quack-kernels", "0.6.5", "0.7")
+    assert declared["quack-kernels"] == Requirement("quack-kernels>=0.6.5,<0.7")
     assert "pytest" not in declared
     monkeypatch.setattr(doctor, "PYPROJECT", tmp_path / "none.toml")
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["rich>=15", 'mypy>=2; extra == "test"'])
-    assert doctor.requirements() == [Requirement("rich", "15")]
+    assert doctor.requirements() == [Requirement("rich>=15")]
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.package(Requirement("coda-agent-has-no-such-package", "1"))
+    found = doctor.package(Requirement("coda-agent-has-no-such-package>=1"))
     assert (found.status, found.remedy) == ("missing", "pip install 'coda-agent-has-no-such-package>=1'")
     assert doctor.python((3, 10, 9)).status == "broken"
     assert doctor.python(sys.version_info[:3]).status == "ok"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asking import ASK, KEY, TALK
@@ -24,20 +23,6 @@ def test_usage_adds_up() -> None:
 def test_a_turn_survives_json() -> None:
     turn = Turn("text", Usage(1, 2, 3, 4), "someone via handoff", "end_turn")
     assert Turn.from_json(turn.to_json()) == turn
-
-
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"author": "a", "stop_reason": "s"}, "'text'"),
-        ({"text": "t", "author": 3, "stop_reason": "s"}, "'author'"),
-        ({"text": "t", "author": "a", "stop_reason": "s", "usage": {"tokens": 1}}, "'usage'"),
-        ({"text": "t", "author": "a", "stop_reason": "s", "usage": 5}, "'usage'"),
-    ],
-)
-def test_a_damaged_answer_names_its_field(data: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Turn.from_json(data)
 
 
 def test_an_unknown_provider_lists_the_known() -> None:
