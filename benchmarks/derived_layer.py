@@ -35,6 +35,7 @@ from coda_agent.primitives.derive import Derived, chains, derive
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.benchmark import milliseconds, timed
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
@@ -216,32 +217,26 @@ def table(found: Mapping[str, Any]) -> str:
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines: list[list[object]] = []
     for width, entry in found.items():
         for part in PASSES:
             samples = [entry["times"][f"{arm}: {part}"] for arm in arms]
             medians = [f"{statistics.median(each):.3f}" for each in samples]
-            gains = [_interval(samples[index], samples[-1]) for index in (0, 1)]
-            lines.append(f"| {' | '.join([width, part, *medians, *gains])} |")
-    return "\n".join(lines)
-
-
-def _interval(times: Sequence[float], over: Sequence[float]) -> str:
-    found = ratio(times, over)
-    return f"{found.estimate:.3f} [{found.low:.3f}, {found.high:.3f}]"
+            lines.append([width, part, *medians, *(ratio(each, samples[-1]) for each in samples[:2])])
+    return markdown_table(titles, lines)
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
     """A table of the time of forward and backward minus the time of attention, which runs alike in all
     arms."""
-    lines = ["| width | attention, ms | rest of torch.compile, ms | rest of derived, ms | ratio |"]
-    lines.append("|---|---|---|---|---|")
+    lines = []
     for width, entry in found.items():
         times = {n: statistics.median(samples) for n, samples in entry["times"].items()}
         alone = times[ATTENTION]
         theirs, ours = (times[f"{arm}: {PASSES[-1]}"] - alone for arm in (COMPILE, DERIVED))
-        lines.append(f"| {width} | {alone:.3f} | {theirs:.3f} | {ours:.3f} | {theirs / ours:.3f} |")
-    return "\n".join(lines)
+        lines.append([width, *(f"{each:.3f}" for each in (alone, theirs, ours, theirs / ours))])
+    titles = ["width", "attention, ms", "rest of torch.compile, ms", "rest of derived, ms", "ratio"]
+    return markdown_table(titles, lines)
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -250,7 +245,7 @@ def page(found: Mapping[str, Any]) -> str:
     dates = sorted({entry["date"][:10] for entry in found.values()})
     versions = ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda"))
     errors = [
-        f"| {width} | {arm} | {name} | {error:.4f} |"
+        [width, arm, name, f"{error:.4f}"]
         for width, entry in found.items()
         for arm, each in entry["agreement"].items()
         for name, error in [max(each.items(), key=lambda item: item[1])]
@@ -259,7 +254,7 @@ def page(found: Mapping[str, Any]) -> str:
         where=f"{where['gpu']}, {versions}, {' and '.join(dates)}",
         times=table(found),
         rest=without_attention(found),
-        errors="\n".join(errors),
+        errors=markdown_table(["width", "arm", "result", "error"], errors),
     )
 
 
@@ -280,22 +275,17 @@ Derivation now compares all bytes at 16,384 tokens, so they ride on the data gra
 bytes at 1B, 7B and 70B, not measured yet.
 
 {times}
-
 ## Without attention
 
 Attention runs alike in all arms. The medians of both passes less that of attention by itself:
 
 {rest}
-
 ## Agreement
 
 The largest error of a result beside the hand-arranged layer's, over its RMS. Rounding to bf16 alone makes
 about 0.002.
 
-| width | arm | result | error |
-|---|---|---|---|
-{errors}
-"""
+{errors}"""
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -32,6 +32,7 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.gradients import errors
 from coda_agent.verifier.numerics.values import trial
@@ -318,18 +319,13 @@ LAYER = ["width", "backward", "moved, GB", "fewer than by hand", "widths a token
 # The page
 
 
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = "|" + "---|" * len(titles)
-    return "\n".join([f"| {' | '.join(titles)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
-
-
 def page() -> str:
     date, versions = datetime.now(UTC).date().isoformat(), f"torch {torch.__version__}"
     return PAGE.format(
         where=f"{date}, Python {platform.python_version()}, {versions}, a CPU ({platform.machine()})",
-        operators=table(OPERATORS, [row for name in operators() for row in operator(name)]),
-        hands=table(HAND_TITLES, hand_rows()),
-        layer=table(LAYER, layer_rows()),
+        operators=markdown_table(OPERATORS, [row for name in operators() for row in operator(name)]),
+        hands=markdown_table(HAND_TITLES, hand_rows()),
+        layer=markdown_table(LAYER, layer_rows()),
     )
 
 
@@ -346,13 +342,11 @@ the forward's results. *Least*: if the whole reads each input once and writes ea
 largest error of a gradient beside fp64 autograd of the spec's reference, over its RMS, nothing rounded.
 
 {operators}
-
 ## Compared with the hand-authored backwards
 
 The same gradients, from a hand-authored kernel with plain products and passes around it, and derived.
 
 {hands}
-
 ## A layer
 
 The backward of the comparison's Transformer layer outside attention, 16,384 tokens. *By hand*: accepted
@@ -360,8 +354,7 @@ kernels as people arranged them (`benchmarks/by_hand/layer.py`), the rotation's 
 `torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100. *Without weights*:
 less the bytes of each weight read once and its gradient written once, which no arrangement saves.
 
-{layer}
-"""
+{layer}"""
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -32,6 +32,7 @@ from coda_agent.comparison.layers.plain import Differentiated, Function, Rotary,
 from coda_agent.comparison.layers.shape import Drawn, Shape, Weights, draw, rotary
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import student_quantile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,11 +211,11 @@ def interval(values: list[float]) -> str:
 def table(found: Iterable[Mapping[str, Mapping[str, float]]], values: Iterable[str]) -> str:
     """A Markdown table in percent, with one line per arm and one column per value."""
     several, columns = list(found), list(values)
-    lines = [f"| arm | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for arm in several[0]:
-        cells = [interval([f[arm][v] for f in several]) if v in several[0][arm] else "–" for v in columns]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [arm, *(interval([f[arm][v] for f in several]) if v in first else None for v in columns)]
+        for arm, first in several[0].items()
+    ]
+    return markdown_table(["arm", *columns], lines)
 
 
 VALUES = {mlp: ("y", "d x", "d gate_up", "d down"), layer: ("y", "d x", "d qkv", "d out", "d down")}

@@ -27,6 +27,7 @@ from benchmarks.fp8_accuracy import END, program, rows
 from coda_agent.comparison.layers.plain import rmsnorm
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.benchmark import milliseconds, timed
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
@@ -128,13 +129,12 @@ def measured(width: str) -> dict[str, Any]:
 
 def table(found: Mapping[str, Any]) -> str:
     """A Markdown table: the other arms' time over ours, with 95% intervals, and the errors in percent."""
-    lines = ["| width | arm | time over fused | error, % |", "|---|---|---|---|"]
-    for width, entry in found.items():
-        for name, samples in entry["times"].items():
-            gain = ratio(samples, entry["times"][OURS])
-            said = f"{gain.estimate:.3f} [{gain.low:.3f}, {gain.high:.3f}]"
-            lines.append(f"| {width} | {name} | {said} | {100 * entry['errors'][name]:.2f} |")
-    return "\n".join(lines)
+    lines = [
+        [width, name, ratio(samples, entry["times"][OURS]), f"{100 * entry['errors'][name]:.2f}"]
+        for width, entry in found.items()
+        for name, samples in entry["times"].items()
+    ]
+    return markdown_table(["width", "arm", "time over fused", "error, %"], lines)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.runtime import launch
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 
@@ -47,15 +48,14 @@ def main(arguments: list[str]) -> None:
     if "--json" in arguments:
         print(json.dumps({"where": device() if on_gpu else "CPU, stand-ins", "kernels": rows}, indent=1))
         return
-    print("| kernel | steps | call, us | operator, us | torch.mm, us | over torch.mm | more, us a step |")
-    print("|---|---|---|---|---|---|---|")
+    lines: list[list[object]] = []
     for name, row in rows.items():
         times, low, high = row["ratio"]
-        more = (row["call"] - row["mm"]) / row["steps"]
-        print(
-            f"| `{name}` | {row['steps']} | {row['call']:.1f} | {row['operator']:.1f} | {row['mm']:.1f} "
-            f"| {times:.2f} [{low:.2f}, {high:.2f}] | {more:.1f} |"
-        )
+        taken = [f"{row[each]:.1f}" for each in ("call", "operator", "mm")]
+        more = f"{(row['call'] - row['mm']) / row['steps']:.1f}"
+        lines.append([f"`{name}`", row["steps"], *taken, f"{times:.2f} [{low:.2f}, {high:.2f}]", more])
+    titles = ["kernel", "steps", "call, us", "operator, us", "torch.mm, us", "over torch.mm"]
+    print(markdown_table([*titles, "more, us a step"], lines), end="")
 
 
 def accepted() -> list[str]:

@@ -29,6 +29,7 @@ from benchmarks.training import SAID, command, model, sharing
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 
@@ -223,18 +224,15 @@ def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
 def table(found: Mapping[str, Any]) -> str:
     """A table of milliseconds per token and host microseconds per call, and of the speed relative to
     ``torch.compile``."""
-    lines = ["| model | sequences | arm | ms a token | host, us a call | speed over torch.compile |"]
-    lines.append("|---|---|---|---|---|---|")
+    titles = ["model", "sequences", "arm", "ms a token", "host, us a call", "speed over torch.compile"]
+    lines: list[list[object]] = []
     for kind, entry in found.items():
         for batch, times in entry["batches"].items():
             for name, each in times["token"].items():
+                taken, host = statistics.median(each), statistics.median(times["host"][name])
                 over = ratio(times["token"].get(COMPILED, each), each)
-                lines.append(
-                    f"| {kind} | {batch} | {name} | {statistics.median(each):.3f} "
-                    f"| {statistics.median(times['host'][name]):.0f} "
-                    f"| {over.estimate:.3f} [{over.low:.3f}, {over.high:.3f}] |"
-                )
-    return "\n".join(lines)
+                lines.append([kind, batch, name, f"{taken:.3f}", f"{host:.0f}", over])
+    return markdown_table(titles, lines)
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -270,7 +268,6 @@ The next token of a Hugging Face model in bf16 (parameters, {sizes}) over a stat
 medians, ratios with 95% intervals. The host time is that of one call, on an idle GPU.
 
 {table}
-
 The logits of every arm are within {apart:.3f} of the unpatched model's, relative.
 
 {failures}"""

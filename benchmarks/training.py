@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import MIN_ROUNDS, ratio
 
@@ -278,19 +279,16 @@ def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
 def table(found: Mapping[str, Any]) -> str:
     """A table of tokens per second and peak memory by model and arm, and of the speed relative to the fastest
     arm that is not ours."""
-    lines = ["| model | arm | ms a step | tokens a second | peak, GiB | speed over the best of theirs |"]
-    lines.append("|---|---|---|---|---|---|")
+    titles = ["model", "arm", "ms a step", "tokens a second", "peak, GiB", "speed over the best of theirs"]
+    lines: list[list[object]] = []
     for kind, entry in found.items():
         medians = {name: statistics.median(each) for name, each in entry["times"].items()}
         best = min((n for n in medians if n in THEIRS), key=lambda n: medians[n])
         for name, each in entry["times"].items():
-            over = ratio(entry["times"][best], each)
-            lines.append(
-                f"| {kind} | {name} | {medians[name]:.1f} | {entry['tokens'] / medians[name] * 1000:,.0f} "
-                f"| {entry['peak'][name] / 2**30:.1f} "
-                f"| {over.estimate:.3f} [{over.low:.3f}, {over.high:.3f}] |"
-            )
-    return "\n".join(lines)
+            taken, tokens = f"{medians[name]:.1f}", f"{entry['tokens'] / medians[name] * 1000:,.0f}"
+            peak = f"{entry['peak'][name] / 2**30:.1f}"
+            lines.append([kind, name, taken, tokens, peak, ratio(entry["times"][best], each)])
+    return markdown_table(titles, lines)
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -315,19 +313,19 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _losses(found: Mapping[str, Any]) -> str:
-    lines = ["| model | steps | first loss | last loss | agree for | largest difference then | afterwards |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    titles = ["model", "steps", "first loss", "last loss", "agree for"]
+    titles += ["largest difference then", "afterwards"]
+    lines: list[list[object]] = []
     for kind, entry in found.items():
         if len(entry["losses"]) == 2:
             (one, first), (other, second) = entry["losses"].items()
             apart = [abs(a - b) for a, b in zip(first, second, strict=True)]
             steps = next((i for i, each in enumerate(apart) if each > PARTED), len(apart))
-            after = f"{max(apart[steps:]):.2f}" if steps < len(apart) else "–"
-            lines.append(
-                f"| {kind} | {len(first)} | {first[0]:.4f} | {one} {first[-1]:.4f}, {other} {second[-1]:.4f} "
-                f"| {steps} steps | {max(apart[:steps], default=0.0):.4f} | {after} |"
-            )
-    return "\n".join(lines)
+            last = f"{one} {first[-1]:.4f}, {other} {second[-1]:.4f}"
+            most = f"{max(apart[:steps], default=0.0):.4f}"
+            after = f"{max(apart[steps:]):.2f}" if steps < len(apart) else None
+            lines.append([kind, len(first), f"{first[0]:.4f}", last, f"{steps} steps", most, after])
+    return markdown_table(titles, lines)
 
 
 PAGE = """# Training with fused parts
@@ -339,7 +337,6 @@ A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} seque
 medians, ratios with 95% intervals. The arms that recompute are eager.
 
 {table}
-
 Peak memory is the most that PyTorch allocated in a step, parameters and optimizer included.
 
 ## Losses
@@ -350,7 +347,6 @@ model begins to learn the rule of this text, and small differences grow. A run i
 shows that they agree before; whether one of them is less stable takes several seeds.
 
 {losses}
-
 {failures}"""
 
 

@@ -35,6 +35,9 @@ class Interval:
     bootstrap: tuple[float, float]
     student: tuple[float, float]
 
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from benchmarks.layer_profile.ledger import (
     peak,
     rows,
 )
-from coda_agent.agent.reporting.charts import ANONYMOUS, STYLE
+from coda_agent.agent.reporting.charts import image, styled
 from coda_agent.comparison.competitors import PROGRAM
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import NONE, markdown_table
@@ -116,8 +115,7 @@ def _times(entry: Mapping[str, Any]) -> str:
         arm, _, what = key.partition(": ")
         over = NONE
         if arm != PROGRAM and len(found) >= MIN_ROUNDS:
-            known = ratio(found, times[f"{PROGRAM}: {what}"])
-            over = f"{known.estimate:.3f} [{known.low:.3f}, {known.high:.3f}]"
+            over = str(ratio(found, times[f"{PROGRAM}: {what}"]))
         spread = f"{median(found):.3f} [{min(found):.3f}, {max(found):.3f}]"
         table.append([what, arm, spread, over, str(len(found))])
     table.sort(key=lambda row: row[0])
@@ -242,13 +240,11 @@ def _short(name: str) -> str:
 
 def chart(name: str, entry: Mapping[str, Any]) -> bytes:
     """An SVG: one bar per arm's backward, with one segment per kernel in launch order."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     found = {arm: rows(entry, arm) for arm in entry["backward"]}
-    with rc_context(STYLE):
+    with styled():
         figure = Figure(figsize=(11, 1.1 + 0.95 * len(found)), layout="constrained")
         axes = figure.subplots()
         most = max((sum(groups(own).values()) for own in found.values()), default=1.0)
@@ -262,9 +258,7 @@ def chart(name: str, entry: Mapping[str, Any]) -> bytes:
         there = [g for g in GROUPS if any(row.share.group == g for own in found.values() for row in own)]
         handles = [Patch(color=COLOURS[g], label=g) for g in there]
         figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False)
-        buffer = BytesIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=ANONYMOUS["svg"])
-    return buffer.getvalue()
+        return image(figure)
 
 
 def _bar(axes: Axes, place: int, own: Sequence[BackwardPart], most: float) -> None:
