@@ -1,4 +1,4 @@
-"""``python -m benchmarks.campaign``: count the mutants of accepted programs that the verifier rejects."""
+"""``python -m benchmarks.campaign``: count the mutants of correct programs that the verifier rejects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from benchmarks.campaign.graph import accepted
+from benchmarks.campaign.graph import correct
 from benchmarks.campaign.judge import CampaignTask, Result, applies
 from benchmarks.campaign.mutations import mutate
 from benchmarks.campaign.pool import run
@@ -55,7 +55,7 @@ def _arguments() -> argparse.Namespace:
 def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
     """The programs and the kinds that ``--only`` names. If it names no program, all programs; if it names no
     kind, all kinds."""
-    known, every = accepted(), [*mutate.KINDS, *rewrite.KINDS]
+    known, every = correct(), [*mutate.KINDS, *rewrite.KINDS]
     if unknown := set(given or ()) - {*known, *every}:
         raise SystemExit(
             f"--only {min(unknown)!r} is neither a program nor one of the kinds: {'; '.join(every)}"

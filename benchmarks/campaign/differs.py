@@ -19,6 +19,7 @@ from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
 AIMED = 24  # draws that aim at the values in a mutant's conditions
+INTEGERS = ("integers", "offsets")  # inits of inputs that mean places
 STEPS = 4  # steps by which a draw approaches such a value
 
 
@@ -96,8 +97,8 @@ class Judge:
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
         """A changed draw that brings a node's values near ``value``, by scaling or replacing an input on
         which the node depends."""
-        # Integer inputs such as target indices are not scaled, since that has no meaning.
-        names = [n for n in self._read(node) if self.spec.inputs[n].init.integers is None]
+        # Target indices and offsets are not scaled, since that has no meaning.
+        names = [n for n in self._read(node) if self.spec.inputs[n].init.form not in INTEGERS]
         if not names:
             return draw
         name = random.choice(names)

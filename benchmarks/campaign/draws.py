@@ -14,12 +14,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
+WIDE = 16  # a dim that counts blocks of more columns than this is small
 SCALED = 90  # the number of draws at other magnitudes
 MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
@@ -50,12 +50,11 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
     """Random sizes of a few dozen at most. Static dims have the sizes that one of the spec's cases gives
     them."""
     static = random.choice(spec.cases).sizes
-    heads = {n for d in _extents(spec) for m, _ in d.terms if set(m) & set(spec.static) for n in m}
-    rows = row_dims(spec)
+    few, rows = _few(spec), row_dims(spec)
     found = {}
     for dim in spec.dims:
-        most = 4 if dim in heads else 24 if dim in rows else 48
-        found[dim] = static[dim] if dim in spec.static else random.randint(2 if dim in heads else 6, most)
+        most = 4 if dim in few else 24 if dim in rows else 48
+        found[dim] = static[dim] if dim in spec.static else random.randint(2 if dim in few else 6, most)
     return found
 
 
@@ -81,7 +80,7 @@ def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
     magnitude and pattern instead of the spec's init."""
     generator = torch.Generator().manual_seed(random.getrandbits(48))
     values = usual(tensor, sizes, generator)
-    if odd:
+    if odd and tensor.init.offsets is None:
         values = random.choice(PATTERNS)(values, random, generator)
         low, high = tensor.bounds(sizes)
         if tensor.dtype.startswith("int"):
@@ -94,6 +93,8 @@ def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
 def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
     """Values drawn by the spec's own init, in fp64. Integers and counts are uniform over their range."""
     shape, init = [d(sizes) for d in tensor.shape], tensor.init
+    if init.offsets is not None:
+        return _offsets(init.range_at(sizes)[1], shape[0] - 1, generator)
     if init.integers or init.count is not None:
         low, high = init.range_at(sizes)
         values = torch.randint(low, high + 1, shape, generator=generator).double()
@@ -110,6 +111,15 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
         return (first * (last / first) ** steps).expand(shape).clone()
     std = init.normal.at(sizes) if init.normal else 1.0
     return std * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _offsets(rows: int, experts: int, generator: torch.Generator) -> Tensor:
+    """The first row of each expert, and the number of rows. Where experts begin at few places, most experts
+    have no rows."""
+    places = torch.randint(0, rows + 1, (experts,), generator=generator)
+    few = int(torch.randint(1, experts + 1, (), generator=generator))
+    inner = places[torch.arange(experts - 1) % few].sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([rows])]).double()
 
 
 def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
@@ -185,6 +195,9 @@ def _whole(
     return 10 ** (decades * random.uniform(1, most)) - 1
 
 
-def _extents(spec: Spec) -> list[Dim]:
+def _few(spec: Spec) -> set[str]:
+    """The dims of which small sizes have a few: heads, blocks of columns and experts."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
-    return [d for t in tensors for d in t.shape]
+    terms = [term for t in tensors for d in t.shape for term in d.terms]
+    heads = {n for m, times in terms if set(m) & set(spec.static) or times > WIDE for n in m}
+    return heads.union(*(t.shape[0].names for t in spec.inputs.values() if t.init.offsets is not None))

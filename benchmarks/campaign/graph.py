@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 
+from benchmarks.programs import ROOT, forward
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program, Type
 from coda_agent.primitives.lang.ops.elementwise import covers
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import trace_source
-from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).resolve().parents[2]
 JUDGED = ("size_choice",)  # codes of errors from a check that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
@@ -25,28 +23,25 @@ class Skip(Exception):
     """The edit does not apply here."""
 
 
-def accepted() -> list[str]:
-    """The names of the accepted programs."""
-    paths = (ROOT / "generated_kernels").glob("*.program.json")
-    return sorted(p.name.partition(".")[0] for p in paths if ".raw." not in p.name)
+def correct() -> list[str]:
+    """The names of all specs. Each has an accepted program, or at least a correct kernel in the tests."""
+    return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
 
 
-def spec_of(name: str) -> Spec:
-    return load(ROOT / "specs" / f"{name}.yaml", check=False)
-
-
-def program_of(spec: Spec) -> Program:
-    """The accepted program of a spec."""
-    text = (ROOT / "generated_kernels" / f"{spec.name}.program.json").read_text(encoding="utf-8")
-    return Program.from_json(text, spec.signature())._replace(schedule={})
+@functools.cache
+def original(name: str) -> tuple[Spec, Program]:
+    """A spec and the program that is mutated: the accepted one, or else the first of the tests' correct
+    kernels."""
+    spec, program = forward(name)
+    return spec, program._replace(schedule={})
 
 
 @functools.cache
 def honest(name: str) -> dict[str, Program]:
-    """The spec's accepted program under the name "accepted", and the programs of the tests' correct kernels
+    """The spec's original program under the name "accepted", and the programs of the tests' correct kernels
     by file name."""
-    spec = spec_of(name)
-    programs = {"accepted": program_of(spec)}
+    spec, program = original(name)
+    programs = {"accepted": program}
     for path in sorted((ROOT / "tests" / "honest" / name).glob("*.py")):
         programs[path.stem] = trace_source(path.read_text(encoding="utf-8"), spec.signature())
     return programs

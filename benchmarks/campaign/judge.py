@@ -8,7 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from benchmarks.campaign.differs import Judge
-from benchmarks.campaign.graph import program_of, spec_of
+from benchmarks.campaign.graph import original
 from benchmarks.campaign.mutations.mutate import ProgramMutant, mutant
 from benchmarks.campaign.rewrites.rewrite import Rewritten, rewritten
 from coda_agent.primitives.lang.errors import ProgramError
@@ -54,8 +54,7 @@ def made_rewrite(task: CampaignTask) -> Rewritten | None:
 @functools.lru_cache(maxsize=4)
 def judge_of(name: str) -> Judge:
     """The judge that compares mutants with an accepted program."""
-    spec = spec_of(name)
-    return Judge(spec, program_of(spec))
+    return Judge(*original(name))
 
 
 def _mutant(task: CampaignTask) -> Result:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from benchmarks.campaign.graph import Skip, same_type
 from benchmarks.campaign.mutations.site import Edit, Site
+from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Node
 
+RANGES = ("column_range", "in_columns")
 UNARY = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "sigmoid", "silu", "gelu", "abs", "negative")
 OTHERS = {
     "silu": ("gelu", "sigmoid", "tanh"),
@@ -31,6 +33,8 @@ OTHERS = {
     "row_sums": ("row_max", "row_abs_max", "row_logsumexp"),
     "row_abs_max": ("row_max", "row_sums"),
     "row_logsumexp": ("row_max", "row_sums"),
+    "head_sums": ("head_abs_max",),
+    "head_abs_max": ("head_sums",),
     "column_sums": ("column_max", "column_abs_max"),
     "per_row": ("per_column",),
     "per_column": ("per_row",),
@@ -105,6 +109,19 @@ def other_spread(site: Site) -> str:
     other_way = "per_column" if node.op == "per_row" else "per_row"
     site.graph.become(index, node._replace(op=other_way))
     return f"{other_way} of {site.name(vector)}, not {node.op}"
+
+
+def other_range(site: Site) -> str:
+    """Move a range of columns, or its end, by the width of a range that the program has, or by a pair."""
+    index = site.node(*RANGES)
+    ranges = [str(n.attribute).split(", ") for n in site.graph.program.nodes if n.op in RANGES]
+    first, width = map(Dim.parse, str(site.graph.nodes[index].attribute).split(", "))
+    step = Dim.parse(site.random.choice([text for pair in ranges for text in pair] + ["2"]))
+    step = site.random.choice((step, -step))
+    moved = (first + step, width) if site.random.random() < 0.5 else (first, width + step)
+    attribute = ", ".join(map(str, moved))
+    site.graph.become(index, site.graph.nodes[index]._replace(attribute=attribute))
+    return f"{site.name(index)} at {attribute}"
 
 
 def constant_off(site: Site) -> str:
@@ -205,6 +222,7 @@ KINDS: dict[str, Edit] = {
     "other input": other_input,
     "other function": other_function,
     "other spread": other_spread,
+    "other range": other_range,
     "constant": constant_off,
     "eps": eps_off,
     "factor": factor_off,
