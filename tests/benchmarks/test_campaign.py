@@ -38,7 +38,7 @@ PARTIAL = {
     "size: other dim",
 }
 
-ALONE = "gemm_grouped_weight_grad"  # nothing but the product itself may be written of each expert's own product
+ALONE = "gemm_grouped_weight_grad"  # of an expert's own product nothing but the product may be written
 
 
 @pytest.mark.parametrize("name", correct())

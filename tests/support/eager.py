@@ -27,7 +27,7 @@ class Eager:
 
     @property
     def mT(self) -> Eager:
-        return Eager(self.value.T)
+        return Eager(self.value.mT)
 
     @property
     def rows(self) -> float:
@@ -79,6 +79,18 @@ for _name in ("gt", "ge", "lt", "le", "eq", "ne"):
     setattr(Eager, f"__{_name}__", _compare(getattr(torch, _name)))
 setattr(Eager, "__neg__", calculate(torch.neg))  # noqa: B010  (as those above)
 setattr(Eager, "__pow__", calculate(lambda a, b: a**b))  # noqa: B010
+
+
+def _gemm(a: Eager, b: Eager, offsets: Eager | None = None) -> Eager:
+    """Row by row with offsets: each row's own matrix, or a matrix for each expert of its rows alone."""
+    if offsets is None:
+        return Eager(a.value @ b.value)
+    counts = offsets.value.diff().long()
+    expert = torch.arange(len(counts)).repeat_interleave(counts)
+    if b.value.ndim == 3:
+        return Eager(torch.einsum("tk,tkn->tn", a.value, b.value[expert]))
+    made = torch.zeros(len(counts), len(a.value), b.value.shape[1], dtype=torch.float64)
+    return Eager(made.index_add(0, expert, torch.einsum("mt,tn->tmn", a.value, b.value)))
 
 
 def _pairs(t: Eager) -> tuple[Eager, Eager]:
@@ -144,7 +156,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 VOCABULARY: dict[str, Any] = {
     "kernel": lambda f: f,
-    "gemm": lambda a, b: Eager(a.value @ b.value),
+    "gemm": _gemm,
     "pairs": _pairs,
     "join": _join,
     "rope": _rope,

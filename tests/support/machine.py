@@ -7,6 +7,7 @@ the edge, so that a mask that is missing shows.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -337,7 +338,7 @@ class Machine:
         multiply = OPERATIONS["gemm"].torch
         assert multiply is not None
         a, b = a.mT if kernel.a_transposed else a, b.mT if kernel.b_transposed else b
-        product = multiply(torch, a, b, *offsets)
+        product = multiply(torch, a, b, *offsets).flatten(0, -2)  # experts' matrices, one below the other
         made, place = self.module[kernel.name](), Place(*product.shape)
         made.head_widths, made.cta_tile_shape_mnk = kernel.head_widths(self.sizes), (128, 128, 64)
         made.column_bounds = kernel.column_bounds(self.sizes)
@@ -437,8 +438,9 @@ class Machine:
         if ranges:
             first = dict(ranges.range_starts(self.sizes))[argument.name]
             tile = tile[:, first : first + self.shape(argument.node)[1]]
-        assert list(tile.shape) == self.shape(argument.node)
-        self.memory[argument.node] = stored(tile, torch_dtype(argument.dtype))
+        shape = self.shape(argument.node)
+        assert list(tile.shape) == [math.prod(shape[:-1]), shape[-1]]
+        self.memory[argument.node] = stored(tile, torch_dtype(argument.dtype)).reshape(shape)
 
     # Between steps
 

@@ -51,6 +51,8 @@ class Made:
         if dim == "M":
             rows = (1, 77, 200, 1000) if large else (1, 3, 13, 24)
             return -(-random.choice(rows) // grain) * grain
+        if dim == "E":
+            return random.choice((1, 3, 8, 64) if large else (1, 2, 3, 5))
         if dim in ("H", "J"):
             return random.choice((1, 2, 3, 4, 8, 8) if large else (1, 2, 4, 8, 8))
         return grain * random.randint(1, (576 if large else 24) // grain)
@@ -85,6 +87,8 @@ def _draw(
             values = torch.randint(-3, high, shape, generator=generator, device=device)
             ignored = torch.rand(shape, generator=generator, device=device) < 0.1
             values = values.masked_fill(ignored, -100)
+        case ("offsets", rows):
+            values = _offsets(Dim.parse(rows)(sizes), shape[0] - 1, generator)
         case ("count", period):
             values = torch.arange(shape[0], device=device) % period
         case ("geometric", low, high):
@@ -93,6 +97,17 @@ def _draw(
         case _:
             raise ValueError(f"init {init!r}")
     return values.to(dtype)
+
+
+def _offsets(rows: int, experts: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows go to any expert, to every third, all to one, or all but one to one."""
+    device = generator.device
+    drawn = torch.randint(experts, (rows,), generator=generator, device=device)
+    case, some = torch.randint(12, (2,), generator=generator, device=device).tolist()
+    routed = (drawn, drawn - drawn % 3, drawn * 0 + some % experts, drawn * 0)[case % 4]
+    routed[0] = routed[0] if case % 4 < 3 else experts - 1
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    return torch.cat([first, torch.bincount(routed, minlength=experts).cumsum(0)])
 
 
 def make(random: Random, bold: float = 0.03) -> Made:
@@ -112,5 +127,5 @@ def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile, cluster = random.choice(tiles), random.choice(CLUSTERS)
     choices = [random.choice((False, True)) for _ in range(3)]  # both hints, a deep mainloop
-    split = cluster == (2, 2) and random.choice((False, True))
+    split = cluster == (2, 2) and kernel.offsets is None and random.choice((False, True))
     return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)._replace(split=split)

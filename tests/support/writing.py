@@ -127,6 +127,8 @@ class Writer:
     updates: dict[str, str] = field(default_factory=dict)
     gemms: int = 0
     loads: int = 0
+    offsets: str = ""  # the input with the experts' first rows, if rows have experts
+    grouped: set[int] = field(default_factory=set)  # the steps whose tiles hold one expert's rows
 
     # Parts
 
@@ -158,10 +160,17 @@ class Writer:
         if ready and self.chance(0.7):
             return self.recent(ready)
         low, high = self.random.choice([(0.5, 1.5), (-1.0, 1.0)])
-        dtype = self.random.choice(VECTOR_DTYPES)
-        made = Vector(self.input((length,), dtype, ("uniform", low, high)), length, -1)
+        made = Vector(self.input((length,), self.vector_dtype(length), ("uniform", low, high)), length, -1)
         self.vectors.append(made)
         return made
+
+    def vector_dtype(self, length: str) -> str:
+        """Rows that have experts read no 16-bit vector."""
+        wide = self.offsets and length == "M" and not self.chance(self.bold)
+        return "fp32" if wide else self.random.choice(VECTOR_DTYPES)
+
+    def by_experts(self, rows: str) -> bool:
+        return bool(self.offsets) and rows == "M" and self.chance(0.7)
 
     def indices(self, space: Space) -> str:
         """An integer input, one value a row: targets, some of them out of range."""
@@ -171,7 +180,9 @@ class Writer:
     # Steps
 
     def first_gemm(self) -> None:
-        space = Space("M", self.random.choice(("F", "F", "H*P")))
+        if self.chance(0.2):  # rows are sorted by expert, and have no heads
+            self.offsets = self.input(("E + 1",), "int32", ("offsets", "M"))
+        space = Space("M", "F" if self.offsets else self.random.choice(("F", "F", "H*P")))
         self.spaces.append(space)
         self.gemms, n = 1, space.columns("one")
         if self.chance(0.12):
@@ -187,12 +198,33 @@ class Writer:
 
     def product(self, rows: str, inner: str, columns: str) -> str:
         dtype = self.random.choice(("bf16", "bf16", "fp16"))
+        if self.by_experts(rows):
+            a = self.input((rows, inner), dtype, ("normal", "1"))
+            return self.experts_product(a, inner, columns, dtype)
         if self.chance(0.25):
             a = self.input((inner, rows), dtype, ("normal", "1")) + ".mT"
             self.grains["M"] = 8
         else:
             a = self.input((rows, inner), dtype, ("normal", "1"))
         return f"gemm({a}, {self.weight(inner, columns, dtype)})"
+
+    def experts_product(self, rows: str, inner: str, columns: str, dtype: str) -> str:
+        """The rows of each expert meet its own matrix."""
+        self.grouped.add(self.gemms - 1)
+        if self.chance(0.5):
+            own = self.input(("E", columns, inner), dtype, ("normal", inner)) + ".mT"
+        else:
+            own = self.input(("E", inner, columns), dtype, ("normal", inner))
+        return f"gemm({rows}, {own}, {self.offsets})"
+
+    def own_product(self, source: Tile, dtype: str) -> None:
+        """A matrix for each expert, of its rows of two tiles: an output, and nothing else."""
+        other = Tile(self.input(("M", "G"), dtype, ("normal", "M")), Space("M", "G"), "half", -1)
+        a, b = self.random.sample([source, other], 2)
+        name = self.line(f"gemm({a.name}.mT, {b.name}, {self.offsets})")
+        shape = ("E", a.space.columns(a.width), b.space.columns(b.width))
+        kept = self.random.choice(("bf16", "fp16", "fp32", "fp32"))
+        self.outputs[name] = TensorType(tuple(map(Dim.parse, shape)), kept)
 
     def weight(self, inner: str, columns: str, dtype: str) -> str:
         if self.chance(0.5):
@@ -203,9 +235,14 @@ class Writer:
         source = self.recent([t for t in self.tiles if t.home == 0])
         inner, dtype = source.space.columns(source.width), self.random.choice(("bf16", "bf16", "fp16"))
         dtype = self.operands.get(source.name, dtype)
-        base = self.random.choice(("G", "G", "J*P"))
-        form = self.random.choice(("chain", "chain", "chain", "beside", "gradient", "product"))
+        base = "G" if self.offsets else self.random.choice(("G", "G", "J*P"))
+        more = ("gradient", "gradient") if self.offsets else ()
+        form = self.random.choice(("chain", "chain", "chain", "beside", "gradient", "product", *more))
         self.gemms += 1
+        if form != "beside":
+            self.operands[source.name] = dtype
+        if form == "gradient" and self.by_experts(source.space.rows):
+            return self.own_product(source, dtype)
         if form == "beside":
             space = source.space
             product = self.product(space.rows, "L", space.columns("one"))
@@ -220,9 +257,11 @@ class Writer:
             product = f"gemm({other}.mT, {source.name})"
         else:
             space = Space(source.space.rows, base)
-            product = f"gemm({source.name}, {self.weight(inner, space.columns('one'), dtype)})"
-        if form != "beside":
-            self.operands[source.name] = dtype
+            columns = space.columns("one")
+            if self.by_experts(space.rows):
+                product = self.experts_product(source.name, inner, columns, dtype)
+            else:
+                product = f"gemm({source.name}, {self.weight(inner, columns, dtype)})"
         name = self.line(product)
         made = Tile(name, space, "one", 1, pure=True)
         if self.chance(0.6):
@@ -340,6 +379,8 @@ class Writer:
             self.vectors.append(Vector(self.line(text), t.space.rows, t.home))
 
     def move_column(self, t: Tile) -> None:
+        if t.home in self.grouped and not self.chance(self.bold):
+            return  # it would add rows of several experts
         name = self.line(self.random.choice(COLUMN_REDUCTIONS).format(t.name))
         self.vectors.append(Vector(name, t.space.columns(t.width), t.home))
 
@@ -368,7 +409,7 @@ class Writer:
         else:
             t = self.recent([t for t in self.tiles if t.home >= 0])
             name, shape = t.name, [t.space.rows, t.space.columns(t.width)]
-        dtype = self.random.choice(("fp32", "fp32", "bf16", "fp16"))
+        dtype = self.vector_dtype(shape[0]) if len(shape) == 1 else self.random.choice(TILE_DTYPES)
         old = self.input(tuple(shape), dtype, ("normal", "1"))
         new = self.line(f"{old} * 0.5 + {name}")
         self.outputs[new] = self.inputs[old]
@@ -378,6 +419,8 @@ class Writer:
         last = isinstance(value, Tile) and value.home == self.gemms - 1  # no later step reads it back in fp8
         eights = ("fp8_e4m3", "fp8_e5m2") if last else ()
         dtype = self.operands.get(value.name) or self.random.choice(("bf16", "bf16", "fp16", "fp32", *eights))
+        if isinstance(value, Vector) and self.offsets:
+            dtype = self.vector_dtype(value.length)
         shape: tuple[str, ...]
         match value:
             case Tile(name, space, width):
@@ -421,7 +464,7 @@ class Writer:
         self.first_gemm()
         for _ in range(moves):
             self.extend()
-        if self.chance(0.4):
+        if self.chance(0.7 if self.offsets else 0.4):
             self.second_gemm()
             for _ in range(moves // 2 + 1):
                 self.extend()

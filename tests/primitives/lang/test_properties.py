@@ -1,13 +1,16 @@
 """Random programs: traced or refused, the same after JSON, right against fp64, lowered to what runs alike.
 
-Three are compiled for sm_90a, with --thorough a hundred: every step, as the compile gate does it.
+Three are compiled for sm_90a, with --thorough two hundred: every step, as the compile gate does it. Registers
+and spills are properties of the tests, which --junitxml writes.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import json
+from collections.abc import Callable
 from functools import cache
 from random import Random
 from typing import Any
@@ -47,7 +50,7 @@ FP32 = 2e-5
 CHAINED = 0.08
 # The same where both sides round, and now and then one of them to the other neighbour.
 FLIPPED = 0.02
-REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice"}
+REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice", "grouped"}
 
 PROPERTY = settings(
     derandomize=True,
@@ -125,7 +128,8 @@ def test_programs_are_right_or_refused(made: Made) -> None:
         assert error.code in REFUSALS
         assert error.line is not None and error.message
         return
-    event(f"gemms: {len(cut(program).gemms)}")
+    gemms = lower(program).gemms
+    event(f"gemms: {len(gemms)}, with offsets: {sum(g.offsets is not None for g in gemms)}")
     check(made, program)
 
 
@@ -136,7 +140,7 @@ def features(program: Program) -> set[object]:
     for gemm in lowered.gemms:
         found |= {("gemm", a.role, a.dtype, a.packed, a.rank) for a in gemm.arguments}
         found |= {(at, a.dtype, a.packed) for at, a in (("c", gemm.c), ("d", gemm.d)) if a}
-        found |= {(gemm.dtype, gemm.a_transposed, gemm.b_transposed)}
+        found |= {(gemm.dtype, gemm.a_transposed, gemm.b_transposed, gemm.offsets is not None, gemm.own)}
     for vector in lowered.vectors:
         found |= {("vector", a.role, a.dtype, a.rank) for a in vector.arguments}
     return found
@@ -170,15 +174,29 @@ def test_every_operation_occurs() -> None:
             assert error.code in REFUSALS
     assert {n.op for p in programs for n in p.nodes} == OPERATIONS.keys()
     assert len(programs) > 120  # else the generator has learnt to be refused
+    gemms = [g for p in programs for g in lower(p).gemms if g.offsets is not None]
+    assert {g.own for g in gemms} == {False, True} and len(gemms) > 20
+
+
+@pytest.mark.parametrize("experts", [1, 2, 5])
+def test_offsets_rise_and_leave_experts_without_rows(experts: int) -> None:
+    """All rows go to one expert, or all but one; and some experts have none."""
+    made = Made(signature({"o": tensor("E + 1", "int32")}, {}), "", {"o": ("offsets", "M")}, {})
+    drawn = [made.draw({"E": experts, "M": 24}, seed)["o"].tolist() for seed in range(40)]
+    assert all(len(o) == experts + 1 and o == sorted(o) and (o[0], o[-1]) == (0, 24) for o in drawn)
+    counts = [sorted(b - a for a, b in itertools.pairwise(o)) for o in drawn]
+    assert any(c[-1] == 24 for c in counts) and any(c[-2:] == [1, 23] for c in counts) == (experts > 1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "nth" in metafunc.fixturenames:
-        count = 100 if metafunc.config.getoption("--thorough") else 3
+        count = 200 if metafunc.config.getoption("--thorough") else 3
         metafunc.parametrize(("nth", "count"), [(nth, count) for nth in range(count)])
 
 
-def test_random_programs_compile(nth: int, count: int) -> None:
+def test_random_programs_compile(
+    nth: int, count: int, record_property: Callable[[str, object], None]
+) -> None:
     seed = varied(count)[nth]
     made = random_program(seed)
     program = made.trace()
@@ -188,6 +206,9 @@ def test_random_programs_compile(nth: int, count: int) -> None:
     steps = [r for r in compiled if r.schedule]
     assert {r.kernel for r in steps} == {g.name for g in lowered.gemms}
     assert all(r.hgmma for r in steps)
+    for found in compiled:
+        spilled = f"{found.spill_loads} loads and {found.spill_stores} stores spilled"
+        record_property(found.kernel, f"{found.schedule}: {found.registers} registers, {spilled}")
     assert [r.kernel for r in compiled if not r.schedule] == [v.name for v in lowered.vectors]
 
 
