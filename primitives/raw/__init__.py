@@ -230,6 +230,8 @@ def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict
     with noting_stages() as stages, within(str(source)):
         if isinstance(kernel, GemmKernel):
             _same_arguments(lowered, kernel)
+        elif any(argument.role == "bounds" for argument in kernel.arguments):
+            _same_bounds(lowered, kernel)
         made = compile_kernel(lowered, kernel, wanted.schedule, wanted.sizes)
     made.export_to_c(object_file_path=str(target), function_name=FUNCTION)  # type: ignore[attr-defined]
     return {"stages": stages[-1] if stages else None, "seconds": time.monotonic() - start}
@@ -254,9 +256,16 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
         )
 
 
+def _same_bounds(lowered: Lowered, kernel: VectorKernel) -> None:
+    """Check that offsets are bounded by the compiler's own kernel, since steps trust them. The language check
+    lets no class change it."""
+    if not issubclass(getattr(sys.modules[lowered.module], kernel.name), device("grouped").Bounds):
+        raise RawError("kernel", f"{kernel.name} must stay a class of Bounds, as in the text that was given")
+
+
 def _import_compilers() -> None:
     """Import everything that a compile needs before the fork, because imports take seconds and the confined
     child can read few files."""
     import_quack()
-    for module in ("finish", "heads", "lanes", "mainloop", "tables"):
+    for module in ("finish", "grouped", "heads", "lanes", "mainloop", "tables"):
         device(module)

@@ -113,6 +113,8 @@ class _EditChecker(Reader):
         if node.keywords or getattr(node, "type_params", None) or node.decorator_list or len(node.bases) > 1:
             self._refuse("a class has one base at most, no keywords and no decorator")
         base = self._base(node.bases[0]) if node.bases else None
+        if base is device("grouped").Bounds and not all(isinstance(s, ast.Pass) for s in node.body):
+            self._refuse("a class of Bounds holds pass and nothing else: how it bounds offsets is not edited")
         self._classes[node.name] = base
         local = set(self._constants)
         for statement in node.body:
@@ -145,9 +147,10 @@ class _EditChecker(Reader):
         if node.id in self._classes:
             return self._classes[node.id]
         found = self._imported.get(node.id)
-        if not isinstance(found, type) or not issubclass(found, device("mainloop").FusedGemm | EpiOp):
+        bases = device("mainloop").FusedGemm | device("grouped").Bounds | EpiOp
+        if not isinstance(found, type) or not issubclass(found, bases):
             self._refuse(
-                f"{node.id} is no base: a step is a FusedGemm or TableGemm, a resource one of "
+                f"{node.id} is no base: a step is a FusedGemm, TableGemm or GroupedGemm, a resource one of "
                 "quack.epilogue.ops or primitives.device"
             )
         return found

@@ -39,6 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quack.sm90_utils": (),
     "primitives.device.eights": (),
     "primitives.device.finish": (),
+    "primitives.device.grouped": (),
     "primitives.device.head_maxima": (),
     "primitives.device.heads": (),
     "primitives.device.lanes": (),

@@ -227,7 +227,8 @@ def _resources(
         built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
         cubin = scratch / "built.cubin"
         cubin.write_bytes(built.cubin)
-        found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
+        copies = _bulk_copies(kernel)
+        found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds, copies)
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
     build = partial(compile_kernel, lowered, kernel, schedule, sizes)

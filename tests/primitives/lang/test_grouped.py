@@ -12,12 +12,14 @@ from kernels import Tensors, signature, tensor, trace
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.cubin import GROUPED, OWN, check_bulk
 from coda_agent.primitives.compiler.kernel_source import KernelSource
-from coda_agent.primitives.compiler.lower import lower, lower_edited
+from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.language import check
+from coda_agent.primitives.runtime.compile import compile_gemm, report
 from coda_agent.primitives.runtime.launchable import LaunchError, check_offsets
 
 X, OFFSETS, GATE = tensor("T, K"), tensor("E + 1", "int32"), tensor("T", "fp32")
@@ -32,6 +34,7 @@ UP_LINES = (
 )
 AS_IT_IS = signature({"x": X, "w": tensor("E, K, N"), "offsets": OFFSETS}, {"y": tensor("T, N", "fp32")})
 OWN_PRODUCT = signature({"d": tensor("T, N"), "x": X, "offsets": OFFSETS}, {"dw": tensor("E, N, K", "fp32")})
+OWN_LINE = "return {'dw': gemm(d.mT, x, offsets)}"
 COUNTS = [[4, 7, 5], [0, 16, 0], [1, 0, 15], [0, 0, 0, 16], [16], [1] * 16, [5, 0, 0, 11, 0]]
 
 
@@ -81,7 +84,7 @@ def test_each_experts_own_product_is_of_its_rows_alone(counts: list[int]) -> Non
     d, x, expected = inputs["d"].double(), inputs["x"].double(), torch.zeros(len(counts), 16, 24).double()
     for row, expert in enumerate(expert_of(inputs["offsets"])):
         expected[expert] += torch.outer(d[row], x[row])
-    got = run(trace(OWN_PRODUCT, "return {'dw': gemm(d.mT, x, offsets)}"), inputs)
+    got = run(trace(OWN_PRODUCT, OWN_LINE), inputs)
     torch.testing.assert_close(got["dw"].double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -110,7 +113,7 @@ WRONG = {"backwards": [0, 9, 4, 16], "short": [0, 4, 9, 15], "long": [0, 4, 9, 1
 @pytest.mark.parametrize("offsets", WRONG.values(), ids=WRONG)
 def test_offsets_that_lie_are_refused(offsets: list[int]) -> None:
     inputs = drawn([4, 5, 7]) | {"offsets": torch.tensor(offsets, dtype=torch.int32)}
-    for program in (trace(UP, *UP_LINES), trace(OWN_PRODUCT, "return {'dw': gemm(d.mT, x, offsets)}")):
+    for program in (trace(UP, *UP_LINES), trace(OWN_PRODUCT, OWN_LINE)):
         with pytest.raises(ValueError, match="must rise from 0 to 16"):
             run(program, inputs)
         with pytest.raises(LaunchError, match="'offsets': .* must rise from 0 to 16"):
@@ -176,10 +179,33 @@ def test_what_would_mix_experts_is_refused_with_its_line(lines: str, says: str, 
     assert refused.value.line == line
 
 
-def test_nobody_edits_its_text() -> None:
-    program = trace(UP, *UP_LINES)
-    with pytest.raises(ProgramError, match="nobody may edit"):
-        lower_edited(program, lower(program).text)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [trace(UP, *UP_LINES), trace(OWN_PRODUCT, OWN_LINE)], ids=["rows", "own"])
+def test_its_text_is_edited_but_for_its_bounds(program: Program) -> None:
+    text, one = editable(program), [Schedule(128, 128, True, 2, 1)]
+    place = '        place = resources["place"]\n'
+    more = text.replace(place, f"{place}        unused = 1\n")
+    own, same = (report(KernelSource(program, edited=given), {}, one) for given in ("", more))
+    kept = ("registers", "stack", "stages", "spill_loads", "tma_loads", "tma_stores", "own_launch")
+    assert [[getattr(r, k) for k in kept] for r in own] == [[getattr(r, k) for k in kept] for r in same]
+    lowered = KernelSource(program, edited=more).lowered
+    assert callable(compile_gemm(lowered, lowered.gemms[0], one[0], {}))
+
+
+BOUNDS = "class Bounds3(Bounds):\n    pass\n"
+
+
+@pytest.mark.slow
+def test_no_edit_changes_how_offsets_are_bounded() -> None:
+    program = trace(OWN_PRODUCT, OWN_LINE)
+    text, names = editable(program), ["Step0", "Bounds3"]
+    check(text, names)
+    for changed in (BOUNDS.replace("pass", "WARP = 1"), f"{BOUNDS}\n\nclass More(Bounds3):\n    WARP = 1\n"):
+        with pytest.raises(RawError, match="holds pass and nothing else"):
+            check(text.replace(BOUNDS, changed), names)
+    edited = text.replace(BOUNDS, BOUNDS.replace("(Bounds)", ""))
+    with pytest.raises(CompileError, match="must stay a class of Bounds"):
+        report(KernelSource(program, edited=edited), {}, [Schedule(128, 128, True, 2, 1)])
 
 
 def test_only_a_store_that_ends_with_an_experts_rows_is_compiled() -> None:
@@ -219,7 +245,7 @@ def test_every_kind_of_load_and_store_compiles_without_spills(names: tuple[str, 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_each_experts_own_product_compiles_without_spills(dtype: str) -> None:
     own = OWN_PRODUCT._replace(outputs={"dw": tensor("E, N, K", dtype)})
-    program = trace(own, "return {'dw': gemm(d.mT, x, offsets)}")
+    program = trace(own, OWN_LINE)
     found = report(KernelSource(program), {})
     assert [r.kernel[:5] for r in found] == ["Step0", "Step0", "Bound"] and found[0].hgmma
     assert not any(r.spill_loads or r.spill_stores for r in found)

@@ -206,9 +206,10 @@ def test_random_programs_compile(
     steps = [r for r in compiled if r.schedule]
     assert {r.kernel for r in steps} == {g.name for g in lowered.gemms}
     assert all(r.hgmma for r in steps)
-    for found in compiled:
-        spilled = f"{found.spill_loads} loads and {found.spill_stores} stores spilled"
-        record_property(found.kernel, f"{found.schedule}: {found.registers} registers, {spilled}")
+    for r in compiled:
+        tile = f"{r.schedule['tile_m']}x{r.schedule['tile_n']}: " if r.schedule else ""
+        spilled = f"{r.spill_loads} loads and {r.spill_stores} stores spilled"
+        record_property(r.kernel, f"{tile}{r.registers} registers, {spilled}")
     assert [r.kernel for r in compiled if not r.schedule] == [v.name for v in lowered.vectors]
 
 
