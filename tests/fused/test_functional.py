@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from layer_parts import PARTS, Where, gradients, loss_of
+from layer_parts import PARTS, Counted, Where, gradients, loss_of
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -169,14 +169,14 @@ def test_opcheck_passes_with_gradients(name: str, where: Where) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_it_compiles_whole_for_any_rows(name: str, backend: str, where: Where) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(PARTS[name].ours, backend=backend, fullgraph=True)
-    torch._dynamo.utils.counters.clear()
+    counted = Counted(backend)
+    compiled = torch.compile(PARTS[name].ours, backend=counted, fullgraph=True)
     for rows in (8, 16, 24, 40, 56):
         given = PARTS[name].drawn(rows, where.dtype, where.device)
         found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
         for each in plain:
             assert loss_of(found[each], plain[each]) < where.close, (rows, each)
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first rows, and any
+    assert 0 < counted.graphs <= 2  # the first rows, and any
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -10,7 +10,7 @@ import pytest
 import small_models
 import torch
 import torch._dynamo
-from layer_parts import Where, loss_of
+from layer_parts import Counted, Where, loss_of
 from small_models import FAMILIES, accumulated, faults, tokens, trained
 from torch import Tensor
 
@@ -113,13 +113,13 @@ def test_a_model_compiles_whole_for_any_length(backend: str, stack: bool, where:
     plain = copy.deepcopy(model)
     fused.patch(model, stack=stack)
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model.compile(backend=backend, fullgraph=True)
+    counted = Counted(backend)
+    model.compile(backend=counted, fullgraph=True)
     for length in (8, 12, 16, 20, 28):
         ids = tokens(2, length)
         found, usual = (trained(each, ids, use_cache=False) for each in (model, plain))
         assert max(loss_of(found[name], usual[name]) for name in usual) < 10 * where.close
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first length, and any
+    assert counted.graphs == 2  # the first length, and any
 
 
 def test_a_compiled_model_follows_patch_and_unpatch() -> None:
