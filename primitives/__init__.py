@@ -1,7 +1,7 @@
 """The vocabulary of coda-agent: everything that a kernel file may import.
 
-A kernel is written as straight-line tensor code. ``@kernel`` traces it into a Program, on which the
-interpreter, the lowering and the launcher work. Importing this module needs the standard library only.
+A kernel is straight-line tensor code. ``@kernel`` traces it into a Program, which can be interpreted, lowered
+and launched. Importing this module needs only the standard library.
 """
 
 from coda_agent.primitives.lang.ops.elementwise import (

@@ -1,8 +1,8 @@
 """The module name ``primitives``, from which kernel files and lowered texts import.
 
-The bytes of these files are hashed as evidence, so the files keep that name. The name refers to this package
-only while such a file loads, so a user's own ``primitives`` module is not affected. Device code is never
-imported under another name.
+The bytes of these files are hashed as evidence, so they keep importing that name. The name refers to this
+package only while such a file loads, so it does not affect a user's own ``primitives`` module. Device code is
+never imported under another name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _lock = RLock()
 
 @contextmanager
 def frozen_names() -> Iterator[None]:
-    """Make ``primitives`` mean ``coda_agent.primitives`` inside the with block."""
+    """Within the ``with`` block, make ``primitives`` mean ``coda_agent.primitives``."""
     with _lock:
         before = sys.modules.get("primitives")
         sys.modules["primitives"] = sys.modules[__package__]

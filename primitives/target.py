@@ -1,4 +1,4 @@
-"""The target architecture: all facts about the GPU that schedules, compilers and gates use."""
+"""The target architecture: all facts about the GPU that schedules, compilers and gates need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Ceiling(NamedTuple):
-    """A limit of the hardware, in ``unit``, and its source."""
+    """A hardware limit, in ``unit``, with its source."""
 
     value: float
     unit: str
@@ -14,8 +14,8 @@ class Ceiling(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A GPU's limits. ``tensor``: the peak rate of dense 16-bit matmul with fp32 accumulation;
-    ``tensor_fp8``: the same rate with fp8 operands; ``cache``: the size of the L2."""
+    """A GPU's limits. ``tensor``: the peak rate of dense 16-bit matmuls with fp32 accumulation.
+    ``tensor_fp8``: the same with fp8 operands. ``cache``: the size of the L2."""
 
     name: str
     tensor: Ceiling
@@ -29,14 +29,12 @@ class Machine(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses; ``gpu``: a part of its device
-    name.
+    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: a part of the GPU's
+    device name.
 
-    ``architecture``: the name that compilers use; ``environment``: variables that make compilers compile for
-    this architecture on any machine; ``elf``: its number in a cubin's header; ``block_bytes``: the shared
-    memory of a block; ``matrix``: a pattern that matches its matrix instructions in SASS. Tiles of QuACK's
-    mainloop are (tile_m, tile_n, pingpong), clusters are CTAs along M and N, swizzles are sizes of a
-    rasterisation group.
+    ``architecture``: the compilers' name. ``environment``: variables that make compilers target this
+    architecture on any machine. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong), clusters are CTAs
+    along M and N, swizzles are sizes of a rasterisation group.
     """
 
     machine: Machine
@@ -53,7 +51,7 @@ class Target(NamedTuple):
     swizzles: tuple[int, ...]
 
 
-# These are the datasheet's peaks, because a cool chip could exceed sustained rates.
+# The datasheet's peaks, because a cool chip could exceed sustained rates.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
@@ -79,7 +77,7 @@ HOPPER = Target(
         + [(128, n, True) for n in (128, 160, 192, 208)]
         + [(192, 128, True)]
     ),
-    # for outputs that have too few large tiles to give every SM one
+    # for outputs with too few large tiles to give every SM one
     small_tiles=frozenset(
         [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
     ),

@@ -1,6 +1,6 @@
-"""Turn a compiler's failure into a message for the kernel's author: the reason, and the lowered line.
+"""Turn a compiler's failure into a message for the kernel's author: the reason, and the line of lowered code.
 
-Compilers fail with a traceback through their own frames and paths, which tell nothing about the kernel.
+Compilers fail with a traceback through their own frames and paths, which says nothing about the kernel.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
 
 
 class CompileError(Refused):
-    """The compiler refuses a lowered module. The error has a short message, a reason code and, if known, the
-    line of a text edited by an author or the node of a program."""
+    """The compiler refuses a lowered module. The error has a short message, a reason code and, if known, a
+    line (of edited code) or a node (of a program)."""
 
     def __init__(
         self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
@@ -39,14 +39,14 @@ def refusal(words: str) -> str:
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """The reason after a traceback's last frame. The traceback's last line of lowered text precedes it,
-    unless the reason quotes that line. Only the last ``limit`` characters are kept."""
+    """The reason after a traceback's last frame. Before it comes the last line of lowered code in the
+    traceback, unless the reason already quotes that line. Only the last ``limit`` characters are kept."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]
     quoted = lines[own[-1]].strip() if own and own[-1] < len(lines) else ""
     after = frames[-1] + 1 if frames else 0
-    # skip the frame's source line and carets
+    # skip the frame's source line and its carets
     while frames and after < len(lines) and lines[after].startswith("    "):
         after += 1
     said = lines[after:] or lines[-1:]

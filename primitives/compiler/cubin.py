@@ -12,17 +12,18 @@ from typing import Any
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.target import TARGET
 
-BULK = "bulk_copy"  # the error code for a bulk copy that a GPU would refuse
-PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of a plain product
-GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")  # of rows with their experts' matrices
-OWN = ("UTMALDG.4D", "UTMASTG.3D")  # of each expert's own product
+BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
+PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of an ordinary GEMM
+# of a GEMM whose rows belong to experts, each with its own matrix
+GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")
+OWN = ("UTMALDG.4D", "UTMASTG.3D")  # of a GEMM per expert, over that expert's rows
 
 
 @dataclass(frozen=True)
 class Resources:
-    """A compiled kernel's use of an SM: registers, stack bytes, spill loads and spill stores per thread, and
-    counts of Hopper-specific instructions. ``stages``: a GEMM's stages of operands, stores and loads, which
-    share the SM's memory. ``own_launch``: as in ``primitives.raw.Built``."""
+    """A compiled kernel's resources: registers, stack bytes, spill loads and spill stores per thread, and
+    counts of Hopper-specific instructions. ``stages``: a GEMM's pipeline stages for operands, stores and
+    loads, which share the SM's memory. ``own_launch``: as in ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -47,7 +48,7 @@ def inspect_cubin(
     copies: Collection[str] = PLAIN,
 ) -> Resources:
     """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
-    the code BULK for bulk copies that a GPU would refuse at run time."""
+    the code BULK for bulk copies that the GPU would refuse at run time."""
     found = usage(cubin)
     sass = tool("nvdisasm", "-c", str(cubin))
     check_bulk(sass, copies)
@@ -71,16 +72,16 @@ def inspect_cubin(
 
 
 def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
-    """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, of a tile of a matrix.
-    QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address far
-    from the tensor's own. A GPU refuses such a copy as an illegal instruction, unless the kernel has offsets.
-    Then it is the only store that ends with an expert's rows."""
+    """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, copies of a matrix's
+    tile. QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address
+    far from the tensor's own. The GPU refuses such a copy as an illegal instruction, unless the kernel has
+    expert offsets; with them, this is the only store that stops at the end of an expert's rows."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 
 
 def usage(cubin: Path) -> dict[str, int]:
-    """The registers (REG) and the bytes of stack (STACK) per thread."""
+    """The registers (REG) and the stack bytes (STACK) per thread."""
     words = tool("cuobjdump", "-res-usage", str(cubin))
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
 
@@ -95,8 +96,8 @@ def deepest_stack(folder: Path) -> int:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """Run a CUDA binary tool, and return its output. The triton package includes the tools, so no toolkit is
-    needed."""
+    """Run a CUDA binary tool, and return its output. The triton package contains these tools, so no CUDA
+    toolkit is needed."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

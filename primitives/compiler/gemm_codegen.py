@@ -1,7 +1,8 @@
-"""Generate a step: a class on top of QuACK's Hopper mainloop, with its resources and the code for an epilogue
-subtile.
+"""Generate the code of a step: a class on top of QuACK's Hopper mainloop, with its resources and the code for
+one epilogue subtile.
 
-The code works on pairs of accumulator lanes, so half, single and double widths mix without special cases.
+The code works on pairs of accumulator lanes. So it can mix tiles of half, single and double width without
+special cases.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
-Values = dict[int, list[str]]  # the code of a node's one, two or four values in one pair of lanes
+Values = dict[int, list[str]]  # the code of a node's values (one, two or four) in one pair of lanes
 
 
 class StepWriter(Writer):
@@ -23,14 +24,14 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        # Reductions over a subtile's whole fragment. Reductions that overwrite the fragment come last.
+        # Reductions that take a subtile's whole fragment. Reductions that overwrite it come last.
         blocked = [i for i in step.reductions if not self.reduction(i).fold]
         self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
     def exact_nodes(self) -> set[int]:
-        """The nodes that a reduction, a statistic, or an fp32 or fp16 output depends on. They avoid
+        """The nodes on which a reduction, a statistic, or an fp32 or fp16 output depends. They must not use
         approximate instructions."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
         pending += [i for i in self.step.stores if self.dtype(i) not in ("bf16", *EIGHTS)]
@@ -43,7 +44,7 @@ class StepWriter(Writer):
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
-        """The value of each node past a ragged edge, where accumulator and TMA loads are zero; None if
+        """The value of each node beyond a ragged edge, where the accumulator and TMA loads are zero; None if
         unknown."""
         known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
@@ -61,8 +62,8 @@ class StepWriter(Writer):
 
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
-        """Evaluate an operation on numbers. The result is None if an argument is unknown, or for a spread
-        vector, which may hold anything past the edge."""
+        """Evaluate an operation on numbers. The result is None if an argument is unknown, and for a spread
+        vector, which may contain anything beyond the edge."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -71,7 +72,8 @@ class StepWriter(Writer):
         return float(operation.torch(torch, *(torch.tensor(a) for a in arguments)))
 
     def masked(self, reduced: int) -> bool:
-        """Whether to mask lanes past a ragged edge, because they may differ from the reduction's identity."""
+        """Whether to mask lanes beyond a ragged edge, because their values may differ from the reduction's
+        identity."""
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
         return not (zero and self.reduction(reduced).identity == 0.0)
 
@@ -133,7 +135,7 @@ class StepWriter(Writer):
         return f"    @cute.jit\n    def {head}:\n{body}\n"
 
     def sweep(self) -> Iterator[str]:
-        """The code before the epilogue, which sums the head statistics."""
+        """The code that runs before the epilogue and computes the head statistics."""
         used = {a for i in self.step.sweep for a in self.nodes[i].args}
         for index in self.step.vectors:
             if index in used:
@@ -171,14 +173,14 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The name of the fragment that a blocked reduction reads. Each reduced tile has one fragment."""
+        """The name of the fragment that a blocked reduction reads. Reductions of one tile share it."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
         return 2 if self.reduced_width(reduced) == 2 else 1
 
     def prologue(self) -> Iterator[str]:
-        """The code before the loop over lanes: fragments and resources."""
+        """The code before the loop over lanes: declare fragments and resources."""
         yield 'place = resources["place"]'
         for load in self.resources.loads:
             source = "operand" if load is self.resources.c else f'resources["{load.name}"]'
@@ -214,7 +216,8 @@ class StepWriter(Writer):
     # One pair of lanes
 
     def lanes(self) -> Iterator[str]:
-        """The code for one pair of accumulator lanes: every value of the step, then stores and reductions."""
+        """The code for one pair of accumulator lanes: compute every value of the step, then store and
+        reduce."""
         values: Values = {}
         for load in self.resources.loads:
             if load.role == "load":
@@ -232,7 +235,8 @@ class StepWriter(Writer):
         for index in self.step.body:
             if not sums or index != sums[0]:
                 yield from self.compute(index, values)
-        apart = {s.node for s in self.resources.stores if s.role == "range"}  # the tile's first range is kept
+        # the tile's first range stays in the loop
+        apart = {s.node for s in self.resources.stores if s.role == "range"}
         for index in (i for i in self.step.stores if i not in apart):
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
         for index in self.step.reductions:
@@ -245,7 +249,7 @@ class StepWriter(Writer):
                 yield f"f{tile}_{part}[2 * i], f{tile}_{part}[2 * i + 1] = {first}, {second}"
 
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
-        """The code with which each thread reads values from memory itself, at its columns."""
+        """The code with which each thread itself reads values at its columns from memory."""
         count = int(2 * width)
         heads = f", {self.resources.heads(index)}" if how in ("tabled", "wrapped") else ""
         heads += ", self.cta_tile_shape_mnk[1]" if how == "wrapped" else ""
@@ -259,7 +263,7 @@ class StepWriter(Writer):
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """The lane as in ``lane``, and how its column in the GEMM maps to a tile's column: half, twice, plus
+        """The lane, as in ``lane``, and the map from its GEMM column to a tile's column: half or double, plus
         an offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
@@ -303,7 +307,7 @@ class StepWriter(Writer):
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
     def number(self, index: int, template: str, values: Values) -> Iterator[str]:
-        """The code for values that are computed from a lane's position."""
+        """The code for values computed from a lane's position."""
         order = [node for node, *_ in self.resources.bounds()]
         bounds = f"self.column_bounds[{order.index(index)}]" if index in order else ""
         count = int(2 * self.resources.width(index))
@@ -327,7 +331,7 @@ class StepWriter(Writer):
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
-        """The code that folds values into the running value directly, without a fragment."""
+        """The code that folds values directly into the running value, without a fragment."""
         how, count = self.reduction(index), len(values)
         assert how.fold is not None  # only blocked reductions lack a fold
         if self.masked(index):

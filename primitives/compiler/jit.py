@@ -1,7 +1,7 @@
 """Compile one kernel of a lowered module in this process, with QuACK and CuTeDSL.
 
-QuACK's object cache (QUACK_CACHE_DIR) stores compiled kernels. Its keys cover the names of the lowered module
-and class, which contain the hash of the text, and the operands' dtypes and layouts.
+QuACK's object cache (QUACK_CACHE_DIR) stores compiled kernels. Its keys contain the operands' dtypes and
+layouts, and the names of the lowered module and class, which contain the code's hash.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 from coda_agent.primitives.target import TARGET
 
-REFUSED = ".refused"  # suffix of a note next to an object
+REFUSED = ".refused"  # suffix of a file next to an object; it records that the kernel was refused
 
 
 def import_quack() -> None:
-    """Import QuACK's GEMM without QuACK's own operators, whose tuner would import TorchDynamo. That import is
-    a third of the start of a process that only compiles. A later import of such an operator gets the real
-    one."""
+    """Import QuACK's GEMM but not QuACK's own operators, whose tuner would import TorchDynamo. That import
+    takes a third of the start-up time of a process that only compiles. A later import of such an operator
+    works normally."""
     if "quack" not in sys.modules:
         operators = "rmsnorm", "softmax", "cross_entropy"
         for name in operators:
@@ -45,8 +45,8 @@ def import_quack() -> None:
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. A text edited by an author is never imported
-    here, because a confined child process has imported it already."""
+    """Import a lowered text from its content-addressed file. Code that an author edited is never imported
+    here: a confined child process compiles it."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.edited:
@@ -112,13 +112,13 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
 def cached_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """A step's kernel, loaded from QuACK's cache or compiled into it. Its operands are as in
+    """Load a step's kernel from QuACK's cache, or compile it into the cache. Its operands are as in
     ``primitives.runtime.compile``."""
     return _gemm(_compiler(kernel), lowered, kernel, schedule, sizes)
 
 
 def _compiler(kernel: GemmKernel) -> Callable[..., Any]:
-    """The cached function that compiles a step from its ``_gemm_key``."""
+    """The cached function that compiles a step, given its ``_gemm_key``."""
     if kernel.own:
         return _cached("own", _compile_own)
     from quack.gemm_runtime.host import _compile_gemm_epi
@@ -141,7 +141,7 @@ def _gemm(
 def _gemm_key(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """QuACK's compile arguments for a step."""
+    """The arguments of QuACK's compile function for a step."""
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
     operand = numeric(kernel.dtype)
@@ -172,10 +172,10 @@ def _gemm_key(
 def _attributes(
     kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, Any], ...]:
-    """Attributes of the step's class that its object also depends on."""
+    """Attributes of the step's class that change its compiled object."""
     starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
     bounds = (("column_bounds", kernel.column_bounds(sizes)),) if kernel.bounds else ()
-    # A kernel that starts before its predecessor ends would read offsets that are not bounded yet.
+    # A kernel that starts before its predecessor ends would read offsets that are not yet bounded.
     alone = (("use_pdl", False),) if kernel.offsets is not None else ()
     return (
         *starts,
@@ -190,14 +190,14 @@ def _attributes(
 
 
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """The vector kernel between steps, loaded from QuACK's cache or compiled into it."""
+    """Load the vector kernel between steps from QuACK's cache, or compile it into the cache."""
     load_module(lowered)
     return _cached("vector", _compile_vector)(*_vector_key(lowered, kernel))
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """The compile arguments of a vector kernel. Strings are interned, because QuACK's cache hashes the
-    pickled key, and a pickle of one string twice differs from a pickle of two equal strings."""
+    """The compile arguments of a vector kernel. Strings are interned: QuACK's cache hashes the pickled key,
+    and a pickle that contains one string object twice differs from a pickle of two equal objects."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 
@@ -205,11 +205,11 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compile_object(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """Whether a step at one schedule, with all vector kernels, compiles. It is False for a refused schedule,
-    and None if no process with this cache has tried.
+    """Whether a step compiles at one schedule, with all vector kernels: False for a refused schedule, None if
+    no process with this cache has tried.
 
-    This saves starting a worker, which takes longer than loading an object. It is always None for a text
-    edited by an author, because a worker inspects the stack of such an object every time.
+    Asking the cache avoids starting a worker, which takes longer than loading an object. The result is always
+    None for edited code, because a worker inspects the stack of such an object every time.
     """
     if lowered.edited:
         return None
@@ -224,7 +224,7 @@ def compile_object(
 
 
 def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
-    """Write a note next to a step's object that the step must not be timed at this schedule."""
+    """Record next to a step's object that the step must not be timed at this schedule."""
     write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
 
 
@@ -261,7 +261,7 @@ def compile_kernel(
 
 
 def _cached(name: str, compile_it: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module with QuACK's cache, which imports QuACK."""
+    """Wrap a function of this module in QuACK's cache. This imports QuACK."""
     if name not in _caches:
         from quack.cache import jit_cache
 
@@ -289,8 +289,8 @@ def _compile_own(
     *unused: Any,
     post_init_attrs: tuple[tuple[str, Any], ...] = (),
 ) -> Callable[..., Any]:
-    """Compile each expert's own product: QuACK's ``varlen_k``, which its own compiler of epilogues leaves
-    out. The arguments are that compiler's."""
+    """Compile a GEMM per expert, over that expert's rows: QuACK's ``varlen_k``, which QuACK's own epilogue
+    compiler does not cover. The arguments are those of that compiler."""
     from quack import gemm_tvm_ffi_utils as host
     from quack.gemm_runtime.identity import resolve_gemm_class
 
@@ -335,8 +335,8 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """Record how mainloops that are compiled in the with block divide an SM's shared memory. No tool can read
-    that from a cubin."""
+    """Within the ``with`` block, record how compiled mainloops divide an SM's shared memory. No tool can read
+    this from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 

@@ -1,4 +1,4 @@
-"""A kernel as it runs: a program, its schedules, and perhaps an edited text in place of its lowering."""
+"""A kernel as it runs: a program, its schedules, and optionally edited code that replaces the lowering."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from coda_agent.primitives.lang.schedule import Schedule
 
 @dataclass(frozen=True)
 class KernelSource:
-    """The source of a kernel: its program and, if an author edited the lowered text, that edited text.
+    """The source of a kernel: its program and, if an author edited the lowered code, the edited code.
 
     ``schedules``: the chosen schedules by step; tuning chooses those of the other steps. ``edited``: CuTeDSL
-    that runs in place of the program's own lowering and is compiled in a confined child process. If it is
-    None, the lowering runs.
+    that runs in place of the program's lowering, and that a confined child process compiles. If it is None,
+    the lowering runs.
     """
 
     program: Program
@@ -26,19 +26,19 @@ class KernelSource:
 
     @property
     def lowered(self) -> Lowered:
-        """The CuTeDSL that runs and its kernels' arguments. Raises ProgramError as ``lower`` does."""
+        """The CuTeDSL that runs, and its kernels' arguments. Raises ProgramError as ``lower`` does."""
         if self.edited is None:
             return lower(self.program)
         return lower_edited(self.program, self.edited)
 
     @property
     def text(self) -> str:
-        """The CuTeDSL text from which an author starts an edit."""
+        """The CuTeDSL from which an author starts an edit."""
         return editable(self.program) if self.edited is None else self.edited
 
     @property
     def fixed(self) -> dict[int, Schedule]:
-        """The schedules that are not tuned: the chosen ones, and the program's own, which take precedence."""
+        """The schedules that are not tuned. The program's own take precedence over the chosen ones."""
         return {**self.schedules, **self.program.schedule}
 
     def on(self, schedules: Mapping[int, Schedule]) -> KernelSource:
@@ -46,7 +46,7 @@ class KernelSource:
         return replace(self, schedules=schedules)
 
     def to_json(self) -> dict[str, str]:
-        """Return the program and the edited text. Schedules are stored separately, per case."""
+        """Return the program and the edited code. Schedules are stored separately, per case."""
         return {"program": self.program.to_json(), "raw": self.edited or ""}
 
     @classmethod

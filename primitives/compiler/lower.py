@@ -1,7 +1,8 @@
 """Lower a program to the text of one CuTeDSL module, and name the tensor of each argument.
 
 Each GEMM step becomes a class (``gemm_codegen``), and the vector arithmetic after a step becomes small
-kernels (``vector_codegen``). The lowering invents every identifier, and ``float.hex`` checks each constant.
+kernels (``vector_codegen``). The lowering chooses every identifier. Each constant is written so that it reads
+back exactly.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...]
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
-    in the cache's key because 0.0 equals -0.0 and a proposed primitive changes the meaning of its name."""
+    only for the cache's key: 0.0 equals -0.0, and a proposed primitive changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps)
@@ -75,11 +76,11 @@ def _digest(meant: Iterable[str]) -> str:
 
 
 DEVICE = Path(__file__).parents[1] / "device"
-RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that no operation names
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that lowered code always may use
 
 
 def resources() -> set[str]:
-    """All QuACK resources that lowered texts use: ``RESOURCES``, and the resources that operations name."""
+    """The QuACK resources that lowered code uses: ``RESOURCES``, and those that operations name."""
     found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
     named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
     return {*RESOURCES, *named}.difference(*exports().values())
@@ -112,7 +113,7 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """The source of a device module. It is hashed because it is part of a lowered text's meaning."""
+    """The source of a device module. It enters hashes, because it is part of the lowered code's meaning."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 
@@ -122,7 +123,8 @@ def _imported(text: str) -> list[str]:
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """The sources of device modules and of all that they import. Changes in other modules change no hash."""
+    """The sources of device modules and of all that they import. Changes in other modules do not change
+    hashes."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

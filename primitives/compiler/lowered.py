@@ -1,4 +1,4 @@
-"""The result of lowering (a text and its kernels' arguments), and the base class of both code generators."""
+"""The result of lowering (code and its kernels' arguments), and the base class of both code generators."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ CUTE_DTYPES = {
     "int32": "cutlass.Int32",
     "int64": "cutlass.Int64",
 }
-HEAD_GRAIN = 8  # the period, in columns, of the accumulator lanes that one thread holds
-SUM_GRAIN = 32  # columns of an epilogue subtile
-PAIR_GRAIN = Dim.parse(32)  # tile_n must be a multiple of this if TMA stores a tile half as wide as the GEMM
+HEAD_GRAIN = 8  # the accumulator lanes of one thread repeat every so many columns
+SUM_GRAIN = 32  # columns of one epilogue subtile
+# tile_n must be a multiple of this if TMA stores a tile that is half as wide as the GEMM
+PAIR_GRAIN = Dim.parse(32)
 
 Role = Literal[
     "load",
@@ -47,15 +48,15 @@ Role = Literal[
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor or number that a kernel takes: a node of the program under an invented name.
+    """One tensor or number that a kernel takes: a node of the program, under a generated name.
 
-    ``load`` and ``store`` are tiles that move through TMA, and ``range`` is a further range of a store's
-    columns. ``memory`` is a tile that threads address themselves, and ``table`` a tile that each head reads
-    again. ``row`` and ``column`` are vectors, ``index`` a vector of integers, ``head`` the width of heads,
-    ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile whose number of columns is passed,
-    ``count`` one whose number of rows is. ``bounds``: offsets that are sure to rise from 0 to that number.
-    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: the number of one
-    of the two partials of a tile with twice the GEMM's columns. ``period``: the width of heads.
+    The role says how. ``load`` and ``store``: a tile that TMA moves. ``range``: a further range of a store's
+    columns. ``memory``: a tile that threads address themselves. ``table``: a tile that each head reads again.
+    ``row``, ``column``: a vector. ``index``: a vector of integers. ``head``: the width of heads. ``scalar``:
+    a number. ``pointer``: a number in memory. ``extent``, ``count``: a tile's number of columns or of rows.
+    ``bounds``: offsets after bounding, which rise from 0 to that number. ``packed``: 16-bit values, twice as
+    wide as the GEMM, passed as 32-bit lanes. ``part``: which of the two partial results, for a tile with
+    twice the GEMM's columns. ``period``: the width of heads.
     """
 
     name: str
@@ -69,7 +70,8 @@ class Argument:
 
     @property
     def picks(self) -> bool:
-        """Whether the argument holds selected values [M] in one buffer, instead of partials per tile."""
+        """Whether the argument holds selected values [M] in one buffer, instead of partial results per
+        tile."""
         return self.role == "partial" and self.rank == 1
 
 
@@ -78,10 +80,10 @@ class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
     widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's columns, including
-    some heads' widths. ``adds``: the input to which D is added in place. ``starts``: the first columns
-    of ranges, by name. ``bounds``: the first column of each ``in_columns``, and the column past its last.
-    ``offsets``: the input with the experts' first rows, if rows have experts. ``own``: whether the product is
-    each expert's own, over its rows."""
+    widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first columns of
+    ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its last.
+    ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``: whether there is
+    one GEMM per expert, over that expert's rows."""
 
     step: int
     name: str
@@ -103,21 +105,21 @@ class GemmKernel:
     own: bool = False
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-        """Whether a schedule's tile holds whole heads and whole pairs, and each range begins with a subtile.
-        Experts' rows are one launch's. ``sizes`` contains the static dims."""
+        """Whether a schedule's tile contains whole heads and whole pairs, and each range begins at a subtile.
+        Rows of experts must be one launch. ``sizes`` contains the static dims."""
         if self.narrow(sizes) or self.torn(sizes) or (schedule.split and self.offsets is not None):
             return False
         return not any(schedule.tile_n % grain(sizes) for grain in self.grains)
 
     def torn(self, sizes: Mapping[str, int]) -> dict[int, int]:
-        """The nodes of the ranges that begin inside an epilogue subtile, with their first columns. A bulk
-        store skips columns past its tensor's end, but must not begin before the tensor's first column."""
+        """The nodes of the ranges that begin inside an epilogue subtile, by first column. A bulk store skips
+        columns past its tensor's end, but must not begin before the tensor's first column."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
         return {node: first for node, first in firsts.items() if first % SUM_GRAIN}
 
     def narrow(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a thread's lanes would mix heads of these widths. A thread has two of every HEAD_GRAIN
-        columns, and head sums fold SUM_GRAIN columns at a time, so widths must be multiples of these."""
+        """Whether a thread's lanes would mix heads of these widths. A thread holds two of every HEAD_GRAIN
+        columns, and head sums combine SUM_GRAIN columns at a time. So widths must be multiples of these."""
         sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
@@ -127,7 +129,7 @@ class GemmKernel:
         return tuple(period for period in self.periods if period in self.grains)
 
     def wants(self, sizes: Mapping[str, int]) -> str:
-        """Describe the step's demands on a tile to the person who chose the sizes or the tile."""
+        """Describe the step's demands on a tile, for the person who chose the sizes or the tile."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
@@ -139,7 +141,7 @@ class GemmKernel:
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:
-        """The widths of heads, in the GEMM's columns, that divide the width of some tile."""
+        """The head widths, in GEMM columns, that divide the width of some tile."""
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
@@ -161,18 +163,18 @@ class GemmKernel:
 
 @dataclass(frozen=True)
 class VectorKernel:
-    """The kernel for the vectors that are final after ``step`` (-1: before all steps)."""
+    """The kernel that computes the vectors that are final after ``step`` (-1: before all steps)."""
 
     step: int
     name: str
-    length: int  # a node that is as long as the vectors
+    length: int  # a node with the vectors' length
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered program: ``text``, and how to call its kernels, which also follows from the program.
-    ``unedited``: the lowering whose text an author edited into ``text``. An edited text is untrusted code."""
+    """A lowered program: its code (``text``), and how to call its kernels, which follows from the program.
+    ``unedited``: the lowering that an author edited into ``text``. Edited code is untrusted."""
 
     text: str
     hash: str
@@ -186,12 +188,12 @@ class Lowered:
 
     @property
     def module(self) -> str:
-        """The name under which the text is imported as a module. All edits of one lowering share a name."""
+        """The module name under which the code is imported. All edits of one lowering share it."""
         return f"coda_edited_{self.unedited.hash[:16]}" if self.unedited else f"coda_lowered_{self.hash[:16]}"
 
 
 def literal(value: float) -> str:
-    """Write a number as Python text that reads back exactly, which ``float.hex`` checks."""
+    """Write a number as Python text that reads back exactly; ``float.hex`` verifies this."""
     if math.isinf(value):
         return "LOWEST" if value < 0 else "(-LOWEST)"
     if float(repr(value)).hex() != value.hex():
@@ -200,7 +202,7 @@ def literal(value: float) -> str:
 
 
 class Writer:
-    """The base of both code generators: names of values, and the text of an operation."""
+    """The base of both code generators: the names of values, and the code of an operation."""
 
     def __init__(self, program: Program, steps: Steps):
         self.program, self.nodes, self.steps = program, program.nodes, steps
@@ -221,19 +223,19 @@ class Writer:
         return given.dtype if given else self.steps.dtypes.get(index, "fp32")
 
     def reduction(self, index: int) -> Reduction:
-        """The reduction of a node that must have one."""
+        """The reduction of a node, which must have one."""
         how = reduction(self.nodes[index])
         assert how is not None  # callers pass only nodes that the steps list as reductions
         return how
 
     def statistic(self, index: int) -> Statistic:
-        """The statistic of a node that must have one."""
+        """The statistic of a node, which must have one."""
         how = OPERATIONS[self.nodes[index].op].statistic
         assert how is not None  # callers pass only nodes that the steps list as statistics
         return how
 
     def spread(self, index: int) -> Spread:
-        """The spread of a node that must have one."""
+        """The spread of a node, which must have one."""
         how = OPERATIONS[self.nodes[index].op].spread
         assert how is not None  # callers pass only nodes that the steps list as spread vectors
         return how
@@ -244,7 +246,8 @@ class Writer:
         return self.steps.width[step, self.nodes[index].args[0]]
 
     def partials(self, index: int) -> list[Argument]:
-        """The arguments of a reduction's partials: two if it reduces the columns of a double-width tile."""
+        """The arguments for a reduction's partial results: two if it reduces the columns of a double-width
+        tile."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
         rank = 1 if how.selects else 3

@@ -1,8 +1,9 @@
-"""Choose schedules for trying a program before tuning, which leave its mainloop enough shared memory.
+"""Choose schedules on which to try a program before tuning. They must leave the mainloop enough shared
+memory.
 
-Epilogue and mainloop share an SM's memory, so tiles that a step loads and stores through TMA leave fewer
-pipeline stages for the operands. QuACK divides the memory while it compiles. This module predicts the
-division with the arithmetic of QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
+Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA leave fewer
+pipeline stages for the operands. QuACK divides the memory only while it compiles. This module predicts the
+division with the same arithmetic as QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
 from coda_agent.primitives.target import TARGET
 
-# One configuration for each of the mainloop's two ways to share a tensor core between warpgroups.
+# One schedule for each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
-ALIGNMENT = 1024  # bytes that operands may lose to a resource's alignment
-ROW_BYTES = 128  # bytes per row of an operand in one stage, whatever its dtype
-LOAD_STAGES = (4, 2)  # QuACK's first choice, and its second if operands get fewer than three stages
-FEWEST = 2  # stages of operands: with one stage, the mainloop waits for its own loads
+ALIGNMENT = 1024  # bytes that the alignment of a resource may take from the operands
+ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
+LOAD_STAGES = (4, 2)  # QuACK's first choice, and its second for fewer than three operand stages
+FEWEST = 2  # least operand stages: with one stage, the mainloop waits for its own loads
 
-Kind = Literal["once", "load", "store"]  # whether a resource exists once, or in every load or store stage
+Kind = Literal["once", "load", "store"]  # whether a resource exists once, or once per load or store stage
 
 
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """The ``given`` schedules that fit a step. If none fits, return the first of ``candidates`` that fits, or
-    an empty list if no candidate fits either. ``sizes`` contains the static dims."""
+    """The ``given`` schedules that fit a step. If none fits, the first of ``candidates`` that fits; empty if
+    none of those fits either. ``sizes`` contains the static dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -47,8 +48,9 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """The schedules that tuning tries first: the tiles that the step admits at these sizes, in clusters of
-    two. Pingpong schedules also come with ``deep``. Without the output's size, only large tiles are tried."""
+    """The schedules that tuning tries first: the tiles that the step accepts at these sizes, in clusters of
+    two. Pingpong schedules also come with ``deep``. If the output's size is unknown, only large tiles are
+    tried."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -56,7 +58,7 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """The large tiles in clusters of two at the default rasterisation, and also the small tiles if the output
+    """The large tiles in clusters of two at the default rasterisation. Small tiles are added if the output
     has fewer 128x128 tiles than an H100 has SMs."""
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
@@ -66,26 +68,27 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """Choices of one probe per step (see ``probes``), as many as the largest number of a step's probes."""
+    """Combinations of one probe per step (see ``probes``). There are as many as the step with the most probes
+    has."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
 
 
 def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a schedule's tile holds whole heads and pairs, and leaves the mainloop enough memory."""
+    """Whether a schedule's tile contains whole heads and pairs, and leaves the mainloop enough memory."""
     return kernel.admits(schedule, sizes) and operand_stages(program, kernel, schedule, sizes) >= FEWEST
 
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    """How many operand stages a step's mainloop gets: 0 or less if the epilogue takes all memory. A ``deep``
-    schedule may get one stage more."""
+    """The number of operand stages that a step's mainloop gets; 0 or less if the epilogue takes all memory. A
+    ``deep`` schedule may get one more."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
     """A message for the author of a step that fits no tile, and the node of the largest tile that the step
-    loads or stores (of equally large tiles, the last node)."""
+    loads or stores (the last one of equal size)."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -124,7 +127,8 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """The epilogue's resources in shared memory, with bytes: in total, or per "load" or "store" stage."""
+    """The epilogue's resources in shared memory with their bytes: in total, or per "load" or "store"
+    stage."""
     rows, columns = _subtile(schedule)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
@@ -134,7 +138,7 @@ def _shares(
         match argument.role:
             case "load":
                 yield argument, "load", rows * columns * each
-            case "table" if period % SUM_GRAIN == 0:  # otherwise threads read the table from memory
+            case "table" if period % SUM_GRAIN == 0:  # otherwise threads read the table from global memory
                 yield argument, "load", rows * columns * each
             case "store":
                 yield argument, "store", int(rows * columns * min(1, resources.width_of(argument))) * each

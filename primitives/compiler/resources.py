@@ -1,5 +1,5 @@
-"""Choose the resources that a step's epilogue has in addition to its accumulator: TMA tiles, vectors,
-reductions, heads and memory."""
+"""Choose the resources of a step's epilogue besides its accumulator: TMA tiles, vectors, reductions, heads
+and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile, by the tile's rela
 
 
 class StepResources(Writer):
-    """A step's arguments, grouped by use, and the constructors of their resources (QuACK's and ours)."""
+    """A step's arguments by use, and the constructors of their resources (QuACK's and ours)."""
 
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
@@ -27,7 +27,8 @@ class StepResources(Writer):
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()
         self.stores = [self.store(i) for i in step.stores]
-        # The widest load and store become the mainloop's own C and D. They set its epilogue tile's size.
+        # The widest load and store become the mainloop's own C and D, which determine the size of its
+        # epilogue tile.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
         wide = [
             s
@@ -47,8 +48,8 @@ class StepResources(Writer):
 
     def accumulated(self) -> tuple[int, int, int] | None:
         """Find an fp32 output that overwrites an input with the input plus a value. Return the three nodes:
-        output, input and value. The store then adds in memory, so the input is not loaded. With offsets QuACK
-        has no such store."""
+        output, input and value. The store then adds in memory, so the input is not loaded. QuACK has no such
+        store for a GEMM with offsets."""
         updates = {} if self.grouped else self.program.signature.updates
         for output, name in updates.items():
             index = self.program.outputs[output]
@@ -65,7 +66,8 @@ class StepResources(Writer):
         return None
 
     def shared_ranges(self) -> dict[int, list[int]]:
-        """Group the ranges of one tile and dtype, which share a stage. Each key is a group's first range."""
+        """Group the ranges of one tile and dtype, because they share a pipeline stage. Each key is a group's
+        first range."""
         found: dict[tuple[int, str], list[int]] = {}
         for index in self.step.stores:
             if self.steps.types[index].kind == "range":
@@ -83,7 +85,7 @@ class StepResources(Writer):
         return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
 
     def bounds(self) -> tuple[tuple[int, Dim, Dim], ...]:
-        """For each ``in_columns``: its node, its first column, and the column past its last."""
+        """For each ``in_columns``: its node, its first column, and the column after its last."""
         inside = [i for i in (*self.step.body, *self.step.sweep) if self.nodes[i].op == "in_columns"]
         found = {i: list(map(Dim.parse, sizes_named(self.nodes[i]))) for i in sorted(inside)}
         return tuple((i, first, first + width) for i, (first, width) in found.items())
@@ -105,11 +107,12 @@ class StepResources(Writer):
 
     @staticmethod
     def streams(width: float, dtype: str) -> bool:
-        """Whether TMA moves such a tile. If its width is not the GEMM's, two 16-bit values share a lane."""
+        """Whether TMA moves such a tile. If its width differs from the GEMM's, two 16-bit values share a
+        lane."""
         return width == 1 or dtype in ("bf16", "fp16")
 
     def period(self, index: int) -> Dim:
-        """The width of a node's heads in columns of the GEMM."""
+        """The width of a node's heads, in GEMM columns."""
         kind, _, period = self.steps.types[index]
         assert period is not None  # repeated values and statistics have heads
         if kind == "head":
@@ -117,11 +120,12 @@ class StepResources(Writer):
         return period * Dim.parse(HALF[self.width(index)])
 
     def heads(self, index: int) -> str:
-        """The code that reads the width of a node's heads, which is a compile-time number."""
+        """The code for the width of a node's heads, which is a compile-time number."""
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Numbers that must divide a tile's columns, because of heads (summed or loaded by TMA) or pairs."""
+        """Numbers that must divide a tile's columns, because of pairs, or of heads that are summed or loaded
+        by TMA."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
@@ -166,7 +170,7 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether a value repeated for each head is a tile, and as wide as the GEMM once repeated."""
+        """Whether a value repeated for each head is a tile that, once repeated, is as wide as the GEMM."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:
@@ -182,6 +186,6 @@ class StepResources(Writer):
             chosen = self.nodes[index].args[1]
             yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            # QuACK's rows of experts have no batch.
+            # QuACK gives rows of experts no batch axis.
             rank = min(partial.rank, 2) if self.grouped else partial.rank
             yield replace(partial, rank=rank), how.resource.format(name=partial.name, index=given)

@@ -1,9 +1,9 @@
 """Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic does not count, because it can overlap with the tensor
-cores: if it counted, the floor could exceed a possible time. Bytes are compulsory: each step counts each
-tensor that it reads once (even a vector or tile repeated over heads), and each tensor that it writes once. A
-tensor between steps, or an updated buffer, therefore counts as written and as read. Standard library only.
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is not counted: it can overlap with the tensor cores, so
+counting it could make the bound longer than a time that is possible. Bytes are the compulsory traffic: each
+step reads each of its input tensors once (even if it repeats over heads) and writes each of its outputs once.
+So a tensor between steps, and an updated buffer, count as both written and read. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from coda_agent.primitives.target import TARGET, Machine
 
 ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32
-# The largest tile size in each dimension gives the fewest partials.
+# The largest tile size in each dimension gives the fewest partial results.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
-Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a number of values, or of tiles if one is named
+# a number of values, or of tiles if a tile size is named
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory, each once: an epilogue may reread operands."""
+    """The nodes that a GEMM step reads from memory, each listed once: an epilogue may reread operands."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -41,13 +42,13 @@ def gemm_reads(program: Program, step: GemmStep) -> list[int]:
 
 
 def gemm_writes(step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step writes; ``~node`` stands for a reduction's partials."""
+    """The nodes that a GEMM step writes; ``~node`` stands for a reduction's partial results."""
     return [*step.stores, *(~r for r in step.reductions)]
 
 
 def vector_reads(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps reads from memory, without duplicates; ``~node`` stands for a
-    reduction's partials."""
+    """The nodes that a kernel between steps reads from memory, each listed once; ``~node`` stands for a
+    reduction's partial results."""
     given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
     return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
@@ -58,13 +59,14 @@ def vector_writes(kernel: FinishWriter) -> list[int]:
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction selects one element per row. It then needs one buffer, not partials per tile."""
+    """Whether a reduction selects one element per row. It then needs one buffer instead of partial results
+    per tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """The extents of a reduction's partials. A row reduction has one partial per row and tile along N. A
+    """The extents of a reduction's partial results. A row reduction has one per row and tile along N. A
     column reduction has one per column and tile along M, or two if its tile is twice as wide as the GEMM. A
     selection has one value per row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
@@ -98,11 +100,8 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The traffic and least time of one kernel: GEMM step ``step``, or the vector kernel after it.
-
-    ``reads`` and ``writes`` are bytes by tensor. ``compute_seconds`` and ``memory_seconds`` are the times at
-    the machine's peak rates.
-    """
+    """The traffic and the least time of one kernel: of GEMM step ``step``, or of the vector kernel after
+    it."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -138,8 +137,8 @@ class Roofline:
     """Every kernel of a program at given sizes, in launch order, and the totals.
 
     ``seconds`` assumes that every tensor moves through memory. The L2 can save some of this traffic: a kernel
-    may read its predecessor's results from the L2, and the last results may still be in the L2 when the clock
-    stops. ``limit`` allows for both, so a time measured from a cold L2 is wrong if it is below ``limit``.
+    may read its predecessor's results from the L2, and the last results may still be there when the timing
+    ends. ``limit`` allows for both, so a time measured from a cold L2 is wrong if it is below ``limit``.
     """
 
     machine: Machine
@@ -160,7 +159,8 @@ class Roofline:
 
     @property
     def limit(self) -> float:
-        """The longer of two times: for the matmuls, or for reading inputs and writing what exceeds the L2."""
+        """The longer of two times: that of the matmuls, and that of reading the inputs and writing the part
+        of the outputs that exceeds the L2."""
         read = {name: size for s in self.steps for name, size in s.reads.items()}
         written = {name: size for s in self.steps for name, size in s.writes.items()}
         fetched = sum(size for name, size in read.items() if name not in written)
@@ -170,7 +170,7 @@ class Roofline:
 
     @property
     def binds(self) -> Literal["compute", "memory"]:
-        """Whether the kernels bound by compute, or those bound by memory, take more of ``seconds``."""
+        """Whether compute-bound or memory-bound kernels take more of ``seconds``."""
         compute = sum(s.seconds for s in self.steps if s.binds == "compute")
         return "compute" if 2 * compute >= self.seconds else "memory"
 
@@ -185,8 +185,8 @@ class Roofline:
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
     """The roofline of a checked program at ``sizes``. Raises ValueError unless every dim has a positive size.
 
-    Partials are counted for the tiles of the program's own schedule. A step without a schedule counts the
-    partials of the largest tiles, which are the fewest.
+    Partial results are counted for the tiles of the program's own schedule; without one, for the largest
+    tiles, which give the fewest.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
@@ -209,7 +209,8 @@ class _Counter(Writer):
         return [d(self.sizes) for d in self.steps.types[index].shape]
 
     def size(self, index: int) -> int:
-        """The bytes of a node's tensor in memory or, for ``~node``, the bytes of a reduction's partials."""
+        """The bytes of a node's tensor in memory; for ``~node``, the bytes of a reduction's partial
+        results."""
         if index < 0:
             return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
         return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))
@@ -236,7 +237,7 @@ class _Counter(Writer):
         flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
         read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
         if len(operands) > 2 and len(self.extents(operands[1])) == 3:
-            # Matrices of experts without a row are not read: no more are than there are rows.
+            # Matrices of experts without rows are not read. At most as many are read as there are rows.
             experts, weight = self.extents(operands[1])[0], untransposed(self.program, operands[1])
             read[self.names[weight]] = read[self.names[weight]] // experts * min(experts, rows)
         return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)

@@ -1,9 +1,9 @@
 """Run a step as two launches, so that no SM is idle.
 
-Clusters of four read less from the L2, but an H100's GPCs fit such clusters on only 120 of its 132 SMs. The
-first launch uses these SMs for most of the rows, and the second launch uses the remaining SMs in clusters of
-two. The launches overlap by programmatic dependent launch: the second may start once all blocks of the first
-have started. The next kernel on the stream waits for the second launch, which ends after the first.
+Clusters of four read less from the L2, but an H100's GPCs can place them on only 120 of its 132 SMs. The
+first launch uses these SMs for most rows. The second launch uses the other SMs, in clusters of two. The
+launches overlap by programmatic dependent launch: the second may start once all blocks of the first have
+started. The next kernel on the stream waits for the second launch, which ends after the first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from coda_agent.primitives.lang.schedule import Schedule
 
-ORDER = 1  # version of the launch order in ``ordered``; part of the compiled objects' cache keys
+ORDER = 1  # version of the launch order in ``ordered``, a part of the compiled objects' cache keys
 
 _tracing = RLock()  # ``ordered`` patches the whole process
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
-    """The rows of an output that the first launch of a ``split`` schedule computes, in whole tiles of whole
-    clusters. It computes all rows if the second launch cannot run. ``first`` and ``second``: how many
+    """The rows of an output that the first launch of a ``split`` schedule computes. They are whole tiles of
+    whole clusters. These are all rows if the second launch cannot run. ``first`` and ``second``: how many
     clusters of each launch run concurrently."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
@@ -42,10 +42,10 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Inside the with block, trace a kernel of a ``split`` schedule. Unpatched, QuACK's GEMM waits for its
-    predecessor on the stream before its first load, and lets its successor start when a block has no more
-    tiles. With this patch, the first launch lets the second start as soon as the first's own wait is over,
-    and the second waits for the first when a block has no more tiles."""
+    """Within the ``with`` block, trace a kernel of a ``split`` schedule. Unpatched, QuACK's GEMM waits for
+    its predecessor on the stream before its first load, and lets its successor start when a block has no more
+    tiles. With this patch, the first launch lets the second start as soon as its own wait has ended. The
+    second waits for the first when a block has no more tiles."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield
 

@@ -1,4 +1,5 @@
-"""Generate the vector kernels between steps. They reduce partials in a fixed order, then do arithmetic."""
+"""Generate the vector kernels between steps. They reduce partial results in a fixed order, then do
+arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from coda_agent.primitives.lang.partition import Steps
 
 
 def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
-    """The kernels between GEMM steps, ordered by stage and then length. Stage -1 runs before all steps."""
+    """The kernels between GEMM steps, ordered by stage, then by length. Stage -1 runs before all steps."""
     return [
         FinishWriter(program, steps, stage, roots)
         for stage, members in sorted(steps.finishes.items())
@@ -20,12 +21,12 @@ def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
 
 
 def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
-    """The kernels that bound offsets, one for each input of offsets."""
+    """The kernels that bound offsets, one per input of offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         if len(program.nodes[step.gemm].args) > 2:
             a, _, offsets = program.nodes[step.gemm].args
-            rows = untransposed(program, a)  # [T, ...], whichever product it is
+            rows = untransposed(program, a)  # [T, ...] for either kind of GEMM
             found.setdefault(offsets, BoundsWriter(program, steps, offsets, rows))
     return [found[offsets] for offsets in sorted(found)]
 
@@ -38,7 +39,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class BoundsWriter(Writer):
-    """The kernel that makes an input of offsets safe to use, before all steps."""
+    """The kernel that bounds an input of offsets, before all steps, so that no offset can lead outside
+    memory."""
 
     def __init__(self, program: Program, steps: Steps, offsets: int, rows: int):
         super().__init__(program, steps)
@@ -58,7 +60,7 @@ class BoundsWriter(Writer):
 
 class FinishWriter(Writer):
     """One kernel for all vectors of one stage and length. For each value, a group of threads reduces the
-    partials and then does the arithmetic."""
+    partial results and then does the arithmetic."""
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
@@ -81,7 +83,7 @@ class FinishWriter(Writer):
             node.op == "input" or (index in self.stored and index not in self.roots)
         ):
             self.arguments.append(Argument(f"v{index}", "vector", index, self.dtype(index)))
-        elif reduction(node):  # its partials are in the workspace
+        elif reduction(node):  # its partial results are in the workspace
             self.reduce(index)
         elif node.op == "input":
             self.arguments.append(Argument(f"s{index}", "pointer", index, "fp32", rank=0))
@@ -148,7 +150,7 @@ class FinishWriter(Writer):
                 yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
 
     def reduced(self, index: int) -> str:
-        """The code that finishes a reduction."""
+        """The code that combines a reduction's partial results."""
         names = [partial.name for partial in self.partials(index)]
         return self.reduction(index).finish.format(
             partial=names[0],

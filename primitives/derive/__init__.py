@@ -1,9 +1,9 @@
 """Derive backward programs from forward programs.
 
-``derive`` runs reverse-mode differentiation over a program with the derivatives of its primitives. A product
-is a matrix product (``gemm``). The results are two ordinary programs: ``head``, the pointwise part that needs
-no product, for ``torch.compile``; and ``program``, the products with their epilogues. ``choose`` takes the
-cheapest way to divide the work between the two.
+``derive`` runs reverse-mode differentiation over a program, with the derivatives of its primitives. Its
+results are two ordinary programs. ``head`` is the pointwise part that needs no matmul, for ``torch.compile``.
+``program`` has the matmuls with their epilogues. ``choose`` finds the cheapest way to divide the work between
+the two.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def derive(
 
     ``wrt``: inputs whose gradients are wanted; by default all floating-point inputs. ``of``: outputs whose
     gradients the backward reads as inputs; by default all outputs. ``behind``: an output whose gradient the
-    backward computes as the product of the inputs ``d_next`` and ``w_next``. Outputs that together are all
-    columns of one tile count as that tile, under their joined names: ``q_k_v``. ``save_bytes``: the most
-    bytes per row that the forward stores for the backward, not counting the forward's inputs. ``sizes``: the
-    sizes at which bytes are compared. ``positive``: inputs that are never zero. ``accumulate``: inputs whose
-    gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save`` and ``recompute``: outputs, or
-    nodes such as ``node 3``, that must be stored, or that must not be stored. Raises ProgramError for a
+    backward computes as the matmul of the inputs ``d_next`` and ``w_next``. Outputs that together are all
+    columns of one tile count as that tile; its name joins theirs, as in ``q_k_v``. ``save_bytes``: the limit
+    on the bytes per row that the forward stores for the backward, without the forward's inputs. ``sizes``:
+    the sizes at which bytes are compared. ``positive``: inputs that are never zero. ``accumulate``: inputs
+    whose gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save`` and ``recompute``: outputs,
+    or nodes such as ``node 3``, that must be stored, or that must not be stored. Raises ProgramError for a
     program without a derivable backward.
     """
     wanted, whole = _wanted(program, wrt), joined(program)

@@ -1,5 +1,5 @@
-"""Arrange one backward: decide which values the program of the products computes, and which values the
-pointwise part before it (the head) computes."""
+"""Arrange one backward: decide which values the program of the matmuls computes, and which the pointwise part
+before it (the head) computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, 
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import tracing
 
-NEXT = "NEXT"  # the name of the dim that the input ``d_next`` adds
+NEXT = "NEXT"  # the dim that the input ``d_next`` adds
 LEAVES = ("tile", "vector")
 UNUSED = "no output uses it"
 
@@ -25,13 +25,13 @@ class Derived(NamedTuple):
     """A backward.
 
     ``head`` and ``program``: see ``derive``. ``same``: gradients that equal an input or another gradient.
-    ``folds``: gradients that the caller sums from an output's elements: from all elements for a scalar, and
-    over heads otherwise. ``stored``: the forward's inputs, outputs and saved values that the backward reads.
-    ``saves``: the stored values, with their nodes, that the forward does not return yet. ``recomputed``: the
-    forward's products, sums and outputs that are computed again, with their nodes. ``left``: inputs without a
-    derived gradient, and why. ``notes``: where gradients stop, or are one choice of several. ``widths``: new
-    dims for sizes of the forward whose dims follow from no shape that the backward reads. ``bound``: the
-    fewest bytes and FLOPs of all plans that were compared.
+    ``folds``: gradients that the caller sums from an output's elements: from all of them for a scalar, over
+    heads otherwise. ``stored``: the forward's inputs, outputs and saved values that the backward reads.
+    ``saves``: those stored values that the forward does not return yet, with their nodes. ``recomputed``: the
+    forward's matmuls, sums and outputs that are computed again, with their nodes. ``left``: inputs without a
+    derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of several. ``widths``:
+    new dims for those sizes of the forward that the shapes in the backward do not determine. ``bound``: the
+    fewest bytes and FLOPs of all compared plans.
     """
 
     program: Program | None
@@ -59,7 +59,7 @@ class BackwardRequest(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A choice of ``stored``, the forward nodes in memory, and of ``Simplifier``'s two simplifications."""
+    """A choice of the forward nodes in memory (``stored``), and of ``Simplifier``'s two simplifications."""
 
     stored: frozenset[int]
     moves: bool = False
@@ -84,10 +84,10 @@ class PlannedBackward:
         self.widths: dict[str, Dim] = {}
         self.updates: dict[str, str] = {}
         self.used: set[str] = set()  # see ``Simplifier``
-        self.wanted: set[int] = set()  # forward nodes whose values the backward asks for
+        self.wanted: set[int] = set()  # forward nodes whose values the backward needs
 
     def declare(self, name: str, index: int) -> str:
-        """Add an input that has the shape of a forward value to the backward, and return its name."""
+        """Add an input with the shape of a forward value to the backward; return its name."""
         kind = self.types[index]
         return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
 
@@ -163,13 +163,13 @@ class PlannedBackward:
     def again(
         self, trace: Simplifier, outputs: Mapping[str, int], known: Mapping[int, int]
     ) -> dict[str, int]:
-        """The forward's products, sums and outputs that the backward computes again, with their nodes."""
+        """The forward's matmuls, sums and outputs that the backward computes again, with their nodes."""
         reached = set(self.reached(trace, outputs.values()))
         names = {i: n for n, i in self.program.outputs.items()}
         named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
         return {names.get(i, f"node {i}"): i for i in sorted(named & known.keys()) if known[i] in reached}
 
-    # Head and products
+    # Head and matmuls
 
     def split(self, trace: Simplifier, gradients: dict[str, int], reverse: Reverse) -> Derived:
         same, outputs = self.aliases(trace, gradients)
@@ -219,7 +219,7 @@ class PlannedBackward:
         return [i for i, n in enumerate(self.program.nodes) if n.op == "input" and n.attribute == name]
 
     def aliases(self, trace: Simplifier, outputs: dict[str, int]) -> tuple[dict[str, str], dict[str, int]]:
-        """The gradients that equal an input or another gradient, and the remaining gradients."""
+        """The gradients that equal an input or another gradient, and the other gradients."""
         same: dict[str, str] = {}
         rest: dict[int, str] = {}
         for name, index in outputs.items():
@@ -233,14 +233,14 @@ class PlannedBackward:
         return same, {n: i for i, n in rest.items()}
 
     def late(self, trace: Simplifier) -> list[bool]:
-        """For each value, whether it needs a product."""
+        """For each value, whether it needs a matmul."""
         found: list[bool] = []
         for node in trace.nodes:
             found.append(node.op == "gemm" or any(found[a] for a in node.args))
         return found
 
     def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The operands of products, and the outputs, that need no product themselves."""
+        """The operands of matmuls, and the outputs, that need no matmul themselves."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
@@ -252,8 +252,8 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The vectors made of sums that need no product, if another value reads them; and the outputs that
-        need no product."""
+        """The vectors made of sums that need no matmul, if another value reads them, and the outputs that
+        need no matmul."""
         made: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(made[a] for a in node.args)
@@ -263,7 +263,7 @@ class PlannedBackward:
         return found | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """Values that need no product, read by values that need one, and outputs that need no product."""
+        """The values without a matmul that are outputs, or that are read by values with a matmul."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
@@ -302,7 +302,7 @@ class PlannedBackward:
     def part(
         self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
     ) -> Program | None:
-        """The program that computes these outputs and reads ``inputs`` instead of computing them."""
+        """The program that computes these outputs. It reads ``inputs`` instead of computing them."""
         if not outputs:
             return None
         nodes: list[Node] = []
@@ -348,8 +348,8 @@ class PlannedBackward:
         tensors: dict[str, TensorType],
         inner: set[str],
     ) -> dict[str, TensorType]:
-        """The tensors, with a new dim in place of a size such as 2*H*P if the inputs' shapes do not determine
-        H and P. A size stays if it has at most one dim outside ``inner``, the dims that nodes name."""
+        """The tensors, with a new dim for each size, such as 2*H*P, that the inputs' shapes do not determine.
+        A size with at most one dim outside ``inner`` (the dims that nodes name) stays."""
         shapes = {n: tensors[n].shape for n in read}
         known = {d for s in shapes.values() for dim in s for d in dim.names}
         try:

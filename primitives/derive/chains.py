@@ -1,10 +1,10 @@
-"""The Transformer's chains as graphs, to derive backwards from.
+"""Chains of a Transformer as graphs, from which backwards are derived.
 
-A chain begins and ends with a matrix product, so that epilogues of products can compute its gradients. A
-chain is not a single kernel: if it contains a norm, several kernels compute its forward. Weights have the
-layout of ``torch.nn.Linear``, with the rows of gate and up interleaved, and the two rows of each rotation
-adjacent. The outputs are the results, and the values that the forward stores for the backward. Numbers such
-as ``eps`` are scalars that each launch is given.
+A chain begins and ends with a matmul, so that the epilogues of matmuls can compute its gradients. A chain is
+not a single kernel: if it contains a norm, its forward takes several kernels. Weights have the layout of
+``torch.nn.Linear``. Rows of gate and up are interleaved, and the two rows of each rotation are adjacent. The
+outputs are the results, and the values that the forward stores for the backward. Numbers such as ``eps`` are
+scalars, passed to each launch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 
-Shapes = dict[str, str]  # by name: dims, and a dtype unless it is bf16, as "M, 2*F" or "M: fp32"
+Shapes = dict[str, str]  # by name: dims, and a dtype if it is not bf16, such as "M, 2*F" or "M: fp32"
 Body = Callable[..., dict[str, Any]]
 SCALAR = ": fp32"
 
@@ -48,8 +48,8 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """Append a chain that reads this chain's results. ``linked``: for each input of the other chain, the
-        output of this chain that it reads. Tensors with the same name in both chains are one tensor."""
+        """Append a chain that reads this chain's results. ``linked``: for each linked input of the other
+        chain, the output of this chain. Tensors with the same name in both chains are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})
@@ -112,8 +112,8 @@ def _gated(function: Callable[[Any], Any], z: Any) -> Any:
 
 
 def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
-    """Pre-norm MLP of the residual stream ``h``, with or without adding ``h`` to the result. Stores rstd,
-    z after the norm's row scale, and act."""
+    """Pre-norm MLP of the residual stream ``h``. ``residual``: add ``h`` to the result. Stores rstd, z after
+    the norm's row scale, and act."""
     width, act_of = ACTIVATIONS[activation]
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
 
 
 def attention_out() -> Chain:
-    """Project attention's result ``a`` and add it to the residual stream ``x``."""
+    """Project the attention output ``a``, and add it to the residual stream ``x``."""
 
     def body(a: Any, w_o: Any, x: Any) -> dict[str, Any]:
         return {"h": _added(a, w_o, x)}
@@ -167,7 +167,8 @@ def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
 
 
 def loss() -> Chain:
-    """The cross-entropy of ``h``, as its logits' log-sum-exp and the target's logit. No logits are stored."""
+    """The cross-entropy of ``h``: the log-sum-exp of its logits, and the target's logit. No logits are
+    stored."""
 
     def body(h: Any, w: Any, target: Any) -> dict[str, Any]:
         logits = gemm(h, w.mT)
@@ -179,7 +180,7 @@ def loss() -> Chain:
 
 def next_norm() -> Chain:
     """Begin the norm after the residual stream ``out``: ``out`` times its weight, and its row scale. The next
-    chain's first product multiplies the one and scales its rows by the other."""
+    chain's first matmul uses the first of these, and scales its rows by the second."""
 
     def body(out: Any, next_gamma: Any, next_eps: Any) -> dict[str, Any]:
         return {"next_hg": out * per_column(next_gamma), "next_rstd": _normed(out, next_eps)}
@@ -189,9 +190,9 @@ def next_norm() -> Chain:
 
 
 def head(cap: bool = False) -> Chain:
-    """The final norm of the residual stream ``h``, and the cross-entropy as the logits' log-sum-exp and the
-    target's logit, with soft-capped logits if ``cap``. The logits are not stored: the backward computes them
-    again from rstd and hg, which is h times the norm's weight."""
+    """The final norm of the residual stream ``h``, then the cross-entropy: the logits' log-sum-exp and the
+    target's logit. ``cap``: soft-cap the logits. The logits are not stored. The backward recomputes them from
+    rstd and hg (h times the norm's weight)."""
 
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)
@@ -209,5 +210,5 @@ def head(cap: bool = False) -> Chain:
 
 
 def between_attentions(activation: str = "swiglu") -> Chain:
-    """A layer without attention: from one attention's result to the next one's queries, keys and values."""
+    """A layer without attention: from one attention's output to the queries, keys and values of the next."""
     return attention_out().then(mlp(activation), h="h").then(attention_in(), out="out")

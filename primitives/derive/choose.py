@@ -1,8 +1,8 @@
-"""Choose a backward: which values are stored or recomputed, and which products compute its sums.
+"""Choose a backward: which values are stored or recomputed, and which matmuls compute its sums.
 
-Plans are compared at the requested sizes, by the costs in ``Search.weighed``: first the bytes stored above
-the limit, then the FLOPs of products, then the sums that are computed again, then all bytes. The search
-changes one choice at a time and stops when no change makes the plan cheaper.
+Plans are compared at the requested sizes, by the costs in ``Search.weighed``, in this order: bytes stored
+above the limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time and
+stops when no change makes the plan cheaper.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 class Search:
-    """The search for the cheapest plan. ``limit``: how many bytes per row may be stored for the backward, not
-    counting the forward's inputs. Without a limit the forward stores only its results, or more if every
-    backward needs more. ``fixed``: forward nodes that must (True) or must not (False) be stored."""
+    """The search for the cheapest plan. ``limit``: the bytes per row that the forward may store for the
+    backward, without the forward's inputs. Without a limit the forward stores only its results, or more if no
+    backward can do with these. ``fixed``: forward nodes that must (True) or must not (False) be stored."""
 
     def __init__(
         self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
@@ -47,7 +47,7 @@ class Search:
         self.rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
         self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
         self.traffic: list[Traffic] = []
-        self.wanted: dict[BackwardPlan, set[int]] = {}  # the forward nodes whose values each backward reads
+        self.wanted: dict[BackwardPlan, set[int]] = {}  # the forward nodes whose values each backward needs
         self.refusals: list[ProgramError] = []
 
     def best(self) -> Derived:
@@ -77,7 +77,7 @@ class Search:
         return derived._replace(bound=Traffic(*map(min, zip(*self.traffic, strict=True))))
 
     def candidates(self) -> Iterator[int]:
-        """Values that may be worth storing: products, operands of products, and vectors spread over tiles."""
+        """Values that may be worth storing: matmuls, their operands, and vectors spread over tiles."""
         for index, node in enumerate(self.program.nodes):
             if node.op == "gemm":
                 yield index
@@ -90,15 +90,16 @@ class Search:
                 yield node.args[0]
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
-        """Improve the plan that stores ``stored`` by changing one choice at a time: a simplification, or
-        whether a value of ``free`` is stored. Small values are tried first, or large ones if ``largest``."""
+        """Improve the plan that stores ``stored``, one change at a time. A change toggles a simplification,
+        or whether a value of ``free`` is stored. Small values are tried first; ``largest``: large ones
+        first."""
         kept = {i for i in stored if self.fixed.get(i, True)} | {i for i, keep in self.fixed.items() if keep}
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
         best, plan = BackwardPlan(frozenset(kept)), None
         while best != plan:
             plan = best = min(self.arranged(best), key=self.cost)
             for index in order:
-                if index in self.wanted[best]:  # storing any other value changes nothing
+                if index in self.wanted[best]:  # storing a value that is not needed changes nothing
                     best = min(best, best._replace(stored=best.stored ^ {index}), key=self.cost)
         return best
 
@@ -128,7 +129,7 @@ class Search:
             except ProgramError as error:
                 self.refusals.append(error)
                 found = REFUSED, None
-            # A simplification that had no effect leaves the same backward when it is off.
+            # If a simplification had no effect, turning it off gives the same backward.
             for moves in {plan.moves, plan.moves and "moves" in attempt.used}:
 
                 for turns in {plan.turns, plan.turns and "turns" in attempt.used}:
@@ -138,9 +139,9 @@ class Search:
         return self.tried[plan][0]
 
     def weighed(self, derived: Derived) -> Cost:
-        """The costs in order of weight: bytes per row above the limit (without a limit, bytes per row that
-        the forward stores only for the backward); FLOPs; sums over rows or columns that are computed again;
-        all bytes; and the number of nodes."""
+        """The costs, most important first: bytes per row above the limit; FLOPs; recomputed sums over rows or
+        columns; all bytes; number of nodes. Without a limit, the first is the bytes per row that the forward
+        stores only for the backward."""
         now = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
         self.traffic.append(now)
         extra = self.kept(derived, derived.saves)
@@ -159,7 +160,8 @@ class Search:
 
 
 def forced(program: Program, save: Collection[str], recompute: Collection[str]) -> dict[int, bool]:
-    """The nodes that must (True) or must not (False) be stored, from output names or numbers (``node 3``)."""
+    """The nodes that must (True) or must not (False) be stored, given output names or node numbers (``node
+    3``)."""
     found: dict[int, bool] = {}
     for names, keep in ((save, True), (recompute, False)):
         for name in names:

@@ -1,4 +1,4 @@
-"""Count the bytes and FLOPs of a backward's two programs, with the roofline for the products."""
+"""Count the bytes and FLOPs of a backward's two programs, and compute the roofline of the matmuls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coda_agent.primitives.lang.ir import Program, TensorType
 
 
 class Traffic(NamedTuple):
-    """The cost of a backward. ``moved``: the bytes if each step reads and writes each of its tensors once.
-    ``least``: the bytes if the whole backward reads each input and writes each output once."""
+    """The cost of a backward. ``moved``: the bytes if each step reads and writes its tensors once. ``least``:
+    the bytes if the whole backward reads each input and writes each output once."""
 
     moved: int
     least: int
@@ -25,7 +25,7 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The traffic of a pointwise head, which runs as one pass, and of the program of products after it."""
+    """The traffic of a pointwise head (one pass) and of the program of matmuls after it."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}

@@ -1,4 +1,4 @@
-"""Join outputs that are ranges of one tile's columns, such as q, k and v, since a backward reads one tile."""
+"""Join outputs that are ranges of one tile's columns, such as q, k and v. A backward reads the whole tile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from coda_agent.primitives.lang.ir import Program, TensorType, sizes_named
 
 
 class Joined(NamedTuple):
-    """A program that returns each tile whole, and the names of the ranges that each whole output replaces."""
+    """A program that returns each tile whole. ``Joined`` also maps each whole output to the names of its
+    ranges."""
 
     program: Program
     parts: dict[str, tuple[str, ...]]
 
     def named(self, outputs: Collection[str]) -> tuple[str, ...]:
-        """Replace a tile's ranges by the tile's name. Raises ProgramError if only some are given."""
+        """Replace the ranges of a tile by the tile's name. Raises ProgramError if some of them are
+        missing."""
         found = list(outputs)
         for whole, parts in self.parts.items():
             given = [n for n in parts if n in found]
@@ -31,8 +33,8 @@ class Joined(NamedTuple):
 
 
 def joined(program: Program) -> Joined:
-    """Join outputs that together are all columns of a tile to one output: q, k and v to q_k_v. The program's
-    nodes keep their numbers."""
+    """Join outputs that together are all columns of a tile into one output, such as q, k and v into q_k_v.
+    The program's nodes keep their numbers."""
     types, tiles = program.types(), dict[int, dict[Dim, str]]()
     for name, index in program.outputs.items():
         if types[index].kind == "range":

@@ -20,7 +20,8 @@ INFIX = {
     "not_equal": "!=",
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
-ROWS = "cat([a @ b for a, b in zip({0}.split({2}.diff().tolist()), {1})])"  # with their experts' matrices
+# for rows of experts, each with its own matrix
+ROWS = "cat([a @ b for a, b in zip({0}.split({2}.diff().tolist()), {1})])"
 OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {
     "negative": "-{0}",
@@ -46,8 +47,8 @@ FORMS = {
 
 
 def reference(program: Program, cast: bool = False) -> str:
-    """The PyTorch text of a program. With ``cast``, operands of products are cast to the inputs' 16-bit
-    dtype. Raises ProgramError for an operation without a PyTorch text."""
+    """The PyTorch text of a program. ``cast``: cast the operands of matmuls to the inputs' 16-bit dtype.
+    Raises ProgramError for an operation without a PyTorch text."""
     narrow = next((NARROW[t.dtype] for t in program.signature.inputs.values() if t.dtype in NARROW), "")
     taken = {*program.signature.inputs, *program.signature.outputs, *program.signature.dims}
     names: list[str] = []
@@ -78,7 +79,7 @@ def reference(program: Program, cast: bool = False) -> str:
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:
-    """The text of a value, repeated over heads if an operation combines it with a tile."""
+    """The text of a value; it is repeated over heads if an operation combines it with a tile."""
     if wanted.kind != "tile" or given.period is None:
         return name
     if given.kind == "spread":

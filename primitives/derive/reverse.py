@@ -1,4 +1,5 @@
-"""Reverse-mode differentiation: the gradients of inputs from those of outputs, as operations of a program."""
+"""Reverse-mode differentiation: compute the inputs' gradients from the outputs' gradients, as operations of a
+program."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Reverse:
     """Trace forward values and gradients in one graph.
 
     ``stored``: forward nodes in memory, with the names under which the backward reads them. ``stopped``:
-    nodes with an incomplete gradient, and why. ``notes``: caveats of operations that gradients pass.
+    nodes whose gradient is incomplete, with reasons. ``notes``: caveats of operations that a gradient passes
+    through.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Reverse:
         self.trace, self.stored, self.positive = trace, dict(stored), positive
         self.stored |= {i: str(n.attribute) for i, n in enumerate(self.nodes) if n.op == "input"}
         self.known: dict[int, int] = {}
-        self.again: set[int] = set()  # the nodes of ``known`` that are recomputed
+        self.again: set[int] = set()  # the recomputed nodes of ``known``
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
         self.given: Collection[int] = ()
@@ -36,7 +38,7 @@ class Reverse:
     # Forward values
 
     def value(self, index: int) -> int:
-        """A forward value in the trace: read, recovered from a stored value, or computed again."""
+        """Get a forward value in the trace: read it, recover it from a stored value, or compute it again."""
         if index not in self.known:
             if index in self.stored:
                 self.known[index] = self.trace.add(Node("input", (), self.stored[index]))
@@ -51,14 +53,14 @@ class Reverse:
         return self.known[index]
 
     def cheap(self, index: int) -> bool:
-        """Whether a value can be computed again without a product and without a reduction."""
+        """Whether a value can be recomputed without a matmul or reduction."""
         node = self.nodes[index]
         if index in self.stored:
             return True
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """Recover a value from a stored value that adds to it, scales it or negates it, if there is one."""
+        """Recover a value from a stored value, if the two differ by a sum, a scale or a sign."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -94,7 +96,7 @@ class Reverse:
     # Gradients
 
     def gradients(self, given: Mapping[int, int], wrt: Collection[str]) -> dict[str, int]:
-        """The gradients of the inputs ``wrt`` by name. ``given``: known gradients of forward nodes."""
+        """The gradients of the inputs ``wrt``, by name. ``given``: known gradients of forward nodes."""
         active, self.given = self.active(wrt), given.keys()
         found: dict[int, dict[Type, int]] = {i: {} for i in range(len(self.nodes))}
         for index, gradient in given.items():
@@ -155,9 +157,9 @@ class Reverse:
     # Scales of rows
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
-        """The gradient of a scale of rows from stored values that are homogeneous in the scale, if the
-        scale's own rule would compute a product again. By Euler's theorem, a value of degree k in the scale,
-        times k, is the scale times the value's derivative."""
+        """The gradient of a row scale, computed from stored values that are homogeneous in the scale. This is
+        used if the scale's own rule would recompute a matmul. By Euler's theorem, if a value has degree k in
+        the scale, then k times the value equals the scale times the value's derivative."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args
@@ -174,12 +176,12 @@ class Reverse:
         return apply("divide", total, Tensor(self.value(scale)))._index
 
     def beside(self, index: int) -> tuple[int, ...]:
-        """The other arguments of all nodes that read a value."""
+        """The other arguments of all nodes that read this value."""
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
-        """The first stored values on each path from a scale of rows to a gradient, with their degrees in the
-        scale; None if some path has no such value."""
+        """The first stored values on each path from a row scale to a gradient, with their degrees in the
+        scale. None if some path has no such value."""
         degrees, ends = {index: 1}, dict[int, int]()
         for reader in range(index + 1, len(self.nodes)):
             node = self.nodes[reader]
@@ -193,7 +195,7 @@ class Reverse:
         return ends
 
     def degree(self, node: Node, given: list[int]) -> int | None:
-        """A value's degree in its rows' scale, from its arguments' degrees; None if it has no degree."""
+        """A value's degree in its row scale, computed from its arguments' degrees; None if it has none."""
         if node.op in ALIKE:
             return given[0]
         if node.op in SUMS and given[0] == given[1]:
@@ -207,7 +209,7 @@ class Reverse:
         return None
 
     def stop(self, arguments: list[int], why: str, active: set[int]) -> None:
-        """Note that these arguments, and their own arguments, have incomplete gradients."""
+        """Record that the gradients of these arguments, and of what they depend on, are incomplete."""
         pending = list(arguments)
         while pending:
             index = pending.pop()

@@ -1,8 +1,8 @@
-"""A trace that simplifies expressions while it grows. Its rules are the same for all derivatives.
+"""A trace that simplifies expressions as it grows. The rules do not depend on the derivative.
 
-Arithmetic on vectors is done before they are spread over tiles. Factors that are constant along a row or a
-column move out of sums and matrix products. A split and a join of the same halves cancel. Each rewriting
-holds for real numbers at every size.
+Arithmetic on vectors is done before they are spread over tiles. Factors that are constant along a row or
+column move out of sums and matmuls. A split followed by a join of the same halves is removed. Each rule holds
+for real numbers at every size.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ FOLDED: dict[str, Callable[..., float]] = {
     "multiply": lambda a, b: a * b,
     "negative": lambda a: -a,
 }
-UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # a right argument that changes nothing
+# a right argument that does not change the result
+UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A tile as ``core`` times the vectors and scalars ``above``, divided by the vectors and scalars
+    """A tile, written as ``core`` times the vectors and scalars ``above``, divided by the vectors and scalars
     ``below``. If ``core`` is None, the value consists of these factors only."""
 
     core: int | None
@@ -37,10 +38,10 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """A trace that adds a simpler node where there is one. ``moves``: whether row factors of a product's left
-    operand move out of the product, or over to its right operand. ``products``: products that are computed
-    anyway, by their operands; sums over other products are computed from these (see ``turned``). ``used``:
-    which of the two simplifications, "moves" and "turns", had an effect."""
+    """A trace that adds an equivalent simpler node if there is one. ``moves``: whether row factors of a
+    matmul's left operand move out of the matmul, or to its right operand. ``products``: matmuls that are
+    needed anyway, by their operands; sums over other matmuls are computed from these (see ``turned``).
+    ``used``: which of the two simplifications ("moves", "turns") had an effect."""
 
     def __init__(self, signature: Signature, moves: bool = False):
         super().__init__(signature)
@@ -49,14 +50,14 @@ class Simplifier(Trace):
         self.products: dict[tuple[int | None, ...], int] = {}
 
     def line(self) -> None:
-        """Return None, because no line of a kernel file adds the nodes of this trace."""
+        """None: no line of a kernel file creates the nodes of this trace."""
 
     def add(self, node: Node) -> int:
         found = self.simpler(node)
         return super().add(node) if found is None else found
 
     def simpler(self, node: Node) -> int | None:
-        """A cheaper node that computes the same as this one; None if no rule finds such a node."""
+        """A cheaper node with the same value as this one; None if no rule finds one."""
         op = node.op
         if op in ("even", "odd"):
             given = self.nodes[node.args[0]]
@@ -79,7 +80,8 @@ class Simplifier(Trace):
         return None
 
     def chosen(self, node: Node) -> Node:
-        """Rewrite a ``where`` on a > b (a < b): a, or b in the second branch, replaces maximum (minimum)."""
+        """Rewrite a ``where`` on a > b (a < b) that returns a, or b in the second branch, as a maximum
+        (minimum)."""
         condition, *branches = node.args
         compared = self.nodes[condition]
         extremum = EXTREMA.get(compared.op)
@@ -90,7 +92,8 @@ class Simplifier(Trace):
         return node._replace(args=(condition, *(self.instead(b, whole, value) for b, value in known)))
 
     def unscaled(self, node: Node) -> int | None:
-        """Rewrite a choice between a scaled vector and 0 as a scaled choice: no kernel scales the vector."""
+        """Rewrite a choice between a scaled vector and 0 as a scaled choice, so that no kernel scales the
+        vector."""
         condition, value, other = node.args
         spread = self.nodes[value]
         if spread.op not in SPREADS.values() or self.constant(other) != 0:
@@ -106,7 +109,7 @@ class Simplifier(Trace):
         return self.nodes.index(node) if node in self.nodes else -1
 
     def instead(self, index: int, whole: set[int], value: int) -> int:
-        """Rewrite an elementwise value with ``value`` in place of the nodes ``whole``."""
+        """Rewrite an elementwise value, with ``value`` in place of the nodes ``whole``."""
         if index in whole:
             return value
         node = self.nodes[index]
@@ -116,8 +119,8 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape, if possible an input, to replace an argument that gives only its
-        shape."""
+        """A tile of the same shape (an input if possible), to replace an argument of which only the shape is
+        used."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -159,7 +162,8 @@ class Simplifier(Trace):
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:
-        """The argument that equals the result, if the other one changes nothing (such as a factor of 1)."""
+        """The argument that equals the result, if the other argument does not change it (such as a factor of
+        1)."""
         if node.op == "negative":
             given = self.nodes[node.args[0]]
             return given.args[0] if given.op == "negative" else None
@@ -174,7 +178,7 @@ class Simplifier(Trace):
         return b if node.op == "multiply" and self.constant(a) == 1 else None
 
     def bare(self, node: Node) -> int | None:
-        """Undo ``as_tile`` of the arguments if another argument is a tile anyway."""
+        """Remove ``as_tile`` from arguments if another argument is a tile."""
         tiles = [a for a in node.args if self.types[a].kind == "tile" and self.nodes[a].op != "as_tile"]
         if not tiles or not any(self.nodes[a].op == "as_tile" for a in node.args):
             return None
@@ -182,7 +186,7 @@ class Simplifier(Trace):
         return self.add(Node(node.op, tuple(bare)))
 
     def together(self, node: Node) -> int | None:
-        """Rewrite arithmetic on spread vectors: do the arithmetic on the vectors, and spread the result."""
+        """Rewrite arithmetic on spread vectors: compute on the vectors, then spread the result."""
         kinds = {self.types[a].kind for a in node.args} - {"scalar"}
         spread = SPREADS.get(next(iter(kinds))) if len(kinds) == 1 else None
         sources = [a for a in node.args if self.types[a].kind != "scalar"]
@@ -192,7 +196,7 @@ class Simplifier(Trace):
         return self.add(Node(spread, (self.add(Node(node.op, tuple(bare))),)))
 
     def doubled(self, a: int, b: int) -> int | None:
-        """Rewrite a + b if b equals a or a term of a, to 2 * b plus the rest of a."""
+        """Rewrite a + b as 2 * b plus the rest of a, if b equals a or a term of a."""
         if a == b:
             return self.add(Node("multiply", (self.number(2.0), a)))
         terms = self.nodes[a].args if self.nodes[a].op == "add" else ()
@@ -202,7 +206,7 @@ class Simplifier(Trace):
         return self.add(Node("add", (terms[terms[0] == b], twice)))
 
     def scaled_spread(self, scalar: int, tile: int) -> int | None:
-        """Rewrite a scalar times a tile that has a spread vector as a factor, to scale the vector instead."""
+        """Rewrite a scalar times a tile that has a spread vector as a factor: scale the vector instead."""
         node = self.nodes[tile]
         for place, argument in enumerate(node.args if node.op == "multiply" else ()):
             if self.nodes[argument].op in SPREADS.values():
@@ -211,8 +215,8 @@ class Simplifier(Trace):
         return None
 
     def monomial(self, node: Node) -> int | None:
-        """Rewrite products and quotients of vectors as one number times factors, divided by other factors.
-        Factors that cancel are left out. None if the number is 0, or if all vectors would cancel."""
+        """Rewrite products and quotients of vectors as a number times factors, divided by other factors,
+        after cancelling. None if the number is 0, or if all vectors would cancel."""
         number, powers = self.powers(node)
         above = [f for f, power in powers.items() for _ in range(power)]
         below = [f for f, power in powers.items() for _ in range(-power)]
@@ -225,7 +229,7 @@ class Simplifier(Trace):
         return super().add(Node("divide", (made, self.chain(below)))) if below else made
 
     def chain(self, several: list[int]) -> int:
-        """The product of values in this order, without simplification."""
+        """Multiply values in this order, without simplification."""
         total = several[0]
         for each in several[1:]:
             total = super().add(Node("multiply", (total, each)))
@@ -252,7 +256,8 @@ class Simplifier(Trace):
     # Factors
 
     def factors(self, index: int, kind: str) -> Factors:
-        """Split a tile into a core and the factors that are scalars or have one value per row (or column)."""
+        """Split a tile into a core and those factors that are scalars, or have one value per row (or
+        column)."""
         node, own = self.nodes[index], self.types[index].kind
         if own == "scalar" or (own == kind and node.op == SPREADS[kind]):
             return Factors(None, (index if own == "scalar" else node.args[0],))
@@ -278,7 +283,7 @@ class Simplifier(Trace):
         return left.times(right, core)
 
     def gathered(self, found: Factors) -> tuple[int | None, int | None]:
-        """The product of the factors above, and the product of the factors below, without common factors."""
+        """The product of the factors above and that of the factors below, after cancelling common factors."""
         above, below = list(found.above), list(found.below)
         for each in found.above:
             if each in below:
@@ -293,7 +298,7 @@ class Simplifier(Trace):
         return total
 
     def scaled(self, index: int, found: Factors, spread: str = "") -> int:
-        """A value times the gathered factors."""
+        """Multiply a value by the gathered factors."""
         for op, factor in zip(("multiply", "divide"), self.gathered(found), strict=True):
             if factor is not None:
                 wide = spread and self.types[factor].kind == "vector"
@@ -307,8 +312,8 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int, *offsets: int) -> int | None:
-        """A matrix product, with the row and column factors of its operands moved out. With offsets only
-        factors of rows move."""
+        """A matmul, with the row and column factors of its operands moved out; with offsets, only row factors
+        move."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
@@ -331,7 +336,7 @@ class Simplifier(Trace):
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
     def turn(self, *several: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """Rebuild these values, and compute sums over one product from another product if possible."""
+        """Rebuild these values. Where possible, compute sums over one matmul from another matmul."""
         needed, pending = set[int](), [i for each in several for i in each.values()]
         while pending:
             index = pending.pop()
@@ -347,8 +352,8 @@ class Simplifier(Trace):
         return ({n: place[i] for n, i in each.items()} for each in several)
 
     def turned(self, summed: int, kind: str) -> int | None:
-        """Sums of (A @ B) * C, computed from a matrix product that is needed anyway. The sums along rows are
-        the row sums of A * (C @ B'), and the sums along columns are the column sums of B * (A' @ C)."""
+        """Compute sums of (A @ B) * C from a matmul that is needed anyway. The sums along rows are the row
+        sums of A * (C @ B'), and the sums along columns are the column sums of B * (A' @ C)."""
         node = self.nodes[summed]
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
             if self.nodes[product].op != "gemm":
@@ -366,7 +371,8 @@ class Simplifier(Trace):
             if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                known, self.products = self.products, {}  # empty meanwhile, or the new sum would turn back
+                # empty meanwhile, or the new sum would be rewritten back
+                known, self.products = self.products, {}
                 met = self.add(Node("multiply", (known[pair], kept)))
                 found = self.add(Node(f"{along}_sums", (met,)))
                 self.products = known
@@ -374,7 +380,7 @@ class Simplifier(Trace):
         return None
 
     def mirrored(self, index: int | None) -> int | None:
-        """The node of a value's transpose; None if the trace has no such node yet."""
+        """The node of a value's transpose; None if the trace has none yet."""
         if index is None:
             return None
         node = self.nodes[index]

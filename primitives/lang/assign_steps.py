@@ -1,7 +1,7 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM that it needs. If the expression also needs a vector that becomes
-final only *after* its home, the expression is pending: it waits for a later GEMM. This module needs only the
+A tile expression's *home* is the last GEMM that it needs. The expression may also need a vector that becomes
+final only *after* its home. Then it is pending: it waits for a later GEMM. This module needs only the
 standard library, because the jail imports it.
 """
 
@@ -14,8 +14,8 @@ from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, re
 
 class Placement(NamedTuple):
     """The step in which each node is computed. ``gemms``: the GEMMs in step order. For each node, ``home`` is
-    the step whose accumulator it needs, ``after`` is the step whose reductions must be final first, and -1
-    means no step."""
+    the step whose accumulator it needs, and ``after`` is the step whose reductions must be final first; -1
+    means none."""
 
     gemms: list[int]
     home: list[int]
@@ -28,7 +28,7 @@ def place(program: Program, types: tuple[Type, ...]) -> Placement:
 
 
 def untransposed(program: Program, operand: int) -> int:
-    """The tile in memory that a gemm reads for an operand, which is the tile itself or its transpose."""
+    """The tile in memory that a gemm's operand reads: the operand itself, or the tile that it transposes."""
     node = program.nodes[operand]
     return node.args[0] if node.op == "transpose" else operand
 
@@ -41,7 +41,7 @@ class _Placer:
 
     def gemms_in_order(self) -> list[int]:
         """Order GEMMs so that their operands come first and, where possible, reductions precede the epilogues
-        that spread them. The program's order of independent GEMMs has no effect."""
+        that spread them. The result does not depend on the program's order of independent GEMMs."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -50,11 +50,12 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """For each GEMM, the GEMMs that its operands need, and those whose sums only its epilogue needs."""
+        """For each GEMM: the GEMMs that its operands need, and the GEMMs whose sums only its epilogue
+        needs."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
-        tiles: list[set[int]] = []  # for each node: the accumulators that it reads
-        sums: list[set[int]] = []  # for each node: the GEMMs whose reductions it reads
+        tiles: list[set[int]] = []  # for each node, the accumulators that it reads
+        sums: list[set[int]] = []  # for each node, the GEMMs whose reductions it reads
         for index, node in enumerate(self.nodes):
             read = set().union(*(tiles[a] for a in node.args))
             summed = set().union(*(sums[a] for a in node.args))
@@ -72,8 +73,8 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Find homes in node order. If a tile must leave its step but needs no accumulator, its home is the
-        first GEMM whose epilogue loads all of the tile's inputs anyway."""
+        """Find homes in node order. A tile that must be stored but needs no accumulator gets the first GEMM
+        whose epilogue loads all of the tile's inputs anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
         roots = self.roots()
@@ -96,7 +97,8 @@ class _Placer:
         return Placement(self.gemms, homes, afters)
 
     def roots(self) -> dict[int, int]:
-        """The tiles that must be stored or reduced, each with the number of steps before its first use."""
+        """The tiles that must be stored or reduced, each with the number of steps that precede its first
+        use."""
         found = {n.args[0]: len(self.gemms) for n in self.nodes if reduction(n)}
         found |= {i: len(self.gemms) for i in self.program.outputs.values()}
         for step, gemm in enumerate(self.gemms):
@@ -121,7 +123,8 @@ class _Placer:
         return found
 
     def inputs_read(self) -> list[set[int]]:
-        """For each node, the input tiles that it reads through other tiles, without a gemm's operands."""
+        """For each node, the input tiles that it reads, directly or through other tiles, without a gemm's
+        operands."""
         found: list[set[int]] = []
         for index, node in enumerate(self.nodes):
             if self.types[index].kind not in ("tile", "range") or node.op == "gemm":
@@ -133,6 +136,6 @@ class _Placer:
 
 
 def values_read(program: Program, index: int) -> tuple[int, ...]:
-    """The arguments whose values a node uses. Of its other arguments a node uses only the shape."""
+    """The arguments whose values a node uses; of the others it uses only the shape."""
     node = program.nodes[index]
     return node.args[: OPERATIONS[node.op].reads]

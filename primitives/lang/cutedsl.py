@@ -1,9 +1,9 @@
-"""The types of CuTeDSL texts for primitives that need more than an expression over registers. Each
-primitive's file declares its texts, and ``gemm_codegen`` and ``vector_codegen`` use them.
+"""Types for the CuTeDSL code of primitives that need more than an expression over registers.
 
-Texts are templates. A ``resource`` is the constructor call of an epilogue's helper object, with ``{name}``
-for the object's name; its class is QuACK's or from ``primitives.device``. This module needs only the standard
-library, because the jail imports it.
+Each primitive's file declares its code templates, which ``gemm_codegen`` and ``vector_codegen`` use. In a
+template, ``resource`` is the constructor call of an epilogue's helper object, with ``{name}`` for the
+object's name. The object's class is QuACK's or from ``primitives.device``. This module needs only the
+standard library, because the jail imports it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Reduction(NamedTuple):
     """Reduce a tile to a vector along ``axis``: "row" gives one value per row, [M], and "column" gives one
     value per column, [N].
 
-    ``fold``: maps the texts of the running value and of new values to the next running value's text, lane by
-    lane. It is None if the resource takes a whole subtile's fragment. ``spoils``: whether the resource
-    overwrites that fragment. ``identity``: the value of a lane past a ragged edge. ``finish``: the text that
-    computes a value from its partials, of which there is one per CTA tile. ``finish`` uses ``{partial}``, or
-    ``{partials}`` with a comma after each, and ``{half}``, whether the tile is half as wide as its GEMM.
-    ``said``: a description of ``finish`` for people, with ``{kept}`` for the partials.
+    ``fold``: maps the code of the running value and of new values to the code of the next running value, lane
+    by lane. It is None if the resource takes a subtile's whole fragment. ``spoils``: whether the resource
+    overwrites that fragment. ``identity``: the value of a lane beyond a ragged edge. ``finish``: the code
+    that computes a value from its partial results, one per CTA tile. It uses ``{partial}``, or ``{partials}``
+    with a comma after each. ``{half}`` says whether the tile is half as wide as its GEMM. ``said``: a
+    description of ``finish`` for people, with ``{kept}`` for the partial results.
 
     A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
-    Its texts also use ``{index}`` and ``{extent}``, the number of the tile's columns. ``own_width``: for a
-    reduction that takes only tiles as wide as their GEMM, what to suggest for a tile half as wide, and for a
-    tile twice as wide.
+    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: for a
+    reduction that only takes tiles as wide as their GEMM, what to suggest for a tile of half the width, and
+    of twice the width.
     """
 
     axis: Literal["row", "column"]
@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 
 class Statistic(NamedTuple):
     """A primitive that computes one value per head in a sweep over the accumulator before the epilogue. The
-    kernel's argument for the resource is the width of heads. ``own_width``: as in Reduction."""
+    resource's kernel argument is the width of heads. ``own_width``: as in Reduction."""
 
     resource: str
     own_width: tuple[str, str]
@@ -50,7 +50,7 @@ class Statistic(NamedTuple):
 
 class Spread(NamedTuple):
     """A primitive that spreads a vector over a tile. ``role``: the role of the vector's kernel argument.
-    ``lanes``: the texts of its values in a pair of lanes, with ``{name}`` for the resource."""
+    ``lanes``: the code of its values in a pair of lanes, with ``{name}`` for the resource."""
 
     role: Literal["row", "column"]
     resource: str

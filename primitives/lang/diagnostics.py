@@ -32,7 +32,7 @@ FINITE = "a finite number, such as -3.4e38 for masked values"
 
 
 def these(vocabulary: Collection[str]) -> str:
-    """The whole vocabulary, and a note that there is nothing else."""
+    """The whole vocabulary, with a note that nothing else exists."""
     return f"{', '.join(sorted(vocabulary))}; compose everything else from these"
 
 
@@ -51,9 +51,9 @@ def no_attribute(name: str, vocabulary: Collection[str]) -> str:
 
 
 class Use(NamedTuple):
-    """A use for which a tile must leave its step. ``said``: the use in words. ``homeless``: the suggestion if
-    the tile belongs to no step. ``pending``: the suggestion if the tile needs a vector that is final only
-    after its step."""
+    """A use for which a tile must leave its step. ``said``: the use, for a message. ``homeless``: the
+    suggestion if the tile belongs to no step. ``pending``: the suggestion if the tile needs a vector that is
+    final only after its step."""
 
     said: str
     homeless: str
@@ -114,7 +114,7 @@ WIDE_REPEAT = (
     "as join(a * per_head(v), b * per_head(u))"
 )
 TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is another value"
-GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets cannot have
+GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets must not contain
     "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a "
     "PyTorch op",
     "heads": "its rows have no heads. Use per_column(v) of a vector with an entry a column",
@@ -129,7 +129,7 @@ REPEATED = (
     "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"
 )
 
-SWEEP: Mapping[str, str] = {  # suggestions by the kind of value that a head statistic's sweep cannot read
+SWEEP: Mapping[str, str] = {  # suggestions by the kind of value that a head statistic must not read
     "loaded": "no kernel has statistics of loaded heads. Compute them, and the values that use them, in a "
     "PyTorch op before or after the kernel",
     "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "

@@ -1,7 +1,8 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
-Types compare these polynomials, never numbers that happen to be equal: a tile ``[M, 2*F]`` is twice as wide
-as a tile ``[M, F]`` for all M and F. The jail imports this module, so it needs only the standard library.
+Types compare these polynomials and not numbers, which may be equal by chance. For example, a tile ``[M,
+2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. The jail imports this module, so it needs only
+the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Dim:
         except (SyntaxError, RecursionError):
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
-            # longer sizes could not be read back
+            # longer text could not be read back
             raise ValueError(f"{text!r} multiplies out to too long a size")
         return made
 
@@ -61,7 +62,8 @@ class Dim:
         return total
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
-        """The ratio (p, q) in lowest terms such that q * self == p * other for all sizes, if there is one."""
+        """The ratio (p, q) in lowest terms such that q * self == p * other at all sizes; None if there is
+        none."""
         if not self.terms or len(self.terms) != len(other.terms):
             return None
         pairs = list(zip(self.terms, other.terms, strict=True))
@@ -69,12 +71,12 @@ class Dim:
         return quotients.pop() if len(quotients) == 1 else None
 
     def never_negative(self) -> bool:
-        """Whether its terms show that the polynomial is never negative while all dims are at least 1."""
+        """Whether the terms show that the polynomial is never negative if all dims are at least 1."""
         total = Dim({})
         for monomial, coefficient in self.terms:
             product = Dim({(): coefficient})
             for name in monomial:
-                product = product * Dim({(name,): 1, (): 1})  # a dim is 1 plus something not negative
+                product = product * Dim({(name,): 1, (): 1})  # a dim is 1 plus something that is not negative
             total = total + product
         return all(coefficient > 0 for _, coefficient in total.terms)
 
@@ -85,8 +87,8 @@ class Dim:
         return Dim({m: c // 2 for m, c in self.terms})
 
     def divided(self, other: Dim) -> Dim:
-        """Return self / other for a product such as 2*P as ``other``. Raises ValueError if the result is not
-        an integer polynomial."""
+        """Return self / other, where ``other`` is a single term such as 2*P. Raises ValueError if the result
+        is not an integer polynomial."""
         if len(other.terms) != 1 or other.terms[0][1] < 1:
             raise ValueError(f"{self} is not divisible by {other}")
         ((factors, number),) = other.terms
@@ -143,7 +145,7 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """Some dims follow from no axis of any shape. ``dims`` has all of these dims, and ``dim`` is one."""
+    """No axis of any shape determines some dims. ``dims``: all of them. ``dim``: one of them."""
 
     def __init__(self, dims: Collection[str]):
         self.dims, self.dim = frozenset(dims), min(dims)
@@ -156,8 +158,8 @@ Shapes = Mapping[str, Sequence[Dim]]
 def solving_order(
     shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """An order in which to solve for dims, as (dim, tensor, axis). Each dim follows from that one axis, the
-    ``given`` dims and the dims before it. Raises Unsolvable if there is no order."""
+    """An order in which to solve for dims, as (dim, tensor, axis). That axis, the ``given`` dims and the
+    earlier dims determine each dim. Raises Unsolvable if there is no order."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
     known = set(given)
@@ -171,7 +173,7 @@ def solving_order(
 
 
 def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str]) -> tuple[str, ...]:
-    """The static dims that follow from no shape, such as H and G if all shapes have [(H + 2*G)*W, K] only."""
+    """The static dims that no shape determines, such as H and G if all shapes are [(H + 2*G)*W, K]."""
     try:
         solving_order(shapes, dims)
     except Unsolvable as error:
@@ -180,7 +182,7 @@ def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str
 
 
 def _only_unknown(formula: Dim, known: set[str]) -> str | None:
-    """The only unknown dim of a formula, if the formula is linear in that dim; otherwise None."""
+    """The only unknown dim of a formula if the formula is linear in it; otherwise None."""
     unknown = formula.names - known
     linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
     return next(iter(unknown)) if len(unknown) == 1 and linear else None
@@ -193,7 +195,8 @@ def solve(
     given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Solve for all dims from the ``given`` dims and the tensors' extents. Extents may be symbols of
-    torch.compile, and then dims are symbols too. Raises ValueError naming an input and axis that disagree."""
+    torch.compile; dims are then symbols too. Raises ValueError, which names an input and axis that
+    disagree."""
     sizes = dict(given)
     for dim, name, axis in solving_order(shapes, dims, given):
         formula, extent = shapes[name][axis], extents[name][axis]

@@ -1,7 +1,7 @@
 """Interpret a program on tensors, in PyTorch, on any machine.
 
-The interpreter computes the same as the lowered kernel, and rounds at the same places: operands, and values
-that leave their step, are rounded once to the dtype in which they are stored.
+The interpreter computes the same as the lowered kernel, and rounds at the same places: matmul operands, and
+values that leave their step, are rounded once to the dtype in which they are stored.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def saturated(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Clamp values to the range of an fp8 dtype, infinities too, as a store in fp8 does. NaN stays NaN. Other
-    dtypes keep all values."""
+    """Clamp values, including infinities, to the range of an fp8 dtype, as an fp8 store does. NaN stays NaN.
+    Other dtypes keep all values."""
     import torch
 
     if dtype not in EIGHTS:
@@ -54,7 +54,7 @@ def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
 def solve_sizes(
     signature: Signature, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """Solve for each dim's size from the inputs' shapes. Dims that follow from no shape come from ``given``,
+    """Solve for each dim's size from the inputs' shapes. Dims that no shape determines come from ``given``,
     which may contain other dims too. Raises ValueError if shapes or sizes do not fit the signature."""
     for dim in signature.named:
         if type(given.get(dim)) is not int or given[dim] < 1:
@@ -71,11 +71,11 @@ def interpret(
     wide: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes. Return the outputs in their declared
-    dtypes. ``wide``: inputs that the signature declares as 16-bit are fp32, and nothing is rounded.
+    dtypes. ``wide``: inputs declared as 16-bit are fp32, and nothing is rounded.
 
     Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with (node,
-    arguments, value) for each operation or size that is computed, and returns the value with which to
-    continue. ``sizes`` has the dims that follow from no shape. Raises ValueError if shapes do not fit.
+    arguments, value) for each computed operation or size. It returns the value to continue with. ``sizes``
+    gives the dims that no shape determines. Raises ValueError if shapes do not fit.
     """
     run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
@@ -126,7 +126,7 @@ class _Run:
         node = self.nodes[index]
         operation = OPERATIONS[node.op]
         meaning = operation.torch
-        assert meaning is not None  # inputs, constants, dims and gemms do not come here
+        assert meaning is not None  # inputs, constants, dims and gemms are handled elsewhere
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
         arguments += [Dim.parse(size)(self.sizes) for size in sizes_named(node)]
         return self.seen(index, arguments, meaning(torch, *arguments))
@@ -135,7 +135,7 @@ class _Run:
         return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A value as the node ``reader`` sees it: values of heads are expanded to the columns of a tile."""
+        """A value as the node ``reader`` sees it: values per head are expanded to the columns of a tile."""
         value, kind = values[index], self.types[index].kind
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
@@ -151,7 +151,7 @@ class _Run:
         self.memory[index] = rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
-        """Compute one GEMM and its epilogue. Values are rounded only when they are stored."""
+        """Compute one GEMM and its epilogue. Only stores round values."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()
@@ -172,7 +172,7 @@ class _Run:
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Compute a value of the epilogue or the sweep, unless the sweep has already computed it."""
+        """Compute a value of the epilogue or of the sweep, unless the sweep has already computed it."""
         import torch
 
         node = self.nodes[index]
@@ -187,7 +187,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Add zeros for the arguments of a node that have no value, since only their shapes are used."""
+        """Add zeros for a node's arguments that have no value, because only their shapes are used."""
         import torch
 
         missing = [a for a in node.args if a not in values]

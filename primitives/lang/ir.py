@@ -1,9 +1,9 @@
 """Programs: kernels as data. A program is a flat typed graph that serialises to JSON.
 
-A node is an operation over earlier nodes. The operation's rule derives a node's type from its arguments'
-types, so building a program from untrusted JSON also checks it. The partition into steps is not stored, but
-derived. This module needs only the standard library and uses tuples instead of dataclasses, because the jail
-imports it for each trace, and dataclasses would take a third of the jail's time.
+A node is an operation over earlier nodes. The operation's typing rule derives a node's type from its
+arguments' types, so building a program from untrusted JSON also checks it. The partition into steps is
+computed and not stored. This module needs only the standard library, because the jail imports it for each
+trace. It uses tuples because dataclasses would take a third of the jail's time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 
 DTYPES = ("bf16", "fp16", "fp32")
-EIGHTS = ("fp8_e4m3", "fp8_e5m2")  # stored tiles saturate: a value beyond the range becomes its nearest end
+# stored tiles saturate: a value beyond the range becomes the nearest end of the range
+EIGHTS = ("fp8_e4m3", "fp8_e5m2")
 OPERANDS = ("fp8_e4m3",)  # only gemm reads these
-INDICES = ("int32", "int64")  # vectors of targets and positions
-READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS, 3: DTYPES[:2]}  # of inputs, by rank
+INDICES = ("int32", "int64")  # for vectors of targets and positions
+# dtypes of inputs, by rank
+READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS, 3: DTYPES[:2]}
 WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS, 3: DTYPES}  # dtypes of outputs, by rank
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
-MAX_NAMES = 64  # in each part of a signature
+MAX_NAMES = 64  # limit for each part of a signature
 MAX_BYTES = 1 << 20
 FORMAT = 2
 
@@ -40,7 +42,7 @@ class TensorType(NamedTuple):
 
     Inputs and outputs may be bf16, fp16 or fp32. Matrices that only gemm reads may also be fp8_e4m3, and
     output tiles fp8_e4m3 or fp8_e5m2. Vectors of targets or positions are int32 or int64. A scalar is fp32.
-    Rank 3 is one matrix for each expert, which only gemm reads, in bf16 or fp16.
+    Rank 3 is one matrix per expert, in bf16 or fp16, which only gemm reads.
     """
 
     shape: tuple[Dim, ...]
@@ -61,9 +63,9 @@ class TensorType(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The names, shapes and dtypes that a kernel must match; tracing sees nothing else of a spec.
+    """The names, shapes and dtypes that a kernel must match. Tracing reads nothing else of a spec.
 
-    ``static``: dims fixed when the kernel is compiled. ``updates``: for each output that overwrites
+    ``static``: dims that are fixed when the kernel is compiled. ``updates``: for each output that overwrites
     an input's buffer, the name of that input.
     """
 
@@ -71,7 +73,7 @@ class Signature(NamedTuple):
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
-    constants: Mapping[str, float] = {}  # a shared default, since nothing writes to it
+    constants: Mapping[str, float] = {}  # a shared default is safe, because nothing writes to it
     static: tuple[str, ...] = ()
     updates: Mapping[str, str] = {}
 
@@ -88,7 +90,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        """Rebuild a signature and check it. Raises ProgramError if no spec could have it."""
+        """Rebuild a signature and check it. Raises ProgramError if no spec could have such a signature."""
         try:
             for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
                 if len(data[field]) > MAX_NAMES:
@@ -127,12 +129,12 @@ class Signature(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[Dim, ...]]:
-        """The inputs' shapes, from which dims follow."""
+        """The inputs' shapes, which determine dims."""
         return {name: tensor.shape for name, tensor in self.inputs.items()}
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The static dims that follow from no input's shape, so that callers must give them by name."""
+        """The static dims that no input's shape determines, so that callers must pass them by name."""
         return named_by_callers(self.shapes, self.dims, self.static)
 
     def _updatable(self, output: str) -> bool:
@@ -155,11 +157,11 @@ Kind = Literal[
 
 
 class Type(NamedTuple):
-    """The type of a node: a tile [M, N], a ``range`` of a tile's columns, a gemm operand x.mT, a matrix for
-    each of several ``experts`` [E, N, K], a vector [M],
-    a vector spread over a tile by per_row (``row``) or per_column (``column``), or a scalar. Three kinds have
-    heads of ``period`` columns: a statistic [M, heads] (``head``), a statistic spread over the heads' columns
-    (``spread``), and a vector [period] or a tile [M, period] that is ``repeated`` for each head."""
+    """The type of a node. It is one of: a tile [M, N]; a ``range`` of a tile's columns; a gemm operand x.mT;
+    a matrix for each of several ``experts`` [E, N, K]; a vector [M]; a vector spread over a tile by per_row
+    (``row``) or per_column (``column``); a scalar. Three more kinds have heads of ``period`` columns: a
+    statistic [M, heads] (``head``); a statistic spread over the heads' columns (``spread``); and a vector
+    [period] or tile [M, period] that is ``repeated`` for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
@@ -183,8 +185,8 @@ Attribute = str | float | None
 
 
 class Node(NamedTuple):
-    """One operation: its name, its argument nodes and an attribute. The attribute is the input's name, the
-    size or the constant of a leaf, or the sizes that another operation names."""
+    """One operation: its name, its argument nodes and an attribute. The attribute of a leaf is its input's
+    name, size or constant; that of another operation is its sizes."""
 
     op: str
     args: tuple[int, ...] = ()
@@ -192,19 +194,19 @@ class Node(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """The meanings of an operation: its typing rule, PyTorch function and CuTeDSL text.
+    """The definition of an operation: its typing rule, PyTorch function and CuTeDSL code.
 
-    ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a template over fp32 register
-    values ``{0}``, ``{1}``. ``fast`` is a template that may round coarser, for values on which only bf16 and
-    fp8 outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the texts of each
-    argument's pair of lanes to the texts of the result's lanes. ``at``: a template over a lane's position.
-    The operation uses only the shapes of arguments after the first ``reads``. ``sizes``: how many sizes its
+    ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a code template over fp32
+    register values ``{0}``, ``{1}``. ``fast`` is a less exact template, for values on which only bf16 and fp8
+    outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the code of each
+    argument's pair of lanes to the code of the result's lanes. ``at``: a template over a lane's position. Of
+    arguments after the first ``reads``, the operation uses only the shapes. ``sizes``: how many sizes its
     attribute names. ``sides``, for an operation that chooses: (torch, *values) -> for each of its two sides,
-    a mask of the elements that the side decides, and the side's value. ``limit``, for a function that is
-    constant or linear away from zero: (torch, value) -> the function's value there. ``derivative`` maps the
-    traced gradient of the value, the value and the arguments to each argument's gradient. Such a gradient is
-    as large as the value, or None if it is zero everywhere. An operation without a derivative stops
-    gradients. ``caveat``: why it has no derivative, or where its derivative is one choice of several.
+    a mask of the elements that it decides, and its value. ``limit``, for a function that is constant or
+    linear away from zero: (torch, value) -> the function's value there. ``derivative`` maps the traced
+    gradient of the value, the value and the arguments to each argument's gradient. Such a gradient has the
+    value's shape, or is None if it is zero everywhere. An operation without a derivative stops gradients.
+    ``caveat``: why there is no derivative, or where the derivative is one choice of several.
     """
 
     name: str
@@ -229,21 +231,22 @@ Derivative = Callable[..., tuple[Any, ...]]
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")  # kinds of one step's registers
+# kinds of values in the registers of one step
+IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")
 
 
 def reduction(node: Node) -> Reduction | None:
-    """How a node reduces a tile to a vector; None if the node is no reduction."""
+    """How a node reduces a tile to a vector; None if the node is not a reduction."""
     return OPERATIONS[node.op].reduction
 
 
 def sizes_named(node: Node) -> tuple[str, ...]:
-    """The sizes that an operation is given in addition to its arguments."""
+    """The sizes that an operation takes besides its arguments."""
     return tuple(str(node.attribute).split(", ")) if OPERATIONS[node.op].sizes else ()
 
 
 def register(operation: Operation) -> Operation:
-    """Add an operation to the vocabulary. Each name has one meaning."""
+    """Add an operation to the vocabulary. Each name may be added once."""
     if operation.name in OPERATIONS:
         raise ValueError(f"operation {operation.name!r} is defined twice")
     OPERATIONS[operation.name] = operation
@@ -267,7 +270,7 @@ class Program(NamedTuple):
         return self.signature.inputs[str(node.attribute)] if node.op == "input" else None
 
     def types(self) -> tuple[Type, ...]:
-        """Each node's type. Raises ProgramError if an operation does not apply to its arguments."""
+        """Each node's type. Raises ProgramError if an operation does not accept its arguments."""
         return _types(self)
 
     def check(self, lines: Sequence[int | None] | None = None) -> Program:
@@ -294,7 +297,7 @@ class Program(NamedTuple):
         return self
 
     def _check_size(self, index: int, text: str) -> None:
-        """Check that a size uses the spec's dims in canonical spelling, since the hash covers its text."""
+        """Check that a size uses the spec's dims in canonical spelling, because its text is hashed."""
         size = Dim.parse(text)
         if not size.names <= set(self.signature.dims):
             raise ProgramError("dim", f"node {index}: {text!r} has dims that the spec does not declare")
@@ -326,8 +329,8 @@ class Program(NamedTuple):
                 )
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
-        """Check that every choice depends on an input's values. A choice that depends only on sizes and
-        literals would make a kernel compute different functions at different sizes."""
+        """Check that every choice depends on an input's values. If it depended only on sizes and literals,
+        the kernel could compute different functions at different sizes."""
         fixed: set[int] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
@@ -342,7 +345,7 @@ class Program(NamedTuple):
             fixed.add(index)
 
     def _check_use(self) -> None:
-        """Check that an output depends on every node. An unused gemm would be a step without a use."""
+        """Check that some output depends on each node. An unused gemm would become a step without purpose."""
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:
@@ -362,14 +365,14 @@ class Program(NamedTuple):
 
     @property
     def hash(self) -> str:
-        import hashlib  # imported here, since the import takes 2 ms and the jail never hashes
+        import hashlib  # imported here, because it takes 2 ms and the jail never hashes
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str, signature: Signature | None = None) -> Program:
-        """Parse untrusted JSON and check its size, operations and types. The program's signature must equal
-        ``signature`` if that is given."""
+        """Parse untrusted JSON and check its size, operations and types. If ``signature`` is given, the
+        program's signature must equal it."""
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
             raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
         data = _load(text)

@@ -1,8 +1,8 @@
 """Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue, and the
 vector arithmetic that becomes possible once the step's reductions are final.
 
-If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores the tile once, and the
-later step reads it back. This module refuses programs that no kernel can run, with the line of the kernel
+If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores it once and the later
+step reads it back. This module refuses programs that no kernel can run, and names the line of the kernel
 file. It needs only the standard library, because the jail imports it.
 """
 
@@ -34,21 +34,21 @@ class GemmStep:
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
-        self.stores: list[int] = []  # tiles, and head statistics
+        self.stores: list[int] = []  # tiles and head statistics
         self.reductions: list[int] = []
-        self.statistics: list[int] = []  # head_sums, computed in a sweep before the epilogue
+        self.statistics: list[int] = []  # head_sums and similar, computed in a sweep before the epilogue
         self.loads: list[int] = []
         self.repeats: list[int] = []  # per_head of vectors and tiles in memory
-        self.vectors: list[int] = []  # the row and column nodes: vectors that the step spreads
+        self.vectors: list[int] = []  # row and column nodes: vectors that the step spreads
         self.scalars: list[int] = []
-        self.sweep: list[int] = []  # every tile node that statistics need, in order
-        self.body: list[int] = []  # every tile node of the epilogue, in order
+        self.sweep: list[int] = []  # all tile nodes that statistics need, in order
+        self.body: list[int] = []  # all tile nodes of the epilogue, in order
 
 
 class Steps(NamedTuple):
     """The steps of a program. ``gemms``: the GEMM steps in order. ``finishes[k]``: the vectors to store after
-    step k (-1: before all steps). ``width``: the width of a tile by (step, node), as 0.5, 1 or 2 times the
-    step's N. ``dtypes``: the dtypes of values that leave their step."""
+    step k (-1: before all steps). ``width``: the width of a tile by (step, node), as a multiple (0.5, 1 or 2)
+    of the step's N. ``dtypes``: the dtypes of values that leave their step."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
@@ -59,7 +59,8 @@ class Steps(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
-    """The steps of a checked program. Raises ProgramError, with the line if known, if no steps compute it."""
+    """Partition a checked program into steps. Raises ProgramError, with the line if known, if no steps can
+    compute it."""
     return _Cutter(program, lines).cut()
 
 
@@ -95,9 +96,10 @@ class _Cutter:
                 home = self.ready(node.args[0], diagnostics.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
                 if how.selects:
-                    # The finishing kernel clears the buffer of partials, so later readers read the vector.
+                    # The finishing kernel clears the buffer of partial results, so later readers read the
+                    # vector.
                     self.finish(index)
-        # Later steps come first, because earlier steps must store the tiles that later steps read back.
+        # Later steps first, because an earlier step must store the tiles that a later step reads back.
         for step in reversed(self.steps):
             self.collect(step)
             self.check_grouped(step)
@@ -110,7 +112,7 @@ class _Cutter:
     # What leaves a step
 
     def check_outputs(self) -> None:
-        """Check that the outputs are distinct values, and that none is simply an input."""
+        """Check that the outputs are distinct values, and that none of them is just an input."""
         seen: dict[int, str] = {}
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
@@ -160,7 +162,7 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """Store a vector that is read from memory, unless it is an input and so is there already."""
+        """Store a vector that will be read from memory. An input is already there."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -168,7 +170,7 @@ class _Cutter:
             stage.append(index)
 
     def operands(self, step: GemmStep) -> None:
-        """Check that the operands' dtypes agree. A tile operand is stored in the other operand's dtype."""
+        """Check that the operands' dtypes agree. An operand that is a tile gets the other operand's dtype."""
         sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args[:2]]
         given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
@@ -196,7 +198,8 @@ class _Cutter:
             )
 
     def any_operand(self) -> str:
-        """The dtype of the inputs that GEMMs read (else bf16), for stored tiles without a declared dtype."""
+        """The dtype for stored tiles without a declared dtype: that of the inputs that GEMMs read, or else
+        bf16."""
         for gemm in self.placed.gemms:
             for operand in self.nodes[gemm].args[:2]:
                 given = self.program.input_tensor(untransposed(self.program, operand))
@@ -205,7 +208,7 @@ class _Cutter:
         return "bf16"
 
     def check_updates(self) -> None:
-        """Check that an overwritten input is read only by the kernel that computes the output."""
+        """Check that only the kernel that computes an output reads the input which that output overwrites."""
         for output, name in self.program.signature.updates.items():
             target = self.program.outputs[output]
             readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
@@ -240,7 +243,8 @@ class _Cutter:
                 )
 
     def finishes_from(self, root: int, name: str) -> bool:
-        """Whether the kernel that finishes a vector reads this input itself, not through a stored vector."""
+        """Whether the kernel that computes a vector reads this input directly, and not through a stored
+        vector."""
         stored = {i for roots in self.finishes.values() for i in roots}
         seen, pending = set[int](), [root]
         while pending:
@@ -258,7 +262,7 @@ class _Cutter:
     # What a step does
 
     def collect(self, step: GemmStep) -> None:
-        """Collect the values that an epilogue computes or loads, back from its stores and reductions."""
+        """Collect the values that an epilogue computes or loads, starting from its stores and reductions."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
         for reduced in step.reductions:
@@ -277,7 +281,7 @@ class _Cutter:
 
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
         """Check that the sweep reads no loaded tile, no other statistic, and nothing that threads address by
-        column, since only the epilogue knows the columns of its values."""
+        column. Only the epilogue knows the columns of its values."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
             "loaded": loads,
@@ -297,8 +301,7 @@ class _Cutter:
                 )
 
     def check_grouped(self, step: GemmStep) -> None:
-        """Check that a product with offsets has no epilogue that would cross from an expert's rows into the
-        next expert's."""
+        """Check that the epilogue of a GEMM with offsets never combines the rows of two experts."""
         if len(self.nodes[step.gemm].args) < 3:
             return
         offsets, rows = self.grouped_rows(step.gemm)
@@ -322,7 +325,7 @@ class _Cutter:
                 raise self.fail("grouped", message, nodes[0])
 
     def grouped_rows(self, gemm: int) -> tuple[int, Dim]:
-        """The offsets of a product with offsets, and the number of rows that they divide."""
+        """The offsets of a GEMM with offsets, and the number of rows that they divide."""
         a, b, offsets = self.nodes[gemm].args
         return offsets, self.types[a if self.types[a].kind == "tile" else b].shape[0]
 
@@ -395,7 +398,7 @@ class _Cutter:
                 raise self.fail("static", f"{op} of {size}: the spec must declare {names} static", index)
 
     def check_range(self, index: int, step: GemmStep) -> None:
-        """Check that a tile of which a range of columns is stored is as wide as the accumulator."""
+        """Check that a tile with a stored range of columns is as wide as the accumulator."""
         if self.relative(self.nodes[index].args[0], step, reader=index) != 1:
             raise self.fail(
                 "width", f"column_range takes a tile as wide as its gemm: {diagnostics.RANGE}", index
@@ -420,7 +423,7 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """Give a value that repeats for each head the width of the tile that reads it."""
+        """Give a value that is repeated for each head the width of the tile that reads it."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )

@@ -12,9 +12,9 @@ from coda_agent.primitives.target import TARGET
 class Schedule(NamedTuple):
     """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep`` takes shared memory from the epilogue if that gives the mainloop another stage. ``split`` is for
-    clusters of four, which leave some of an H100's SMs idle: on these SMs, a second launch in clusters of two
-    computes a share of the rows (``primitives.compiler.split``).
+    ``deep``: take shared memory from the epilogue if that gives the mainloop another stage. ``split``: for
+    clusters of four, which leave some of an H100's SMs idle, a second launch in clusters of two computes part
+    of the rows on these SMs (``primitives.compiler.split``).
     """
 
     tile_m: int = 128
@@ -70,7 +70,7 @@ def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
 
 
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
-    """For each step, the distinct schedules that these tunings have for it."""
+    """For each step, the distinct schedules in these tunings."""
     found: dict[int, dict[Schedule, None]] = {}
     for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
         found.setdefault(step, {})[schedule] = None

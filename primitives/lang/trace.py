@@ -47,7 +47,7 @@ def kernel(function: Callable[..., Any]) -> KernelFunction:
 
 
 class Trace:
-    """The graph under construction. Equal operations on equal arguments share one node."""
+    """The graph under construction. Equal operations on equal arguments share a node."""
 
     def __init__(self, signature: Signature):
         self.signature = signature
@@ -70,7 +70,7 @@ class Trace:
         return self._known[node]
 
     def line(self) -> int | None:
-        """The line of the kernel file that is adding a node."""
+        """The line of the kernel file that adds the current node."""
         return _kernel_line()
 
 
@@ -78,7 +78,7 @@ _current: Trace | None = None
 
 
 def _kernel_line() -> int | None:
-    """The line of the kernel file that is being executed, from the innermost of its stack frames."""
+    """The line of the kernel file that is executing, found from the innermost of its stack frames."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == FILENAME:
@@ -116,7 +116,7 @@ def lift(value: Any, op: str) -> Tensor:
             number = math.inf
         return apply(
             "constant", attribute=number + 0.0
-        )  # no -0.0: it equals 0.0, so the two would share a node
+        )  # -0.0 becomes 0.0: the two are equal, so they would share a node
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -142,7 +142,7 @@ class Tensor:
 
     @property
     def untransposed(self) -> Tensor | None:
-        """The tile of which a gemm's operand is the transpose; None for other operands."""
+        """If this tensor is a transpose, the tile that was transposed; otherwise None."""
         node = _current.nodes[self._index] if _current else None
         return Tensor(node.args[0]) if node and node.op == "transpose" else None
 
@@ -206,7 +206,7 @@ class Tensor:
     __int__ = __index__ = __len__ = __float__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own attribute lookups need an AttributeError
+        if name.startswith("__"):  # Python's own attribute lookups expect an AttributeError
             raise AttributeError(name)
         raise ProgramError("argument", diagnostics.no_attribute(name, _vocabulary()))
 
@@ -265,7 +265,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     no import machinery, and may import only names in ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # the line to report for an error that has no line
+    at: int | None = None  # the line to report for an error without a line
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
@@ -284,7 +284,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
     except (
         SyntaxError
-    ) as error:  # text that parses may not compile: a return outside a function
+    ) as error:  # text that parses may fail to compile, for example a return outside a function
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
     except (
         ArithmeticError,
@@ -314,7 +314,7 @@ def _vocabulary() -> list[str]:
 
 
 def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
-    if "\0" in source:  # Python raises ValueError or SyntaxError for it, depending on the version
+    if "\0" in source:  # depending on its version, Python raises ValueError or SyntaxError for it
         raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
         tree = ast.parse(source, FILENAME)
@@ -325,7 +325,7 @@ def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
     for statement in imports:
         namespace.update(_imported(statement))
     tree.body = [n for n in tree.body if n not in imports]
-    exec(compile(tree, FILENAME, "exec"), namespace)  # only in the jail if untrusted
+    exec(compile(tree, FILENAME, "exec"), namespace)  # untrusted source runs only in the jail
     kernels = [v for v in namespace.values() if isinstance(v, KernelFunction)]
     if len(kernels) != 1:
         raise ProgramError(
@@ -369,7 +369,8 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the function's return statement, and the line of each entry in a returned dict literal."""
+    """The line of the function's return statement, and the line of each entry if it returns a dict
+    literal."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:
@@ -379,7 +380,7 @@ def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
 
 
 def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
-    """The nodes of the outputs. Raises ProgramError, with the entry's line, for a value of a wrong type."""
+    """The nodes of the outputs. Raises ProgramError, with the entry's line, for a value of the wrong type."""
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
     check_output_names(given, trace.signature)
@@ -393,8 +394,8 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
-    """The program of the nodes on which outputs depend, numbered depth first, so that the kernel's names and
-    the order of its lines have no effect; and each node's line."""
+    """Return the program and each node's line. The program keeps only nodes on which outputs depend, numbered
+    depth first. So variable names and the order of statements do not affect it."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
         stack = [(root, False)]
@@ -417,7 +418,7 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int
 
 
 def size_of(value: Any) -> str:
-    """The text of a size that is given as an integer, a static dim, or sums and products of these."""
+    """The text of a size, given as an integer, a static dim, or sums and products of these."""
     if _current is not None and isinstance(value, Tensor | int) and not isinstance(value, bool):
         found = _size(_current.nodes, lift(value, "a size")._index)
         if found is not None:
@@ -428,7 +429,7 @@ def size_of(value: Any) -> str:
 
 
 def _size(nodes: list[Node], index: int) -> Dim | None:
-    """The polynomial over dims that a scalar node computes; None if the node computes anything else."""
+    """The polynomial over dims that a scalar node computes; None if it computes something else."""
     node = nodes[index]
     if node.op == "dim":
         return Dim.parse(str(node.attribute))
@@ -441,7 +442,7 @@ def _size(nodes: list[Node], index: int) -> Dim | None:
 
 
 def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
-    """Parse an attribute with ``count`` sizes. Raises ProgramError if it has any other number of sizes."""
+    """Parse an attribute that contains ``count`` sizes. Raises ProgramError for any other number of sizes."""
     texts = attribute.split(", ") if isinstance(attribute, str) else []
     if len(texts) != count:
         raise ProgramError("dim", f"{attribute!r} is not {count} size(s)")
@@ -449,7 +450,7 @@ def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
 
 
 def dim_attribute(attribute: Attribute) -> Dim:
-    """Parse an attribute that is one size. Raises ProgramError if it is no size."""
+    """Parse an attribute that is one size. Raises ProgramError if it is not a size."""
     try:
         return Dim.parse(attribute if isinstance(attribute, str) else "?")
     except ValueError as error:

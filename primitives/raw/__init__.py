@@ -1,10 +1,10 @@
-"""Compile CuTeDSL that an author edited: from an edited text, which is untrusted code, to a checked object.
+"""Compile CuTeDSL that an author edited, which is untrusted code, into a checked object.
 
-The text runs in one kind of process only: a child that is forked from a process which compiles and uses no
-GPU, and that is confined (``primitives.raw.confine``) before it reads the text. The child checks the text's
-language (``primitives.raw.language``), imports the text and compiles it. The result is an object file, which
-is checked as hostile bytes (``primitives.raw.objects``) and cached under the hash of the text and of all its
-inputs. ``load`` returns the object's function. No other process imports the text.
+Edited code runs in one kind of process only: a confined child (``primitives.raw.confine``). Its parent is a
+process that compiles and uses no GPU. The child is confined before it reads the code. It checks the language
+(``primitives.raw.language``), then imports and compiles the code. The result is an object file, which is
+checked as hostile bytes (``primitives.raw.objects``) and cached under the hash of the code and of everything
+else that it depends on. ``load`` returns the object's function. No other process imports the code.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from coda_agent.primitives.raw.objects import inspect, same_host
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
-FORMAT = 2  # version of the cached compiles, and of the checks on texts and objects
+FORMAT = 2  # version of the cached objects, and of the checks on code and objects
 FUNCTION = "func"  # the function that an object exports
-MOST_STAGES = 100  # more than shared memory can hold
+MOST_STAGES = 100  # more pipeline stages than shared memory can hold
 Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of an edited text to compile. Only a GEMM has a ``schedule``. ``sizes`` set heads' widths."""
+    """A kernel of edited code to compile. Only a GEMM has a ``schedule``. ``sizes`` determine the widths of
+    heads."""
 
     lowered: Lowered
     kernel: GemmKernel | VectorKernel
@@ -52,7 +53,8 @@ class Wanted:
     sizes: Mapping[str, int]
 
     def path(self) -> Path:
-        """The kernel's object file. The rasterisation group is a launch argument, so all groups share it."""
+        """The kernel's object file. All rasterisation groups share it, because the group is a launch
+        argument."""
         schedule = self.schedule._replace(swizzle=8).to_json() if self.schedule else None
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
@@ -68,9 +70,9 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A checked object: its cubin, the confined child's notes on the compile, and whether the object's launch
-    code equals the compiler's for the unedited text. Edited resources, edited launches or a forged object
-    make the launch code differ."""
+    """A checked object: its cubin, the confined child's notes, and whether its launch code equals the
+    compiler's for the unedited code. Edited resources, edited launches or a forged object change the launch
+    code."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
@@ -87,7 +89,7 @@ def load(wanted: Wanted) -> Callable[..., Any]:
     if path not in _loaded:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
             raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
-        try:  # the cache is a folder that others may write to: check the bytes that are loaded
+        try:  # others may write to the cache folder, so check the bytes that are loaded
             inspect(child.read_untrusted(path))
         except RawError as error:
             raise CompileError(f"{path}: {error.message}", error.code) from None
@@ -99,8 +101,8 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of an edited text on this machine and the notes on them, so that another machine need not
-    compile the text. The result maps file names to zlib data in base64."""
+    """The objects of edited code on this machine, with their notes, so that another machine need not compile
+    the code. The result maps file names to zlib data in base64."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.read_untrusted(path), 9)).decode()
@@ -109,7 +111,7 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Store the files that ``packed`` returned on another machine, after checking each. Notes are stored
+    """Store on this machine what ``packed`` returned on another, after checking each file. Notes are stored
     last, because a note means that its object is complete. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
@@ -141,8 +143,8 @@ def _build(wanted: Wanted) -> bool:
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:
-    """Compile in a confined child, unless the object is cached. Call this in a process that compiles, that
-    uses no GPU, and whose compiler writes its files to the empty folder ``scratch``. Raises CompileError."""
+    """Compile in a confined child, unless the object is cached. Call this in a process that compiles and uses
+    no GPU, and whose compiler writes its files to the empty folder ``scratch``. Raises CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
     if not notes.exists():
@@ -160,9 +162,9 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
-    """The object of the kernel before the edit, shared by all edits. Raises RawError if compiling fails."""
+    """The object of the unedited kernel, which all its edits share. Raises RawError if compiling fails."""
     plain = wanted.lowered.unedited
-    assert plain is not None  # only an edited text comes here
+    assert plain is not None  # this is called only for edited code
     honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))
     path = honest.path()
     if not path.exists():
@@ -171,8 +173,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
-    """Check the notes on an object: stages, seconds, and whether the launch code is the compiler's own.
-    Raises ValueError for anything else."""
+    """Check an object's notes: stages, seconds, and whether the launch code is the compiler's own. Raises
+    ValueError for anything else."""
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
@@ -180,8 +182,8 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """Compile as ``build`` does, but without the cache. Return the cubin and the path of the text. The
-    compile runs inside the context that ``within`` returns for that path. Raises CompileError."""
+    """Compile as ``build`` does, but without the cache. Return the cubin and the path of the code's file. The
+    compilation runs inside the context that ``within`` returns for that path. Raises CompileError."""
     try:
         _, data = _compile_confined(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
@@ -222,7 +224,7 @@ def _three(stages: object) -> bool:
 
 
 def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict[str, Any]:
-    """Compile in the confined child, the only place where an edited text is parsed, imported and run."""
+    """Compile in the confined child, the only place where edited code is parsed, imported and run."""
     lowered, kernel = wanted.lowered, wanted.kernel
     check(lowered.text, names(lowered))
     import_file(lowered.module, source)
@@ -238,13 +240,13 @@ def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict
 
 
 def names(lowered: Lowered) -> list[str]:
-    """The classes that an edited text must define."""
+    """The classes that edited code must define."""
     return [g.name for g in lowered.gemms] + [v.name for v in lowered.vectors]
 
 
 def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
     """Check that the epilogue arguments keep their order, because the launcher passes them in the order of
-    the text before the edit."""
+    the unedited code."""
     fields = getattr(sys.modules[lowered.module], kernel.name).EpilogueArguments._fields
     wanted = [a.name for a in kernel.arguments]
     if [name for name in fields if name in wanted] != wanted:
@@ -264,8 +266,8 @@ def _same_bounds(lowered: Lowered, kernel: VectorKernel) -> None:
 
 
 def _import_compilers() -> None:
-    """Import everything that a compile needs before the fork, because imports take seconds and the confined
-    child can read few files."""
+    """Import everything that compiling needs before the fork: imports take seconds, and the confined child
+    can read few files."""
     import_quack()
     for module in ("finish", "grouped", "heads", "lanes", "mainloop", "tables"):
         device(module)

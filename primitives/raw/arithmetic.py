@@ -1,10 +1,10 @@
-"""Evaluate an author's device functions without a GPU, by reading them instead of running them.
+"""Evaluate an author's device functions without a GPU, by reading their code instead of running it.
 
-CuTeDSL runs only on GPUs, but a function of straight-line arithmetic can be evaluated from its syntax tree. A
-confined child (``primitives.raw.confine``) reads the tree, checks the form of the functions, and computes
-each operation in fp32. Library functions are rounded once here. The hardware's functions are less exact, and
-only a GPU can show how much less. An operation that cannot be computed here is refused, because without a GPU
-nothing else shows that a function is correct.
+CuTeDSL runs only on GPUs, but straight-line arithmetic can be evaluated from its syntax tree. A confined
+child (``primitives.raw.confine``) reads the tree, checks the form of the functions, and computes each
+operation in fp32. Here library functions are exact up to one rounding. The hardware's are less exact, which
+only a GPU can show. An operation that cannot be computed here is refused, because no other check without a
+GPU would show that the function is correct.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ MAX_BYTES = 8 << 10
 LINE = 110  # most characters per line, as everywhere in this project
 PAGE = 600
 STEPS, DEPTH, INTEGER = 2000, 16, 1 << 64
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement covers one thread
+# because confinement covers only one thread
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The results for device functions of the right form. ``page``: the docstring. ``fast``: whether there is
-    a coarser variant. ``values``: the result of each call."""
+    """Results for device functions of the right form. ``page``: the docstring. ``fast``: whether there is a
+    coarser variant. ``values``: the result of each call."""
 
     page: str
     fast: bool
@@ -54,8 +55,8 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
-    """Read an author's functions, and compute ``calls``: pairs of a flag and fp32 tensors. A call with the
-    flag uses the coarser variant if there is one. Raises RawError with a reason that the author can read."""
+    """Read an author's functions, and compute ``calls``. Each call is a flag and fp32 tensors. The flag
+    selects the coarser variant if there is one. Raises RawError with a reason that the author can read."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
@@ -95,12 +96,12 @@ def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Beyond(Exception):
-    """An operation that cannot be computed here."""
+    """The operation cannot be computed here."""
 
 
 @dataclass
 class Functions:
-    """The functions and constants by name in an answer, which is an author's source text."""
+    """The functions and constants of an answer (an author's source code), by name."""
 
     name: str
     arity: int
@@ -187,17 +188,16 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Call functions on fp32 arrays. A value that is a Python number during tracing is a Python number here
-    too."""
+    """Call functions on fp32 arrays. A value that is a Python number during tracing is one here too."""
 
     def __init__(self, read: Functions):
         self._read = read
         self._steps = 0
-        self._lines: list[int] = []  # the current line of each function in the call stack
+        self._lines: list[int] = []  # the current line of each function on the call stack
 
     @property
     def line(self) -> int | None:
-        """The line of the statement that is being executed or has failed."""
+        """The line of the statement that is executing, or that failed."""
         return self._lines[-1] if self._lines else None
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -311,7 +311,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Prepare two operands. A Python number is rounded to fp32 if the other operand is an array."""
+    """Prepare two operands: if one is an array, a Python number as the other is rounded to fp32."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]
@@ -323,12 +323,12 @@ def _matched(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def known_functions() -> dict[str, Callable[..., Any]]:
-    """The fp32 equivalents of functions of ``cute`` and ``primitives.device.values``, by their names in a
-    text. Functions that numpy cannot vectorise run element by element."""
+    """The fp32 equivalents of functions in ``cute`` and ``primitives.device.values``, by name. Functions that
+    numpy cannot vectorise run element by element."""
     import numpy as np
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a function that computes in fp64 and rounds once to fp32."""
+        """Turn a function into one that computes in fp64 and rounds once to fp32."""
 
         def rounded(*values: Any) -> Any:
             wide = [np.asarray(np.asarray(v, np.float32), np.float64) for v in values]
@@ -382,7 +382,7 @@ def known_words() -> str:
 
 
 def _refused(words: str, line: int | None) -> RawError:
-    """The error for an operation that cannot be computed, which says what to write instead."""
+    """The error for an operation that cannot be computed; it says what to write instead."""
     return RawError(
         "arithmetic",
         f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "
@@ -392,7 +392,7 @@ def _refused(words: str, line: int | None) -> RawError:
 
 
 def _read(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request. This runs in the confined child."""
+    """Answer a request; runs in the confined child."""
     import numpy as np
 
     read = Functions.read(request["source"], request["name"], request["arity"])

@@ -1,4 +1,4 @@
-"""Run a confined child that works on an edited text, limit it, and read its untrusted results."""
+"""Run a confined child that handles edited code, limit it, and read its untrusted results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from coda_agent.primitives.raw.confine import confine
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.system import subprocesses
 
-SECONDS = 120.0  # per compile; a compile usually takes 2 s
+SECONDS = 120.0  # per compilation, which usually takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
-MOST_FILES = 256 << 20  # bytes in the child's files
-MOST_WORDS = 2000  # most characters of a compiler's message
-LAYERS = frozenset({"seccomp", "landlock"})  # required restrictions: nothing runs without both
+MOST_FILES = 256 << 20  # limit on the bytes in the child's files
+MOST_WORDS = 2000  # limit on the characters of a compiler's message
+LAYERS = frozenset({"seccomp", "landlock"})  # required restrictions: without both, nothing runs
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
     """Run ``work`` in a forked, confined child. Return the child's result, or its refusal as a dict. Raises
-    RawError if the child gives no valid answer in time. No process of the child survives."""
+    RawError if the child gives no valid answer in time. No process of the child remains."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,7 +60,7 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         found: object = work()
     except RawError as error:
         found = refusal_fields(error)
-    # the author is shown whatever an edited text raises, including SystemExit
+    # the author sees whatever edited code raises, including SystemExit
     except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
@@ -69,8 +69,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """The refusal in a confined child's answer on ``text``; None if the answer is no refusal. Parts of the
-    message may come from the text, so types are checked and terminal controls are removed."""
+    """The refusal in a confined child's answer about ``text``; None if the answer is not a refusal. Parts of
+    the message may come from the edited code, so types are checked and terminal controls are removed."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
@@ -87,7 +87,7 @@ def _printable(words: str) -> str:
 
 
 def demand(layers: Collection[str], missing: Collection[str]) -> None:
-    """Raise RawError if a process is not confined enough to read an edited text."""
+    """Raise RawError if a process is not confined well enough to read edited code."""
     if not set(layers) >= LAYERS:
         raise RawError(
             "weak_jail",
@@ -97,12 +97,12 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
 
 
 def refusal_fields(error: RawError) -> dict[str, Any]:
-    """Write a refusal in the form that ``refusal`` reads."""
+    """The fields of a refusal, as ``refusal`` reads them."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
 
 def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
-    """The message of a compiler's exception, and the line of the edited text where it arose."""
+    """The message of a compiler's exception, and the line of edited code that caused it."""
     line, seen = None, error
     while line is None:
         frames = traceback.extract_tb(seen.__traceback__)
@@ -115,7 +115,7 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
 
 
 def _limit_files(scratch: Path) -> None:
-    """Raise RawError if the child's files take too much of the disk."""
+    """Raise RawError if the child's files take too much disk space."""
     if _bytes_in(scratch) > MOST_FILES:
         raise RawError("files", f"the compile wrote over {MOST_FILES} bytes to files", None)
 
@@ -133,7 +133,8 @@ def _bytes_in(scratch: Path) -> int:
 
 
 def _hidden(error: OSError) -> None:
-    """Raise RawError for a file that cannot be read, which may have any size. Ignore a file that is gone."""
+    """Raise RawError for a file that cannot be read, because its size is unknown. Ignore a file that is
+    gone."""
     if not isinstance(error, FileNotFoundError):
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
@@ -147,7 +148,7 @@ def _reap(child: int) -> int:
 
 
 def read_untrusted(path: Path) -> bytes:
-    """The contents of a file that an untrusted process may have made."""
+    """Read a file that may come from an untrusted process."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -166,15 +167,15 @@ def read_untrusted(path: Path) -> bytes:
 
 
 def empty(scratch: Path) -> None:
-    """Remove everything that a child made, including folders nested deeper than a path is long, or without
-    read permission."""
+    """Remove everything that a child created, including unreadable folders and folders nested deeper than a
+    path can be long."""
     while left := list(scratch.iterdir()):
         for path in left:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
                 continue
             path.chmod(0o700)
-            for inner in path.iterdir():  # move up, so that no path gets too long
+            for inner in path.iterdir():  # move them up, so that no path gets too long
                 if inner.is_dir() and not inner.is_symlink():
                     inner.chmod(0o700)
                 inner.rename(scratch / secrets.token_hex(16))

@@ -1,10 +1,10 @@
 """Confine a process that compiles edited CuTeDSL: it may compute, read the compiler's files, and write to a
 scratch folder.
 
-An edited module is Python, and the compiler executes any code in the module. Before the child process reads
-the module, it therefore gives up the network, other processes and programs, all inherited resources, and
-every file except those of the installed packages, the system's libraries and its scratch folder. Executable
-memory remains allowed, because the compiler's engine links the host code that it exports.
+An edited module is Python, and the compiler executes any code in it. So before the child reads the module, it
+gives up the network, other processes and programs, and all inherited resources. It can read only the
+installed packages, the system's libraries and its scratch folder. Executable memory remains allowed, because
+the compiler's engine links the host code that it exports.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LIMITS = {
     "DATA": subprocesses.MEMORY_BYTES,
     "CORE": 0,
 }
-PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # readable: they import lazily
+PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # readable, because they import lazily
 INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# The system calls seen in traces of the corpus's compiles, glibc's variants of them on other systems, and the
-# calls of an aborting process. chmod, chown, utime, link and truncate by path are missing, because Landlock
+# System calls seen in traces of the corpus's compilations, glibc's variants of them on other systems, and the
+# calls of an aborting process. chmod, chown, utime, link and truncate by path are left out, because Landlock
 # does not cover them.
 CALLS = {
     "x86_64": {
@@ -67,13 +67,13 @@ _CLONE_THREAD = 0x10000
 _CLONE_ASTRAY = 0x7E02_6000  # flags for new namespaces, vfork and inherited tracing
 _TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python makes these ioctls on every file
 _PR_SET_NAME = 15
-_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # commands of fcntl, but no locks, leases or signals
+_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # commands of fcntl, without locks, leases and signals
 
 
 def _rules() -> dict[str, Rule]:
     return {
         "clone": Rule(0, none_of=_CLONE_ASTRAY, any_of=_CLONE_THREAD),
-        # a filter cannot see its flags, which are in memory: on ENOSYS glibc falls back to clone
+        # a filter cannot see its flags, because they are in memory; on ENOSYS glibc falls back to clone
         "clone3": Rule(values=(), error=errno.ENOSYS),
         "ioctl": Rule(1, values=(_TCGETS, _FIOCLEX)),
         "fcntl": Rule(1, values=_DUPLICATE + _FLAGS),
@@ -86,10 +86,11 @@ def _rules() -> dict[str, Rule]:
 def confine(
     parent: int, scratch: Path, *, keep: Collection[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give up, permanently, all rights that a compile does not need. Call in a one-threaded forked child.
+    """Permanently give up all rights that compiling does not need. Call this in a single-threaded forked
+    child.
 
-    The child dies when the ``parent`` thread that forked it dies. Descriptors other than ``keep`` are closed,
-    except that 0, 1 and 2 lead to /dev/null. The working directory, HOME and TMPDIR become ``scratch``, an
+    The child dies when the ``parent`` thread that forked it dies. Descriptors 0, 1 and 2 lead to /dev/null,
+    and all others except ``keep`` are closed. The working directory, HOME and TMPDIR become ``scratch``, an
     existing directory. Returns the names of the restrictions in force, and of those that this system lacks.
     Without ``landlock`` and ``seccomp``, no edited module may run.
     """
@@ -106,7 +107,7 @@ def confine(
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that a compile needs, without keys and tokens.
+    """The environment variables that compiling needs, without keys and tokens.
 
     A forked child has a copy of its parent's memory, so start the parent process with this environment.
     """
@@ -114,7 +115,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _leave(home: str, keep: Collection[int]) -> None:
-    """Start a new session, and drop inherited variables, descriptors and the working directory."""
+    """Start a new session. Drop inherited variables and descriptors, and leave the working directory."""
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(home)
@@ -134,7 +135,7 @@ def _leave(home: str, keep: Collection[int]) -> None:
 
 def readable() -> list[str]:
     """The readable paths: the standard library, installed packages, our own ``primitives`` and the system's
-    libraries. The rest of this project and home directories are not readable."""
+    libraries. The rest of this project and the home directories are not readable."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)

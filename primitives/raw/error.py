@@ -1,11 +1,11 @@
-"""The refusal of a raw module, or of its object."""
+"""The refusal of edited code or of its object."""
 
 from __future__ import annotations
 
 
 class RawError(Exception):
-    """An edited module, or its object, is refused: a code, a message with the remedy, and the module's line
-    if known."""
+    """Edited code or its object is refused. It has a code, a message with the remedy, and the line if
+    known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):
         super().__init__(message if line is None else f"line {line}: {message}")

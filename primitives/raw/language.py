@@ -2,8 +2,8 @@
 
 The check gives authors errors with a line and a remedy. If the check misses something, confinement
 (``primitives.raw.confine``) still protects the machine. The rules: names come from listed modules; nothing is
-set on objects; no attribute leads from a value to its internals; and authors write only arithmetic for the
-host, where a compiled kernel has all rights of the launching process. Raises RawError.
+set on objects; no attribute leads from a value to its internals. On the host, where a compiled kernel has all
+rights of the launching process, authors may write only arithmetic. Violations raise RawError.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_BYTES = 128 << 10
 def check(text: str, wanted: Collection[str]) -> None:
     """Check a module. ``wanted``: the classes that it must define.
 
-    Raises RawError with the code ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or
-    ``kernel``, the line, and a message that names the remedy.
+    Raises RawError with a code (``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or
+    ``kernel``), the line, and a message with the remedy.
     """
     checker = _EditChecker(_parse(text))
     try:
@@ -43,7 +43,7 @@ def _parse(text: str) -> ast.Module:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
         data = text.encode()
-        # Python obeys a declared encoding, under which what looks like a comment may be code.
+        # Python obeys an encoding declaration, under which an apparent comment may be code.
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
             raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
         return ast.parse(data)
@@ -54,7 +54,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class _EditChecker(Reader):
-    """Check a module and its classes. What runs on the host may only be arithmetic and a launch."""
+    """Checks a module and its classes. Code for the host may only be arithmetic and a launch."""
 
     # The module
 
@@ -175,7 +175,8 @@ class _EditChecker(Reader):
             self._refuse(f"{name}: the host reads this name, so an edit may not define it", "host")
 
     def _replaceable(self, name: str, base: type) -> None:
-        """Check that a class replaces only plain values of its base, not methods, classes or properties."""
+        """Check that a class replaces only plain values of its base, and no methods, classes or
+        properties."""
         if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
             self._refuse(
                 f"{name} is {base.__name__}'s method or class, and no value to give: of its base's a class "
@@ -199,7 +200,7 @@ class _EditChecker(Reader):
             self._method = False
 
     def _setting(self, node: ast.expr) -> None:
-        """Check a value in a class: a simple value, or a resource with such values as its arguments."""
+        """Check a value in a class: a simple value, or a resource with simple values as arguments."""
         self._at(node)
         match node:
             case ast.Tuple(elts=parts) if any(isinstance(p, ast.Call) for p in parts):
@@ -227,10 +228,10 @@ class _EditChecker(Reader):
         found = self._imported.get(name)
         return isinstance(found, type) and issubclass(found, cutlass.Numeric)
 
-    # What runs on the host: arithmetic
+    # Code for the host: arithmetic
 
     def _launch(self, node: ast.FunctionDef) -> None:
-        """Check a vector kernel's ``__call__``, which computes sizes and then launches the kernel once."""
+        """Check a vector kernel's ``__call__``: it may compute sizes and then launch the kernel once."""
         names = self._given = self._plain_parameters(node)
         body = [s for s in node.body if not is_docstring(s)]
         for statement in body[:-2]:
@@ -321,8 +322,8 @@ class _EditChecker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """Check an expression that runs on the host, which may use numbers and shapes. It may use only the
-        shape and strides of a tensor, because the launcher would otherwise read an element."""
+        """Check an expression that runs on the host. It may use numbers, and of a tensor only shape and
+        strides; otherwise the launcher would read an element."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):
@@ -371,7 +372,8 @@ class _EditChecker(Reader):
                 self._refuse("on the host there is arithmetic of sizes only", "host")
 
     def _passed_on(self, called: ast.expr, part: ast.expr) -> bool:
-        """Whether a call uses only the shape of this argument, or passes it on to the base class's method."""
+        """Whether a call uses only this argument's shape, or passes the argument to the base class's
+        method."""
         if isinstance(called, ast.Attribute) and is_super(called.value):
             part = part.value if isinstance(part, ast.Starred) else part
         elif not isinstance(called, ast.Attribute) or called.attr not in ("size", "shape"):
@@ -391,7 +393,7 @@ class _EditChecker(Reader):
 
 
 def _module_names(tree: ast.Module) -> Iterator[str]:
-    """The names that are bound at module level, one per binding."""
+    """The names bound at module level; a name bound twice appears twice."""
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

@@ -1,4 +1,5 @@
-"""The names that edited modules may use: of imported modules, of Python, and of the classes they extend."""
+"""The names that edited modules may use: from imported modules, from Python, and from the classes that they
+extend."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Modules whose public names are allowed, each with the other modules from which it may import them.
+# Modules whose public names are allowed, and for each one the other modules whose names it may import.
 _NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
 _CUTE = tuple(
     f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
@@ -78,8 +79,8 @@ BANNED = _names(
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Methods that are traced inside the kernel. Observed compiles showed which methods run there, and which run
-# on the host to launch the kernel.
+# Methods that are traced inside the kernel. Observed compilations showed which methods run there, and which
+# run on the host to launch it.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "

@@ -1,8 +1,8 @@
 """Inspect an edited module's object file, which may be hostile, before anything loads it.
 
-The loader resolves symbols, relocates, and runs registered functions. An object may therefore contain only
-the kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
-exactly that, and trusts no offset. It cannot tell whether the host code does what the launcher asks, so GPU
+The loader resolves symbols, relocates, and runs registered functions. So an object may contain only those
+kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
+that, and trusts no offset. It cannot tell whether the host code does what the launcher asks. Therefore GPU
 workers are disposable processes.
 """
 
@@ -21,7 +21,7 @@ MOST_BYTES = 16 << 20
 MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # the compiler's objects have 15 sections and about 600 relocations
 MOST_ZEROS = 1 << 16  # bytes of zero-filled sections; the compiler's objects have 16
 
-# Functions that the compiler's launch code calls: CUDA's runtime through CuTe's own library, and TVM's FFI.
+# Functions that the compiler's launch code calls: the CUDA runtime through CuTe's library, and TVM's FFI.
 UNDEFINED = frozenset(
     {
         "CuteDSLRT_TVMFFISetRaisedCudaError", "TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr",
@@ -49,8 +49,8 @@ _SECTIONS = re.compile(
 
 class ElfMachine(NamedTuple):
     """An architecture. ``number``: its number in an ELF header. ``relocations``: its relocation types, with
-    the bytes that each writes. ``traps``: byte patterns of the instructions that enter the operating system's
-    kernel, which start at multiples of ``alignment``."""
+    the bytes that each writes. ``traps``: byte patterns of instructions that enter the operating system's
+    kernel; such instructions start at multiples of ``alignment``."""
 
     number: int
     relocations: Mapping[int, int]
@@ -117,9 +117,9 @@ class _Symbol(NamedTuple):
 
 def inspect(data: bytes) -> bytes:
     """Check a relocatable object for this machine, and return the sm_90a cubin in it. The object may contain
-    nothing of a kind that the compiler's own objects lack.
+    only what the compiler's own objects contain.
 
-    Raises RawError with code ``object`` and the location of the finding.
+    Raises RawError with the code ``object`` and the location of the fault.
     """
     try:
         return _Object(data).cubin()
@@ -131,20 +131,20 @@ MOST_SHARED = TARGET.block_bytes  # bytes of shared memory that a launch may req
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
-    """Whether an object's launch code equals the launch code of ``honest``: the object of the unedited text,
-    with the same kernel, schedule, module and class names.
+    """Whether an object's launch code equals that of ``honest``, the object of the unedited code with the
+    same kernel, schedule, module and class names.
 
-    Two differences are allowed: the cubins, and one number at a known location in the code, which is how many
-    bytes of shared memory the launch requests. If only device code was edited, the launcher therefore runs no
-    new code. Raises RawError as ``inspect`` does.
+    Two differences are allowed: the cubins, and the number of shared-memory bytes that the launch requests
+    (at a known location in the code). So if only device code was edited, the launcher runs no new code.
+    Raises RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
     return rest == others and _but_for_shared_memory(code, known) == known
 
 
-# The place where x86-64's launch code fills in cudaLaunchConfig_t. One instruction stores 1, the block's size
-# in z; another stores the bytes of shared memory 4 bytes further, through the same register. One more
-# instruction may lie between the two.
+# The place where x86-64's launch code fills in cudaLaunchConfig_t. One instruction stores 1 (the block's size
+# in z). Another stores the shared-memory bytes 4 bytes further, through the same register. At most one other
+# instruction lies between them.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )
@@ -152,7 +152,7 @@ _LAUNCH = re.compile(
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
     """Return ``code`` with its number of shared-memory bytes replaced by the number in ``known``. ``code`` is
-    unchanged if the number's location is ambiguous, or if ``code`` has no such number there."""
+    unchanged if the location is ambiguous, or if it has no such number."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -257,7 +257,7 @@ class _Object:
             if section.flags & _EXECUTES:
                 code = self._bytes(section)
                 for name, pattern in self._machine.traps:
-                    # Search all bytes, since a jump may lead into the middle of a decoded instruction.
+                    # Search all bytes, because a jump may lead into the middle of a decoded instruction.
                     for found in pattern.finditer(code):
                         if found.start() % self._machine.alignment == 0:
                             said = f"{found[0].hex(' ')}, the bytes of {name} at {found.start():#x}"
@@ -338,7 +338,8 @@ class _Object:
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:
-        """The object's code and all else that is loaded or run, in a form that ignores the cubin's size."""
+        """The object's code and everything else that is loaded or run, in a form that ignores the cubin's
+        size."""
         binary, code = self._binary(), b""
         rest: list[object] = []
         end = binary.value + binary.size
@@ -373,7 +374,8 @@ _FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The only image in a fat binary: a header of 16 bytes, then entries that have their own headers."""
+    """The only image in a fat binary, which is a header of 16 bytes followed by entries with headers of their
+    own."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):

@@ -1,5 +1,5 @@
-"""Check the functions in a module whose text an author has edited. Every name in an expression or statement
-must be known, and no attribute may lead out of the kernel's values."""
+"""Check the functions of a module that an author edited. Every name in them must be known, and no attribute
+may lead out of the kernel's values."""
 
 from __future__ import annotations
 
@@ -52,19 +52,18 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Reader:
-    """Walk over a module's functions. ``line`` is the line number of the last visited node that has a line
-    number."""
+    """Walks a module's functions. ``line`` is the line of the last visited node that has one."""
 
     def __init__(self, tree: ast.Module):
         self._tree = tree
         self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the alias that the edited module imports them under
+        self._modules: dict[str, ModuleType] = {}  # by the alias under which the edited module imports them
         self._imported: dict[str, Any] = {}
         self._constants: set[str] = set()
-        self._classes: dict[str, type | None] = {}  # a class's nearest imported base class
+        self._classes: dict[str, type | None] = {}  # nearest imported base class of each class
         self._bound = set(_bindings(tree))
         self._given: set[str] = set()  # parameters of the method that runs on the host
-        self._method = False  # whether the visited node is inside a method, where super() is defined
+        self._method = False  # whether the node is inside a method, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
             ast.arguments: self._parameters,
@@ -97,8 +96,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """Check a value that is evaluated when the module is read. The value may not refer to a function, so
-        that no function gets a second name."""
+        """Check a value that is evaluated when the module is read. It must not refer to a function, because
+        no function may have a second name."""
         self._at(node)
         match node:
             case ast.Constant():
@@ -155,8 +154,8 @@ class Reader:
                 self._visit(statement)
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return its name, or None
-        if there is no decorator."""
+        """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return its name; None if
+        there is none."""
         match node.decorator_list:
             case []:
                 return None
@@ -226,7 +225,7 @@ class Reader:
                 self._refuse("super() is for methods")
 
     def _value_attribute(self, node: ast.Attribute) -> None:
-        """Check an attribute of a value, which may only be read."""
+        """Check an attribute of a value: it may only be read."""
         self._at(node)
         name = node.attr
         self._identifier(name)
@@ -238,8 +237,8 @@ class Reader:
             self._refuse(f".{name} is private: use public names, also for your own methods")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object that a dotted name beginning with a module refers to; None if the name reads an
-        attribute of a value."""
+        """The object that a dotted name refers to if it begins with a module; None if it reads an attribute
+        of a value."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)
@@ -298,7 +297,7 @@ def is_docstring(node: ast.stmt) -> bool:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name that the module binds, except by imports."""
+    """Every name that the module binds, except by import."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

@@ -1,8 +1,8 @@
 """Compile lowered modules into kernels to call, and into cubins for a resource report.
 
-The text that a program is lowered to compiles in the calling process (``jit``). A text edited by an author
-compiles in a confined child process (``primitives.raw``). The resource report needs no GPU, because a child
-process (``python -m coda_agent.primitives.runtime.compile``) only compiles for sm_90a and reads the cubin.
+A program's own lowering compiles in the calling process (``jit``). Edited code compiles in a confined child
+process (``primitives.raw``). The resource report needs no GPU: a child process (``python -m
+coda_agent.primitives.runtime.compile``) compiles for sm_90a and reads the cubin.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ FORMAT = 6  # version of cached reports
 def compile_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule; only the static dims of ``sizes`` matter.
+    """Compile a step for one schedule. Of ``sizes``, only the static dims matter.
 
     A is passed as [M, K] with any strides. B is passed as it is stored: as [K, N], or as [N, K] if
-    ``b_transposed``. A text edited by an author compiles in a confined child process, unless its object is
-    cached. Raises CompileError if the child refuses the text.
+    ``b_transposed``. Edited code compiles in a confined child process, unless its object is cached. Raises
+    CompileError if the child refuses the code.
     """
     if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
@@ -75,11 +75,10 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's resources from its
     cubin.
 
-    ``sizes`` holds the static dims. Schedules that do not fit a step are left out. If none fits, the first of
-    tuning's schedules that fits replaces them (``probe_schedules``). Compilation runs in a child process,
-    since a compiler can crash; a text edited by an author compiles in a confined child of that process.
-    Results are cached by content. Raises CompileError, with the code CROWDED if a step fits no tile, and
-    CacheError.
+    ``sizes`` holds the static dims. Schedules that do not fit a step are left out. If none fits, the first
+    fitting schedule of tuning replaces them (``probe_schedules``). Compilation runs in a child process,
+    because a compiler can crash; edited code compiles in a confined child of that process. Results are cached
+    by content. Raises CompileError (with the code CROWDED if a step fits no tile) and CacheError.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -95,7 +94,7 @@ def report(
 def _compile_all(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """For each step, the schedules to compile it on; an empty list for a step whose heads no tile holds."""
+    """For each step, the schedules to compile it on; none for a step whose heads fit into no tile."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -110,8 +109,8 @@ COMPILE_SECONDS = 300
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. Raises CompileError with the compiler's message, or if the child takes too long or
-    dies."""
+    """The child's answer. Raises CompileError with the compiler's message, or if the child dies or takes too
+    long."""
     with _turn:
         child = _child()
         try:
@@ -122,7 +121,7 @@ def _run_child(request: str) -> str:
 
 
 def _child() -> _Child:
-    """The running child, or a new child if there is no usable one."""
+    """The running child, or a new one if none is usable."""
     global _kept
     if _kept is None or not _kept.usable():
         if _kept is not None:
@@ -132,8 +131,8 @@ def _child() -> _Child:
 
 
 class _Child:
-    """A process that compiles one request after another. It is reused because its imports take longer than
-    most compiles."""
+    """A process that compiles one request after another. It is reused, because its imports take longer than
+    most compilations."""
 
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
@@ -184,16 +183,16 @@ _kept: _Child | None = None
 
 
 def _environment() -> dict[str, str]:
-    """The environment for the compiler. It leaves out the user's own compiler settings, which must not change
-    the report."""
+    """The environment for the compiler, without the user's own compiler settings, which would change the
+    report."""
     given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
     return given | TARGET.environment
 
 
 def _serve(scratch: Path) -> None:
-    """Read one request per line and write one answer per line: the resources, or the compiler's message."""
+    """For each request line, write one answer line: the resources, or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
+    os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     import_quack()
     for line in sys.stdin:
         try:
@@ -236,7 +235,7 @@ def _resources(
 
 
 def _bulk_copies(kernel: GemmKernel | VectorKernel) -> tuple[str, ...]:
-    """The bulk copies that a kernel may have."""
+    """The kinds of bulk copies that a kernel may contain."""
     if not isinstance(kernel, GemmKernel) or kernel.offsets is None:
         return PLAIN
     return OWN if kernel.own else GROUPED
@@ -255,7 +254,7 @@ def _resources_of(
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
     found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, copies)
-    cubin.unlink()  # the next configuration's cubin has the same name
+    cubin.unlink()  # because the next configuration's cubin has the same name
     return found
 
 

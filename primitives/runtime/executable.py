@@ -1,5 +1,7 @@
-"""A plan: a program bound to sizes and schedules, with compiled kernels and one workspace. The host makes all
-decisions when it builds the plan, so calling the plan only launches kernels."""
+"""A plan: a program bound to sizes and schedules, with compiled kernels and one workspace.
+
+The host decides everything when it builds the plan, so that calling the plan only launches kernels.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
-GAP = 4096  # unused bytes before and after each tensor of a workspace, where a check finds stray writes
+GAP = 4096  # unused bytes before and after each tensor of a workspace, in which a check finds stray writes
 
 
 class _Slots:
-    """The tensors and numbers that launches use, by position. A call's inputs and outputs come first, then
-    fixed values, then views of the inputs, outputs and fixed values."""
+    """The tensors and numbers that launches use, by position. First come a call's inputs and outputs, then
+    fixed values, then views of any of these."""
 
     def __init__(self, names: Sequence[str]):
         self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
@@ -40,8 +42,8 @@ class _Slots:
         self.nothing = self.fix(None, None)
 
     def fix(self, key: Hashable, value: Any) -> int:
-        """Add a value that no call changes; return its slot. All fixed values must be added before the first
-        derived one."""
+        """Add a value that is the same in all calls; return its slot. All fixed values must be added before
+        the first derived one."""
         self._index[key] = self._given + len(self.fixed)
         self.fixed.append(value)
         return self._index[key]
@@ -56,7 +58,7 @@ class _Slots:
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
         """The slot of a view of another slot. Each call takes the view again, but a view of a fixed slot is
-        taken only once, here."""
+        taken once, here."""
         if (source, change) not in self._index:
             self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
             once = 0 <= source - self._given < len(self.fixed)
@@ -101,12 +103,12 @@ class _Span:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.axis == 0:
-            return tensor[self.first : self.past]  # takes half the host time of narrow
+            return tensor[self.first : self.past]  # half the host time of narrow
         return tensor.narrow(self.axis, self.first, self.past - self.first)
 
 
 def _picker(keys: Sequence[int | str]) -> Callable[[Any], tuple[Any, ...]]:
-    """itemgetter that returns a tuple even for one item."""
+    """Like itemgetter, but it returns a tuple even for one item."""
     if len(keys) > 1:
         return itemgetter(*keys)
     (only,) = keys
@@ -114,28 +116,28 @@ def _picker(keys: Sequence[int | str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function that makes an uninitialised tensor of a size, strides and dtype on the current device of
-    this type. The code that Inductor generates calls the same function, which takes half the host time of
+    """A function that allocates an uninitialised tensor of given size, strides and dtype, on the current
+    device of this type. Inductor's generated code calls the same function, which takes half the host time of
     ``torch.empty``."""
     from torch._C._dynamo import guards
 
-    return getattr(guards, f"_empty_strided_{device.type}")  # a function that the type stubs lack
+    return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
 
 
 Launch = Callable[[Sequence[Any]], None]
-# a part of a program: a step's GEMM, or the vector kernels that run after the GEMM
+# a part of a program: a step's GEMM, or the vector kernels after it
 Part = tuple[Literal["gemm", "vector"], int]
 
 
 class Plan:
     """A kernel with a schedule for each of its steps, bound to sizes and a device.
 
-    ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into the given outputs, and
-    neither allocates nor decides anything. Tensors must have the shapes, dtypes and device of the plan. All
-    calls share the workspace, a tensor of bytes. The plan allocates it if the caller gives no workspace or
-    one that is too small. Any threads and streams may call a plan, since its calls run one after another on
-    the GPU (``turns``). Different plans that share a workspace do not wait for each other. ``parts``: the
-    parts of the program, in launch order. ``gaps``: the unused bytes of the workspace.
+    ``plan(inputs)`` returns fresh outputs. ``plan.run(inputs, outputs)`` writes into the given outputs and
+    allocates nothing. Tensors must have the shapes, dtypes and device of the plan. All calls share the
+    workspace, a tensor of bytes. The plan allocates it if the caller gives none, or one that is too small.
+    Any threads and streams may call a plan; its calls run one after another on the GPU (``turns``). But
+    different plans that share a workspace do not wait for each other. ``parts``: the parts of the program, in
+    launch order. ``gaps``: the unused bytes of the workspace.
     """
 
     def __init__(
@@ -200,9 +202,9 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """Allocate, in one buffer, the tensors that a kernel leaves for a later kernel. Tiles and vectors
-        that are not outputs come first. Partial results of reductions follow, since their number depends on
-        the chosen tiles."""
+        """Allocate, in one buffer, the tensors that one kernel writes and a later one reads. First come tiles
+        and vectors that are not outputs. Partial results of reductions follow, because their number depends
+        on the chosen tiles."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}
@@ -219,8 +221,8 @@ class Plan:
                     values["bounds", a.node] = (self._shape(a.node), a.dtype)
                 elif a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # The offsets of ``values`` do not depend on the tiles, because the plans of one tuning share a
-        # buffer: a plan may run a step on results that another plan left there.
+        # The offsets of ``values`` must not depend on the tiles: plans of one tuning share a buffer, and a
+        # plan may run a step on results that another plan left there.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -230,8 +232,8 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # Partial results of a selection must hold -inf before each call (the finishing kernel resets them),
-        # so they are not in the shared buffer, where another plan's bytes could remain.
+        # Partial results of a selection must be -inf before each call; the finishing kernel resets them. They
+        # have their own buffer, because the shared buffer may contain another plan's bytes.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -247,8 +249,8 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The value of a scalar argument: the size that the node names or, for the roles ``extent`` and
-        ``count``, the node's number of columns and of rows."""
+        """The value of a scalar argument: the size that the node names. For the roles ``extent`` and
+        ``count``, it is the node's number of columns or of rows."""
         from cutlass import Float32, Int32
 
         if role == "count":
@@ -263,8 +265,8 @@ class Plan:
         return self._slots.at(self._names.get(node) or ("value", node))
 
     def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
-        """The slot of an argument. ``pointer`` turns a tensor that holds one number into the argument that
-        the kernel takes."""
+        """The slot of an argument. ``pointer`` turns a tensor of one number into the argument that the kernel
+        takes."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return self._slots.nothing
         if argument.role in NUMBERS:
@@ -304,8 +306,8 @@ class Plan:
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> Launch:
-        """A function that launches a step, or only some of its ``rows``, with at most this many clusters at a
-        time."""
+        """A function that launches a step, or only some of its ``rows``. At most ``clusters`` clusters run at
+        a time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
@@ -318,7 +320,7 @@ class Plan:
         a = self._slots.derive(a, _Span(0, *rows)) if rows else a
         tiles = [self._rows(each, schedule, rows) for each in (kernel.d, kernel.c)]
         b = self._value(kernel.b)
-        b = self._slots.derive(b, _transposed) if kernel.own else b  # as QuACK takes it, [N, K]
+        b = self._slots.derive(b, _transposed) if kernel.own else b  # [N, K], as QuACK takes it
         operands = _picker([a, b, *tiles])
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)
@@ -332,7 +334,7 @@ class Plan:
         return launch
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
-        """The slot of an argument, or of the part of it that a launch of only some rows uses."""
+        """The slot of an argument; for a launch of only some rows, the slot of that part."""
         slot = self._slot(argument)
         if argument is None or rows is None:
             return slot
@@ -349,8 +351,7 @@ class Plan:
         return slot
 
     def _epilogue_arguments(self, step: int) -> Any:
-        """The class of a step's epilogue arguments. A text edited by an author uses the class of the
-        program's unedited text."""
+        """The class of a step's epilogue arguments. Edited code uses the class of the unedited code."""
         lowered = lower(self.program) if self.lowered.edited else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
@@ -361,12 +362,12 @@ class Plan:
         return lambda slots: compiled(*arguments(slots))
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Fresh, uninitialised tensors for all outputs, including the outputs that update an input."""
+        """Fresh, uninitialised tensors for all outputs, including those that update an input."""
         return {name: self._empty(*like) for name, like in self._like.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch on the current stream. The caller guarantees shapes, dtypes and device. An output that
-        updates an input may be that input's tensor, which is then overwritten."""
+        updates an input may be that input's tensor, and then overwrites it."""
         with self._turns.lock:
             self._turns.take()
             slots = self._fill(inputs, outputs)
@@ -376,7 +377,7 @@ class Plan:
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Launch one step's GEMM and the vector kernels after it, on the results of an earlier ``run``."""
+        """Launch one step's GEMM and the vector kernels after it, using results of an earlier ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -385,7 +386,7 @@ class Plan:
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Launch some of ``parts``, in order, on the results of an earlier ``run``."""
+        """Launch some of ``parts`` in order, using results of an earlier ``run``."""
         with self._turns.lock:
             self._turns.take()
             slots = self._fill(inputs, outputs)
@@ -403,8 +404,8 @@ class Plan:
         return slots
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs for a call: fresh tensors, except that an output which updates an input is that input's
-        tensor."""
+        """The outputs of a call: an output that updates an input is that input's tensor, and the others are
+        fresh."""
         outputs = {name: self._empty(*like) for name, like in self._fresh}
         for output, name in self._updates:
             outputs[output] = inputs[name]

@@ -1,8 +1,4 @@
-"""Launch a program on CUDA tensors: plan once, then call cheaply.
-
-A ``Kernel`` checks its tensors (``launchable``), tunes its schedules (``tune``) and caches a plan for their
-sizes (``executable``).
-"""
+"""Launch a program on CUDA tensors: build a plan once, then call it cheaply."""
 
 from __future__ import annotations
 
@@ -37,7 +33,8 @@ from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedul
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
-FAMILIAR = 8  # how many recent calls' kinds of tensors a kernel recognizes without checking them
+# how many recent combinations of shapes, dtypes and strides a kernel recognises without checking again
+FAMILIAR = 8
 NONE: Mapping[str, int] = MappingProxyType({})
 HERE = nullcontext()  # for the case that PyTorch's current device is already the right one
 
@@ -45,22 +42,22 @@ HERE = nullcontext()  # for the case that PyTorch's current device is already th
 class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
-    It launches on the tensors' device, on the current stream of that device. The first call with new shapes
-    plans and tunes, which takes seconds to minutes and is kept on disk; later calls only launch. Schedules in
-    the source replace tuning. If ``known`` has good schedules by step, tuning times others only if those have
-    too few tiles. A text edited by an author is timed only on ``known`` schedules, since nobody has checked
-    its results on others.
+    It launches on the current stream of the tensors' device. The first call with new shapes plans and tunes.
+    This takes seconds to minutes, and the result is stored on disk. Later calls only launch. Schedules in the
+    source replace tuning. ``known``: good schedules by step. Tuning then times others only if these have too
+    few tiles. Edited code is timed only on ``known`` schedules, because its results on others have not been
+    checked.
 
     Any threads and CUDA streams may call it at once. Calls with the same shapes share a workspace, so they
-    run one after another on the GPU, and a stream waits for the stream of the previous call. For calls that
-    overlap, make one Kernel per stream. A call that is captured into a CUDA graph does not wait, and neither
-    do the graph's replays. So never let replays overlap each other or other calls, and do not call from
-    another thread during a capture. An external stream must stay alive until the next call from another
-    stream. A copied or unpickled Kernel plans again.
+    run one after another on the GPU: a stream waits for the stream of the previous call. For overlapping
+    calls, create one Kernel per stream. A call captured into a CUDA graph does not wait, and neither do the
+    graph's replays. So replays must not overlap each other or other calls, and no other thread may call the
+    Kernel during a capture. An external stream must stay alive until the next call from another stream. A
+    copied or unpickled Kernel plans again.
 
-    Offsets of experts' rows are read, and refused if they are wrong, in the first call with tensors of a
-    kind. Later calls do not wait for the GPU: with wrong offsets they give wrong results, but touch no other
-    memory.
+    The first call with a new combination of tensors reads the offsets of experts' rows, and refuses wrong
+    ones. Later calls do not check, so that they need not wait for the GPU. Wrong offsets then give wrong
+    results, but touch no other memory.
     """
 
     def __init__(
@@ -73,8 +70,9 @@ class Kernel:
         signature = self.program.signature
         self._named = signature.named
         self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        self._in_order = itemgetter(*signature.inputs)  # a tuple, since a product has at least two inputs
-        # The kinds of tensors, the given dims and the plans of the last calls, newest first.
+        self._in_order = itemgetter(*signature.inputs)  # a tuple, because a GEMM has at least two inputs
+        # The shapes, dtypes and devices of tensors, the given dims and the plans of the last calls, newest
+        # first.
         self._familiar: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,10 +85,9 @@ class Kernel:
         schedules: Mapping[int, Schedule] | None = None,
         edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json and, with ``edited``, also a NAME.raw.py, whose text replaces the
-        program's own text and compiles in a confined child process. Without ``schedules``, an edited text
-        runs only on the schedules of the report in the same folder. Raises OSError, or ProgramError for an
-        invalid program."""
+        """Read a NAME.program.json. ``edited``: a NAME.raw.py, which replaces the program's own lowering and
+        compiles in a confined child process. Without ``schedules``, edited code runs only on the schedules of
+        the report in the same folder. Raises OSError, or ProgramError for an invalid program."""
         program = Program.from_json(Path(path).read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)
@@ -104,14 +101,14 @@ class Kernel:
         key = (device, *sorted(sizes.items()))
         found = self._plans.get(key)
         if found is None:
-            check_sizes(self.program, sizes)  # an existing plan's sizes are known to fit
-            with self._planning, on_device(device):  # one thread plans, the others use its plan
+            check_sizes(self.program, sizes)  # the sizes of existing plans are known to fit
+            with self._planning, on_device(device):  # one thread plans; the others then use its plan
                 found = self._plans.get(key) or self._planned(inputs, sizes, device)
                 self._plans[key] = found
         return found
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Jobs that compile the schedules which the kernel runs on at these sizes, or which tuning tries
+        """Jobs that compile the schedules that the kernel uses at these sizes, or that tuning would try
         first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
@@ -121,8 +118,8 @@ class Kernel:
         return to_compile(self.source, sizes, wanted)
 
     def is_tuned(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the kernel's schedules at these sizes are already chosen. Reads the GPU's name, by which
-        choices are stored."""
+        """Whether the kernel's schedules at these sizes are already chosen. This reads the GPU's name,
+        because choices are stored by GPU."""
         steps = {step.index for step in cut(self.program).gemms}
         return steps <= self.source.fixed.keys() or bool(cached(self.source, sizes, self.known))
 
@@ -147,8 +144,8 @@ class Kernel:
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run the kernel; return its outputs by name. An output that updates an input is that input's tensor,
-        overwritten. Pass static dims that do not follow from any input's shape as integers. Raises
-        LaunchError if the kernel cannot run on the inputs."""
+        overwritten. Pass as integers the static dims that no input's shape determines. Raises LaunchError if
+        the kernel cannot run on the inputs."""
         given = {dim: inputs.pop(dim) for dim in self._named if dim in inputs} if self._named else NONE
         plan, taken = self._known_plan(inputs, given), inputs
         if plan is None:
@@ -161,7 +158,8 @@ class Kernel:
         return outputs
 
     def _known_plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]) -> Plan | None:
-        """The plan of an earlier call with tensors of the same kind; None if there is none."""
+        """The plan of an earlier call whose tensors had the same shapes, dtypes and devices; None if there is
+        none."""
         if len(inputs) != self._number:
             return None
         try:
@@ -178,8 +176,8 @@ class Kernel:
     def _checked_plan(
         self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]
     ) -> tuple[Plan, dict[str, torch.Tensor]]:
-        """The plan for tensors of a kind that no recent call had, and the tensors with the strides that the
-        plan needs."""
+        """The plan for tensors unlike those of recent calls, and the tensors with the strides that the plan
+        needs."""
         taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
         plan = self.plan(taken, given)
         check_offsets(self.program, taken, given)
@@ -189,8 +187,8 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """The schedules by step on which the report in the same folder measured an edited text; empty if no
-    report is about this text."""
+    """The schedules, by step, on which the report in the same folder measured this edited code; empty if no
+    report is about it."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}
@@ -198,8 +196,8 @@ def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which ``device`` is PyTorch's current device, so that a kernel is launched on that
-    device's current stream."""
+    """A context in which ``device`` is PyTorch's current device, so that kernels run on that device's current
+    stream."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device)

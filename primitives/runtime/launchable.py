@@ -16,11 +16,11 @@ from coda_agent.primitives.lang.partition import cut
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # bulk copies need addresses and row strides to be multiples of this many bytes
+ALIGNMENT = 16  # in bytes; bulk copies need addresses and row strides to be multiples of it
 
 
 class LaunchError(Exception):
-    """A program cannot be launched on these tensors or sizes. Raised before any kernel runs."""
+    """A program cannot run on these tensors or sizes. Raised before any kernel runs."""
 
 
 def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
@@ -43,7 +43,7 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
 
 
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
-    """Raise LaunchError for sizes at which a tensor is empty or has misaligned rows."""
+    """Raise LaunchError for sizes at which a tensor is empty or its rows are misaligned."""
     errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]
     if errors:
         raise LaunchError("; ".join(errors))
@@ -55,7 +55,7 @@ def check_tensors(
     """The sizes that follow from the tensors and the ``given`` dims. Raises LaunchError if the tensors do not
     match the signature.
 
-    A tensor that requires grad is refused while PyTorch records gradients. A kernel has no autograd, so a
+    A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
     loss on its outputs would silently train nothing.
     """
     import torch
@@ -99,8 +99,9 @@ def check_tensors(
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raise LaunchError if offsets do not rise from 0 to the number of rows. Reads them, so it waits for the
-    GPU. Kernels check nothing, but bound their offsets, so that wrong ones reach no other memory."""
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows. This reads the offsets, and so
+    waits for the GPU. Kernels do not check offsets but bound them, so that wrong ones reach no other
+    memory."""
     types, grouped = program.types(), [n for n in program.nodes if n.op == "gemm" and len(n.args) > 2]
     for a, b, offsets in (node.args for node in grouped):
         sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
@@ -112,12 +113,12 @@ def check_offsets(
 
 
 class Familiar:
-    """Recognizes, in about a microsecond, tensors of the same kind as the ``passed`` ones, which
-    ``check_tensors`` has accepted.
+    """Recognises, in about a microsecond, tensors like the ``passed`` ones, which ``check_tensors`` has
+    accepted.
 
-    Types, dtypes, devices, sizes and strides are compared by the guards of ``torch.compile``, in C++. A
-    result of False means only that the tensors must be checked. For example, a call that passes one tensor
-    twice is never recognized.
+    The guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides, in C++. False only
+    means that the tensors must be checked. For example, a call that passes one tensor twice is never
+    recognised.
     """
 
     def __init__(self, passed: Collection[torch.Tensor]):
@@ -132,12 +133,13 @@ class Familiar:
     def __call__(self, tensors: Collection[torch.Tensor]) -> bool:
         if not self._alike(*tensors) or (self._needs_no_grad and self._grad_enabled()):
             return False
-        return not any([t.data_ptr() % ALIGNMENT for t in tensors])  # a list: a generator takes longer
+        # a list, because a generator takes longer
+        return not any([t.data_ptr() % ALIGNMENT for t in tensors])
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise LaunchError if an input that is overwritten shares memory with another input. The program may
-    read the overwritten input only element by element, which was checked when the program was traced."""
+    """Raise LaunchError if an input that is overwritten shares memory with another input. The program reads
+    the overwritten input only element by element; tracing has checked this."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]
@@ -150,7 +152,7 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same elements with the strides of a fresh tensor; most tensors are returned unchanged.
+    """A view of the same elements with the strides of a fresh tensor; most tensors are returned as they are.
     PyTorch calls a single row contiguous whatever its stride, but bulk copies need a stride that is a
     multiple of 16 bytes."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
@@ -160,8 +162,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """One message per input or output that would have no elements at these sizes, which is possible since an
-    extent may be a difference of sizes."""
+    """One message per input or output without elements at these sizes. This is possible because an extent may
+    be a difference of sizes."""
     found = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]

@@ -1,10 +1,10 @@
-"""Count the machine instructions that each line of a lowered text compiles to.
+"""Count the machine instructions for each line of lowered code.
 
-CuTeDSL's line info, which changes no instruction, holds the file and line where an operation was traced. An
-operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the helper. Each
-instruction counts once, however often it is executed. An epilogue is fully unrolled, so its counts are for
-one thread and one tile. Compilation needs no GPU, and happens in a child process that runs this module with
-``python -m``.
+CuTeDSL's line information contains the file and line where an operation was traced; it does not change the
+instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the
+helper. Each instruction counts once, however often it runs. An epilogue is fully unrolled, so its counts are
+for one thread and one tile. Compilation needs no GPU. It happens in a child process that runs this module
+with ``python -m``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import cached_json
 
 FORMAT = 3  # version of the cached listings
-LOWERED = ""  # the file name of the lowered text itself
+LOWERED = ""  # stands for the lowered code itself as a file name
 
 _KINDS = {
     "HGMMA": "HGMMA QGMMA",
@@ -79,8 +79,8 @@ class Instruction:
 @dataclass(frozen=True)
 class Listing:
     """A kernel's instructions, in order of address. ``schedule`` is the schedule of a GEMM, or None for a
-    vector kernel. ``source`` holds the lines of the kernel's class in the lowered text, by line number.
-    ``part`` is the number of this launch, from 1, and the number of launches: a ``split`` step launches one
+    vector kernel. ``source`` contains the lines of the kernel's class in the lowered code, by line number.
+    ``part`` is the number of this launch, from 1, and the number of launches. A ``split`` step launches one
     class twice."""
 
     kernel: str
@@ -94,13 +94,12 @@ class Listing:
         return Counter(i.kind for i in self.instructions)
 
     def lines(self) -> dict[int, Counter[str]]:
-        """The number of instructions of each kind, by line number of the lowered text; lines without
-        instructions are left out."""
+        """The number of instructions of each kind, for each line of the lowered code that has any."""
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The number of instructions of each kind from other files, by file, largest total first: the
-        mainloop, the scheduler, TMA stores."""
+        """The number of instructions of each kind from other files (mainloop, scheduler, TMA stores), by
+        file, largest total first."""
         found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
@@ -114,16 +113,17 @@ def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
 
 def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions. A step with two
-    launches has two listings, in order.
+    launches gives two listings, in order.
 
     ``sizes`` holds the static dims. A step without a schedule uses the first of its probe schedules.
-    Compilation runs in a child process, or in a confined child of that process for a text edited by an
-    author. Results are cached by content. Raises CompileError and CacheError.
+    Compilation runs in a child process; edited code compiles in a confined child of that process. Results are
+    cached by content. Raises CompileError and CacheError.
     """
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    own = kernel.program._replace(schedule={}).hash  # the text does not state the tiles' dtypes
+    # the program, because the code does not state the tiles' dtypes
+    own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
     rows = cached_json("sass", key, lambda: _run_child(json.dumps(asked)))
@@ -139,7 +139,7 @@ def _listing(row: dict[str, Any], text: list[str]) -> Listing:
 
 
 def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a class in the lowered text."""
+    """The numbered lines of a class in the lowered code."""
     start = next(i for i, line in enumerate(text) if re.match(rf"class {name}\b", line))
     for index in range(start, len(text)):
         if index > start and re.match(r"\S", text[index]):
@@ -149,8 +149,8 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. Raises CompileError with the compiler's message, or if the child takes too long or
-    dies."""
+    """The child's answer. Raises CompileError with the compiler's message, or if the child dies or takes too
+    long."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
@@ -182,7 +182,7 @@ def _cubin(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> tuple[bytes, str]:
-    """A kernel's machine code, and the path by which its line info names the lowered text."""
+    """A kernel's machine code, and the path that its line information gives for the lowered code."""
     if lowered.edited:
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
@@ -190,12 +190,12 @@ def _cubin(
         compile_kernel(lowered, kernel, schedule, sizes)
     (cubin,) = scratch.rglob("*.cubin")
     data = cubin.read_bytes()
-    cubin.unlink()  # the next kernel's may have the same name
+    cubin.unlink()  # because the next kernel's cubin may have the same name
     return data, path
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Inside the with block, attribute each traced operation to the innermost line of the lowered text in its
+    """Within the ``with`` block, attribute each traced operation to the innermost line of lowered code on its
     call stack."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
@@ -217,7 +217,7 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """The fields of a Listing. ``launch`` is the number of a launch of ``step``, from 0."""
+    """The fields of a Listing. ``launch``: the number of a launch of ``step``, from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -237,8 +237,8 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
-    """The instructions in the output of ``nvdisasm -c -g``. ``lowered`` is the path of the lowered text.
-    Labels in an instruction's text are replaced by addresses."""
+    """Parse the output of ``nvdisasm -c -g``. ``lowered``: the path of the lowered code. Labels in
+    instructions are replaced by addresses."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
     found: list[Instruction] = []
@@ -251,7 +251,7 @@ def parse(sass: str, lowered: str) -> Iterator[Instruction]:
             labels |= dict.fromkeys(waiting, f"{int(code[1], 16):#06x}")
             waiting.clear()
             found.append(Instruction(int(code[1], 16), code[2], *place))
-    while found and found[-1].text == "NOP":  # padding at the kernel's end
+    while found and found[-1].text == "NOP":  # padding at the end of the kernel
         found.pop()
     for i in found:
         text = re.sub(r"`\((\.L_\w+)\)", lambda m: labels.get(m[1], m[1]), i.text)
@@ -259,14 +259,14 @@ def parse(sass: str, lowered: str) -> Iterator[Instruction]:
 
 
 def _short(path: str) -> str:
-    """A file's path, beginning with its package."""
+    """A file's path from its package on."""
     root = f"{Path(__file__).parents[2]}{os.sep}"
     return re.sub(r"^.*?/(?:site|dist)-packages/", "", path.removeprefix(root))
 
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler's prints must not mix with the answer
+    os.dup2(2, 1)  # so that a compiler's prints do not mix with the answer
     import_quack()
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()

@@ -1,11 +1,11 @@
 """Tune: find the fastest schedule of each step at given sizes, on this GPU.
 
-The first round times every tile in clusters of two at the default rasterisation. It also times pingpong tiles
-with a deep mainloop, and small tiles if the output is small. The second round times the best three tiles with
-several rasterisation group sizes and L2 eviction hints, and the best tile also in clusters of four. The last
-round repeats the second round's best schedules and the first round's best five tiles more often, because the
-first two rounds are noisy. Candidates compile in parallel processes. Timing is interleaved in random order
-with a cold L2. The choice is cached by text, sizes and GPU.
+The first round times every tile in clusters of two at the default rasterisation. It adds pingpong tiles with
+a deep mainloop, and small tiles if the output is small. The second round times the best three tiles with
+several rasterisation group sizes and L2 eviction hints, and the best tile also in clusters of four. The first
+two rounds are noisy. So the last round repeats, more often, the best schedules of the second round and the
+best five tiles of the first. Candidates compile in parallel processes. Timing is interleaved in random order
+with a cold L2. The choice is cached by code, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -45,31 +45,32 @@ if TYPE_CHECKING:
 
 FORMAT = 6  # version of stored tunings
 ROUNDS = 9
-FINALISTS = 3  # tiles to refine
-LAST_TILES = 5  # tiles in the last round, whose conditions are closest to the benchmark's
-SPLIT = 2  # tiles that are also timed in two launches
-SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups of those tiles when an earlier last round is known
+FINALISTS = 3  # number of tiles to refine
+LAST_TILES = 5  # number of tiles in the last round, whose conditions are closest to the benchmark's
+SPLIT = 2  # number of tiles that are also timed in two launches
+SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups of those tiles if an earlier last round is known
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds for long kernels, whose differences are clearer in each round; the last race has 13
-PER_ROUND = 3.5  # milliseconds of a kernel above which it gets fewer rounds
-MOST_STACK = 512  # bytes per thread: the largest stack of any winner so far is 192, with 456 spilled loads
-WARM_UP = 0.7  # seconds of load before timing, to settle the clocks
-LAST_WARM_UP = 2.0  # the same before the last round, to be near the power limit, as in a benchmark
-COOLING = 2.0  # seconds of load that one second of rest undoes
+# rounds for long kernels, whose differences are clear in few rounds; the last round's timing has 13
+FEWEST = 4
+PER_ROUND = 3.5  # a kernel that takes more milliseconds gets fewer rounds
+MOST_STACK = 512  # bytes per thread; the largest stack of any winner so far is 192, with 456 spilled loads
+WARM_UP = 0.7  # seconds of load before timing, until clock rates settle
+LAST_WARM_UP = 2.0  # the same before the last round, to get near the power limit as a benchmark does
+COOLING = 2.0  # seconds of load whose effect one second of rest cancels
 
-HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch is not timed
-SHORT = 0.2  # milliseconds: longer calls are enqueued back to back
+HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch time is hidden
+SHORT = 0.2  # milliseconds; longer calls are enqueued back to back
 
 Known = Mapping[int, Sequence[Schedule]]
 
 
 class NoSchedule(Exception):
-    """The compiler or the GPU refuses every schedule of a step."""
+    """The compiler or the GPU refuses all schedules of a step."""
 
 
 class Tiled(Protocol):
-    """A schedule with a tile: one of this project's schedules, or one of QuACK's."""
+    """A schedule with a tile: ours or QuACK's."""
 
     @property
     def tile_m(self) -> int: ...
@@ -93,7 +94,7 @@ def _fitting(gemm: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def refinements(ranked: Sequence[Schedule], gemm: GemmKernel) -> list[Schedule]:
-    """The second round's schedules: the leaders with several rasterisation groups and L2 eviction hints.
+    """The second round's schedules: the best tiles with several rasterisation groups and L2 eviction hints.
     Hints for loads are tried only if the epilogue loads a tile."""
     hints = [(False, False), (True, False), (False, True), (True, True)]
     if gemm.c is None:
@@ -112,8 +113,8 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches. There are none if tuning also starts from small tiles, since such an
-    output is less than one wave of tiles."""
+    """The best tiles in two launches. None if tuning also starts from small tiles, because such an output has
+    less than one wave of tiles."""
     best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -121,8 +122,8 @@ def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedu
 def search(
     start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
 ) -> list[tuple[Tile, float]]:
-    """The last round's schedules with their milliseconds, fastest first. ``refine`` maps the first round's
-    ranking to the second round's schedules."""
+    """Run the three rounds; return the last round's schedules with their milliseconds, fastest first.
+    ``refine`` maps the first round's ranking to the second round's schedules."""
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
@@ -137,18 +138,18 @@ def ranking(
     *,
     edited: bool,
 ) -> list[tuple[Tile, float]]:
-    """The result of ``search``, or of ``search_again`` if there are ``known`` schedules. A text ``edited`` by
-    an author is timed only on the known schedules, which are those that its author saw."""
+    """The result of ``search``, or of ``search_again`` if there are ``known`` schedules. Code ``edited`` by
+    an author is timed only on the known schedules, which its author saw."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
 
 
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
-    """Time known good schedules. If they have too few tiles, also time the leaders of a first round, because
-    the best tile depends on the GPU. A GPU that reaches its power limit sooner prefers wider tiles (by 10 %
-    over a 128x128 pingpong tile at 7B width). If tuning starts from small tiles, the known schedules must
-    include small tiles."""
+    """Time known good schedules. If they have too few tiles, also time the best of a first round, because the
+    best tile depends on the GPU. For example, a GPU that reaches its power limit sooner prefers wider tiles
+    (by 10 % over a 128x128 pingpong tile at 7B width). If tuning starts from small tiles, the known schedules
+    must include small tiles."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
@@ -158,8 +159,8 @@ def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest schedule of each of the best few tiles. A tile counts with its best schedule, since a wide
-    tile profits from its lower memory traffic only at the right rasterisation group size."""
+    """The fastest schedule of each of the best few tiles. Each tile is judged by its best schedule: a wide
+    tile benefits from its lower memory traffic only with the right rasterisation group size."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -179,17 +180,17 @@ def revisited(
     *,
     edited: bool = False,
 ) -> list[Schedule]:
-    """The schedules to time when good ones are known: the known schedules that the sizes admit. Unless the
-    text was edited, the best tiles in two launches are added, since older tunings lack them. ``start``: the
-    schedules that a search begins with."""
+    """The schedules to time if good ones are known: those of them that fit the sizes. The best tiles in two
+    launches are added, because older tunings lack them, unless the code was edited. ``start``: the first
+    schedules of a search."""
     fit = [s for s in known if gemm.admits(s, sizes)]
     split = [] if edited else _split(fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 
 def within_reach(gemm: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
-    """All schedules that ``tuned_schedules`` may choose from when these are known, so that they can be
-    compiled in advance."""
+    """All schedules that ``tuned_schedules`` may choose if these are known. They can then be compiled in
+    advance."""
     start = _fitting(gemm, sizes)
     again = revisited(gemm, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
@@ -203,18 +204,19 @@ def tuned_schedules(
     *,
     afresh: bool = False,
 ) -> dict[int, Schedule]:
-    """The fastest schedule for each step: from the cache (unless ``afresh``), or measured now in seconds to
-    minutes. If several processes want the same tuning, one measures and the others wait for its result.
+    """The fastest schedule of each step: from the cache (unless ``afresh``), or measured now, which takes
+    seconds to minutes. If several processes need the same tuning, one measures and the others wait for its
+    result.
 
-    ``known``: schedules by step that were good before, for ``search_again``. A step whose schedule the
-    program fixes is not tuned; the schedules of ``kernel`` are ignored. Raises LaunchError if no tile holds a
-    whole head, and NoSchedule if no schedule runs.
+    ``known``: good schedules by step, for ``search_again``. A step is not tuned if the program fixes its
+    schedule. The schedules of ``kernel`` are ignored. Raises LaunchError if no tile can contain a whole head,
+    and NoSchedule if no schedule runs.
     """
     if not afresh and (earlier := cached(kernel, sizes, known)):
         return earlier
     first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms}
     with _alone(cache_path(kernel, sizes)):
-        # another process may have stored its choice while this one waited
+        # another process may have stored its choice meanwhile
         if not afresh and (earlier := cached(kernel, sizes, known)):
             return earlier
         return _searched(kernel, inputs, sizes, known, first)
@@ -222,8 +224,8 @@ def tuned_schedules(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the tuning stored at ``path``, so that no other thread or process does the same
-    tuning. The lock ends with its process. Raises OSError, and Late at the deadline."""
+    """Lock the tuning stored at ``path``, so that no other thread or process does the same tuning. The lock
+    is released if its process dies. Raises OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
     lock = FileLock(path.with_name(f"{path.stem}.lock"))
@@ -273,8 +275,8 @@ def _searched(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The earlier choice of ``tuned_schedules``, or None. If an edited text has ``known`` schedules, its
-    choice must be among them, since it may have been tuned over others too."""
+    """The earlier choice of ``tuned_schedules``, or None. For edited code with ``known`` schedules, the
+    choice must be among them, because it may have been tuned over others too."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -284,14 +286,14 @@ def cached(
 
 
 def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
-    """The schedules in the last race of a cached tuning, fastest first; empty if no tuning is cached."""
+    """The schedules in the last round of a cached tuning, fastest first; empty if there is none."""
     record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
     raced = record["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
-    """The file of a tuning. Its name depends on the program, the text (which covers the compilers' versions),
+    """The file of a tuning. Its name depends on the program, the code (which covers the compilers' versions),
     the sizes and the GPU."""
     import torch
 
@@ -301,10 +303,10 @@ def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-_Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited text
+_Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited code
 
-# This process's compile results by task. Sizes that are not static are symbolic, so one object serves all
-# cases.
+# Results of compilations in this process, by task. Sizes that are not static are symbolic, so one object
+# serves all cases.
 _compiled: dict[_Task, bool] = {}
 
 
@@ -331,12 +333,12 @@ def _tasks(
 ) -> list[_Task]:
     text = kernel.program._replace(schedule={}).to_json()
     static = json.dumps({dim: sizes[dim] for dim in kernel.program.signature.static})
-    # Rasterisation is a launch argument, so one object serves every group size.
+    # Rasterisation is a launch argument, so one object serves all group sizes.
     return [(text, static, step, s._replace(swizzle=8), kernel.edited) for step, s in schedules]
 
 
 def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
-    """The tasks whose result neither this process nor the cache knows."""
+    """The tasks whose results are known neither to this process nor to the cache."""
     lowered = kernel.lowered
     gemms = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
@@ -347,15 +349,15 @@ def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Ta
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """The exceptions with which QuACK, the compiler or a confined child refuses a schedule."""
+    """The exceptions by which QuACK, the compiler or a confined child refuses a schedule."""
     from cutlass.base_dsl.common import DSLBaseError
 
     return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
 
 
 def _compile_one(task: _Task) -> bool:
-    """Compile a configuration in a worker process; return False if the compiler refuses it or spills too
-    much."""
+    """Compile a configuration in a worker process; return False if the compiler refuses it, or if it spills
+    too much."""
     import_quack()
     text, static, step, schedule, edited = task
     lowered = KernelSource(Program.from_json(text), edited=edited).lowered
@@ -372,7 +374,7 @@ def _compile_one(task: _Task) -> bool:
         return False
     if deepest_stack(cubins) <= MOST_STACK:
         return True
-    if not lowered.edited:  # an edited text's objects are inspected each time
+    if not lowered.edited:  # edited code's objects are inspected each time
         refuse(lowered, gemm, schedule, json.loads(static))
     return False
 
@@ -380,7 +382,7 @@ def _compile_one(task: _Task) -> bool:
 def _build_edited(
     lowered: Lowered, gemm: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
-    """Build the objects of an edited text, and write the step's cubins into the folder ``cubins``."""
+    """Build the objects of edited code, and write the step's cubins into the folder ``cubins``."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
     built = [raw.build(raw.Wanted(lowered, gemm, each, sizes), cubins) for each in schedule.launches]
@@ -396,20 +398,21 @@ def _race(
     schedules: list[Schedule],
     rounds: int,
 ) -> list[tuple[Schedule, float]]:
-    """The milliseconds of a step on each schedule that runs, fastest first. Other steps run on the kernel's
-    schedules."""
+    """Time a step on each schedule that runs; return the milliseconds, fastest first. Other steps run on the
+    kernel's schedules."""
     fine = compile_all(kernel, sizes, [(gemm.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
-    # The narrowest tiles need the largest workspace, which all candidates share.
+    # The narrowest tiles need the largest workspace, which all schedules share.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(kernel.on({**kernel.schedules, gemm.step: s}), sizes, device, shared)))
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:
-        with contextlib.suppress(RuntimeError, ValueError):  # the schedule may need more than an SM has
-            plan.run(inputs, outputs)  # compute the earlier steps' results, which the step reads
+        # the schedule may need more resources than an SM has
+        with contextlib.suppress(RuntimeError, ValueError):
+            plan.run(inputs, outputs)  # compute the earlier steps' results, which this step reads
             running.append((schedule, partial(plan.run_step, gemm.step, inputs, outputs)))
     return race_calls(running, rounds)
 
@@ -423,7 +426,7 @@ def race_calls(
 
     running = []
     for choice, call in calls:
-        with contextlib.suppress(RuntimeError, ValueError):  # the call may need more than an SM has
+        with contextlib.suppress(RuntimeError, ValueError):  # the call may need more resources than an SM has
             call()
             running.append((choice, call))
     if not running:
@@ -441,8 +444,7 @@ def race_calls(
 
 
 class Load:
-    """The recent load of this process's GPU, since timing that directly follows other timing needs less
-    warm-up."""
+    """The recent load on this process's GPU. Timing right after other timing needs less warm-up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -450,7 +452,7 @@ class Load:
 
     @contextlib.contextmanager
     def more(self) -> Iterator[float]:
-        """Count the with block as load. Yields the seconds of earlier load whose effect still lasts."""
+        """Count the ``with`` block as load. Yields the seconds of earlier load that still have an effect."""
         begun = self._clock()
         before = max(0.0, self._seconds - COOLING * (begun - self._ended))
         yield before
@@ -462,11 +464,11 @@ _load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
-    """The median milliseconds of each call. ``before`` holds earlier times of the calls. If any of these is
-    short, the GPU idles before each call, so that its launch is not timed.
+    """The median milliseconds of each call. ``before`` holds earlier times of the calls. If any call is
+    short, the GPU idles before each call, so that its launch time is hidden.
 
-    The GPU must not idle between long calls. It would save power and then reach clocks that no benchmark
-    reaches, and the best tile depends on the clocks.
+    The GPU must not idle between long calls. It would save power and then reach clock rates that no benchmark
+    reaches, and the best tile depends on the clock rate.
     """
     import torch
 

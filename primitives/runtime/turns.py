@@ -45,24 +45,24 @@ class CudaStreams:
 
 
 class Turns:
-    """Order the calls that share tensors. A call holds ``lock`` while it takes its turn with ``take()`` and
-    enqueues its launches.
+    """Orders the calls that share tensors. A call holds ``lock`` while it calls ``take()`` and enqueues its
+    launches.
 
-    So threads enqueue one after another. A stream first waits for the stream of the previous turn, unless
-    that was the same stream. A stream that is being captured into a CUDA graph may not wait, so the graph's
-    user must order its replays.
+    So threads enqueue one after another. A stream first waits for the stream of the previous call, if that
+    was another one. A stream that is being captured into a CUDA graph must not wait, so the graph's user must
+    order its replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams`` is None on a device without streams. The current stream has the first turn, since it
-        made the tensors."""
+        """``streams`` is None on a device without streams. The current stream comes first, because it created
+        the tensors."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None
         self._handle = streams.handle() if streams else 0
 
     def take(self) -> None:
-        """Give the turn to the current stream. The caller holds ``lock``."""
+        """Let the current stream run next. The caller holds ``lock``."""
         if self._streams and (handle := self._streams.handle()) != self._handle:
             self._follow(self._streams, handle)
 
@@ -71,6 +71,7 @@ class Turns:
             return
         stream = streams.current()
         stream.wait_stream(self._last)
-        for tensor in self._tensors:  # their memory stays reserved until this stream is done with it
+        # so that their memory stays reserved until this stream has finished with it
+        for tensor in self._tensors:
             tensor.record_stream(stream)
         self._last, self._handle = stream, handle

@@ -1,6 +1,6 @@
-"""Become another program that dies with this process's parent: ``python -I -S become.py PARENT COMMAND...``.
+"""Become another program that dies with its parent: ``python -I -S become.py PARENT COMMAND...``.
 
-``subprocesses.start`` runs this file by its path, so it imports only the standard library.
+``subprocesses.start`` runs this file by path, so the file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import os
 import signal
 import sys
 
-NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses of a command that could not start
+NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses for a command that could not start
 _PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process with the command. The command is killed when the thread of the parent that started
-    it ends."""
+    """Replace this process with the command. The command is killed when the parent's thread that started it
+    ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # this setting survives exec
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, which the program would inherit
+    # Python ignores both, and the program would inherit that
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -1,5 +1,5 @@
-"""A deadline for nested waits. A wait that the deadline cuts short must also end the child process it waited
-for.
+"""A deadline for nested waits. If the deadline ends a wait for a child process, the waiting code must also
+kill the child.
 
 This module imports only the standard library.
 """
@@ -21,8 +21,8 @@ class Late(Exception):
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Make waits and loops in the with block raise Late at this ``moment`` of ``time.monotonic``; with None
-    they never do."""
+    """Within the ``with`` block, waits and loops raise Late at this ``moment`` of ``time.monotonic``. None
+    means never."""
     token = _until.set(math.inf if moment is None else moment)
     try:
         check()
@@ -32,12 +32,12 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def within(seconds: float) -> float:
-    """The moment when a wait of this many seconds ends, or the deadline if that is earlier."""
+    """The time at which a wait of this many seconds ends, or the deadline if it is earlier."""
     return min(time.monotonic() + seconds, _until.get())
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late if the deadline has passed. With ``moment``, the planned end of a wait, raise Late if the
-    deadline cut the wait short."""
+    """Raise Late if the deadline has passed. ``moment`` is the planned end of a wait: raise Late if the
+    deadline was earlier."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

@@ -12,16 +12,16 @@ from typing import Any
 
 
 def cache_dir() -> Path:
-    """The folder for lowered texts, reports and tunings: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
+    """The folder for lowered code, reports and tunings: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
     return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
 
 
 class CacheError(OSError):
-    """The cache is not a writable folder."""
+    """The cache folder cannot be written."""
 
 
 def usable_cache() -> Path:
-    """``cache_dir``, created if missing. CacheError if it is not writable."""
+    """``cache_dir``, created if missing. Raises CacheError if it is not writable."""
     path = cache_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def read_json(path: Path) -> Any:
 
 
 def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """The cached JSON value of this kind and key, which ``make`` computes if it is missing or damaged. Raises
+    """The cached JSON value of this kind and key. If it is missing or damaged, ``make`` computes it. Raises
     CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = read_json(path)
@@ -75,7 +75,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        # Without O_EXCL, a link with the draft's name would be followed, if others may write to the
+        # Without O_EXCL the open would follow a link of the draft's name, if others may write to the
         # directory.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o666), "wb") as file:

@@ -10,8 +10,8 @@ _BAR = re.compile(r"(?<!\\)\|")  # a bar that would end the cell
 
 
 def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table with one line for the headings and one per row. Values are Markdown, escaped so that no value
-    ends its cell or line; None becomes a dash."""
+    """A table with one line for the headings and one per row. Values are Markdown, escaped so that they
+    cannot end a cell or line; None becomes a dash."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 

@@ -1,10 +1,10 @@
-"""Confine a process that runs code from a language model, by several independent protections (layers).
+"""Confine a process that runs code from a language model, by several independent layers of protection.
 
-``apply()`` permanently takes away the calling process's rights to start processes, to use files, sockets and
-executable memory, and to reach other processes. Call it after all imports, and after opening all files. The
-default layers are for tracing a kernel; ``primitives.raw.confine`` chooses the layers for compiling one. The
-layers need Linux: on other systems, and in containers that forbid a layer, the layer is reported as missing.
-This module imports only the standard library, because the child process in the jail imports it.
+``apply()`` permanently removes the process's rights to start processes, to use files, sockets and executable
+memory, and to reach other processes. Call it after all imports, and after all files are open. The default
+layers are for tracing a kernel; ``primitives.raw.confine`` chooses the layers for compiling one. The layers
+need Linux. Elsewhere, and in containers that forbid a layer, the layer is reported as missing. This module
+imports only the standard library, because the jail's child process imports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layers = tuple[tuple[str, Callable[[], None]], ...]
 
 
 def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Apply every layer, weakest first. ``parent`` is the id of the process whose end also ends this process.
+    """Apply every layer, weakest first. ``parent``: the id of the process whose end also ends this one.
     ``wanted`` replaces the default layers.
 
     Returns the names of the layers in force, and the names of the missing layers.
@@ -50,38 +50,38 @@ def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], t
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when the thread of the parent that started it ends, for any reason."""
+    """Make the kernel kill this process when the parent's thread that started it ends, for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
 
 
 def hide() -> None:
-    """Block core dumps, and debuggers of the same user."""
+    """Prevent core dumps, and debugging by the same user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def renounce_privileges() -> None:
-    """Forgo new privileges, as Landlock and seccomp require."""
+    """Give up gaining privileges, as Landlock and seccomp require."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-# The process may use 768 MB of address space, 3 s of CPU and 8 descriptors, and may not write to files or
+# The process may use 768 MB of address space, 3 s of CPU time and 8 descriptors. It may not write to files or
 # start processes.
 TRACING_LIMITS = {
     "AS": MEMORY_BYTES,
     "CPU": CPU_SECONDS,
     "FSIZE": 0,
     "NOFILE": DESCRIPTORS,
-    "NPROC": 0,  # root ignores this limit, but seccomp also forbids new processes
+    "NPROC": 0,  # does not limit root, but seccomp also forbids new processes
     "CORE": 0,
 }
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """Lower limits, which are named as in ``resource``'s RLIMIT constants. No limit is raised."""
+    """Lower limits, named like the RLIMIT constants of ``resource``. No limit is raised."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
-    if refused:  # macOS, for example, has no limit on addresses; the other limits hold
+    if refused:  # for example, macOS has no limit on address space; the other limits still apply
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
 
 
@@ -91,8 +91,8 @@ def _limit(name: str, limit: int) -> bool:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the hard limit the kernel sends SIGKILL, which gives no reason; at the soft limit it sends
-        # SIGXCPU, which does.
+        # At the soft limit the process gets SIGXCPU, which tells the reason; at the hard limit it gets
+        # SIGKILL, which does not.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):
@@ -104,8 +104,8 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same 
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
 # The rights that version n of Landlock's ABI knows. A kernel rejects rights that it does not know, so only
-# the rights of its own version are requested.
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits
+# its own version's are requested.
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits, by ABI version
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
 _READ_FILE, _READ = 1 << 2, 1 << 2 | 1 << 3
@@ -115,11 +115,11 @@ _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
     """Restrict the process with Landlock. It may read under the ``readable`` paths, and read and write under
-    the ``writable`` directories. Every other right that the kernel's Landlock handles is denied. A missing
-    path grants nothing."""
+    the ``writable`` directories. Landlock denies every other right that it knows. A missing path grants
+    nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
-    # A kernel accepts unknown fields if they are zero.
+    # a kernel accepts unknown fields if they are zero
     rules = struct.pack("QQQ", files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     ruleset = _syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     try:
@@ -143,8 +143,8 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-# The system calls that a running interpreter needs for memory, locks, its two pipes and its exit. They do not
-# include open, exec and clone.
+# System calls that a running interpreter needs for memory, locks, its two pipes and its exit; not open, exec
+# and clone.
 CALLS = {
     "x86_64": {
         "read": 0, "write": 1, "close": 3, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
@@ -167,9 +167,9 @@ _SECCOMP_MODE_FILTER = 2
 
 
 class Rule(NamedTuple):
-    """A condition on an argument of an allowed system call, and the error if the condition does not hold. The
-    argument's low half must have none of the bits ``none_of``, at least one of the bits ``any_of`` unless
-    that is 0, and one of the ``values`` unless that is None."""
+    """A condition on an argument of an allowed system call, and the error if it does not hold. The argument's
+    low half must contain no bit of ``none_of``, at least one bit of ``any_of`` (unless 0), and must be one of
+    ``values`` (unless None)."""
 
     argument: int = 0
     none_of: int = 0
@@ -188,11 +188,11 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """Filter system calls with seccomp. Every call outside ``calls`` (numbers by name for each machine, most
-    frequent first) fails with EPERM, and a call that breaks its rule fails with the rule's error.
+    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls`` has the numbers
+    by name, for each machine, most frequent first. A call that breaks its rule fails with the rule's error.
 
-    A forbidden call fails instead of killing the process, so that it becomes an exception which the kernel's
-    author can read.
+    A forbidden call fails but does not kill the process, so that the kernel's author gets an exception to
+    read.
     """
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH or sys.maxsize < 1 << 32:
@@ -205,7 +205,7 @@ def filter_system_calls(
 def _assemble(arch: int, calls: Mapping[str, int], rules: Mapping[str, Rule]) -> bytes:
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), refuse]
-    code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls have an extra bit, so they match no number below
+    code.append((_LOAD, 0, 0, _NUMBER))  # x32 calls on x86 have an extra bit, so they match no number below
     for name, number in calls.items():
         answer = _answer(rules[name]) if name in rules else [(_RETURN, 0, 0, _ALLOW)]
         code += [(_JUMP_EQUAL, 0, len(answer), number), *answer]
@@ -247,7 +247,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _called(function: str, *arguments: object) -> int:
-    """A libc function's result; OSError if it fails or is missing."""
+    """Call a libc function. Raises OSError if it fails or is missing."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"{function}: not on {sys.platform}")
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments))

@@ -1,13 +1,13 @@
 """Start child processes that cannot outlive their parent, with limits on time and memory.
 
 A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
-with it. Before its program begins, each child asks to be killed when its parent ends. This module needs no
-package beyond the standard library.
+with it. Before its program starts, each child asks to be killed when its parent ends. This module imports
+only the standard library.
 
-Two children for untrusted code begin by other means, and share the rest of this module. The jail
-(``verifier.sandbox.jail``) is a bare Python that confines itself; another Python before it, as in ``start``,
-would make a trace half as long again. The child that compiles an edited text (``primitives.raw.child``)
-is a fork, because the imports that it inherits take longer than its work.
+Two kinds of children for untrusted code are started differently, and share the rest of this module. The jail
+(``verifier.sandbox.jail``) is a bare Python that confines itself; starting another Python before it, as
+``start`` does, would make a trace half as long again. The child that compiles edited code
+(``primitives.raw.child``) is a fork, because the imports that it inherits take longer than its work.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from typing import IO, Any
 from coda_agent.primitives.system import become
 from coda_agent.primitives.target import TARGET
 
-# The private writable memory that a process may use. A normal compile takes 0.4 GB, even in a worker that has
+# Limit on a process's private writable memory. A normal compilation takes 0.4 GB, even in a worker that has
 # run for an hour. A limit on address space would also count memory that CUDA and the compiler only reserve
 # (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
-PATIENCE = 200  # milliseconds between checks whether a silent child has ended
+PATIENCE = 200  # milliseconds between checks whether a silent child has exited
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command that leads a process group and dies with this process. ``options`` are arguments of
-    Popen.
+    """Start a command that leads a process group and dies with this process. ``options``: arguments of Popen.
 
-    A command that cannot start ends with the status ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell;
-    its standard error says why.
+    A command that cannot start exits with ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell, and says
+    why on standard error.
     """
     bound = [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *command]
     return subprocess.Popen(bound, start_new_session=True, **options)
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start ``python -m module *arguments`` as ``start`` does, with at most MEMORY_BYTES of memory per
+    """Start ``python -m module *arguments`` like ``start``, with at most MEMORY_BYTES of memory per
     process."""
     process = start([sys.executable, "-m", module, *arguments], **options)
-    with suppress(ProcessLookupError):  # it has ended already
+    with suppress(ProcessLookupError):  # it has already exited
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
@@ -59,10 +58,11 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Like ``start_module``, but with the pipes that ``ask`` uses; call ``hang_up`` when done."""
+    """Like ``start_module``, but with the pipes that ``ask`` uses. Call ``hang_up`` when done."""
     pipe = subprocess.PIPE
     process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
-    os.set_blocking(_pipes(process)[0].fileno(), False)  # a write must not wait for a child that hangs
+    # so that a write does not wait for a child that hangs
+    os.set_blocking(_pipes(process)[0].fileno(), False)
     return process
 
 
@@ -70,8 +70,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """The environment for a child that compiles for Hopper. It has no keys, since the child may compile
-    untrusted text."""
+    """The environment for a child that compiles for Hopper. It contains no keys, because the child may
+    compile untrusted code."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | TARGET.environment | {"PYTHONPATH": path()}
 
@@ -85,14 +85,14 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a process: send it ``text`` and wait until it ends. ``begin`` starts it with the files that it is
-    given as Popen's arguments; the process must lead its process group.
+    """Run a process: send it ``text`` and wait until it exits. ``begin`` starts it, with the given files as
+    arguments of Popen; the process must lead a process group.
 
-    Returns its status (None if it took over ``seconds``), its output, and the end of its standard error. No
-    process of its group survives.
+    Returns its status (None if it took longer than ``seconds``), its output, and the end of its standard
+    error. No process of its group remains.
     """
-    # Files are used instead of pipes, because a grandchild could hold a dead child's pipes open. They are in
-    # memory, since a disk may be full.
+    # Files instead of pipes, because a grandchild could keep a dead child's pipes open. The files are in
+    # memory, because a disk may be full.
     with memory_file(text.encode()) as given, memory_file() as output, memory_file() as errors:
         process = begin(stdin=given, stdout=output, stderr=errors)
         try:
@@ -105,7 +105,7 @@ def attend(
 
 
 def memory_file(contents: bytes = b"") -> IO[bytes]:
-    """A file in memory, to be read from its start."""
+    """A file in memory, positioned at its start."""
     file = os.fdopen(os.memfd_create("coda"), "w+b")
     file.write(contents)
     file.seek(0)
@@ -119,9 +119,9 @@ def tail(file: IO[bytes]) -> str:
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Send a line to the child; return the line that it answers. The line is empty if the child dies first or
-    the ``deadline`` (of ``time.monotonic()``) passes, even if another process still holds the child's
-    pipes."""
+    """Send a line to the child; return the line that it answers. The line is empty if the child dies first,
+    or at the ``deadline`` (of ``time.monotonic()``). This holds even if another process keeps the child's
+    pipes open."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
@@ -148,9 +148,9 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
 def read_answer(
     descriptor: int, deadline: float, most: int, watch: Callable[[], None] = lambda: None
 ) -> tuple[bytes, bool]:
-    """Read an untrusted child's pipe to its end, or until it has given over ``most`` bytes, or until the
-    ``deadline``. Return the bytes, and whether the deadline came first. ``watch`` is called at least every
-    PATIENCE, and may raise."""
+    """Read an untrusted child's pipe to its end, but at most ``most`` bytes and until the ``deadline``.
+    Return the bytes, and whether the deadline came first. ``watch`` is called at least every PATIENCE, and
+    may raise."""
     output, poll = bytearray(), select.poll()  # select() refuses descriptors over 1023
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -178,8 +178,8 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether the child has ended. This function does not reap the child, so its process id, which is also
-    its group's id, stays reserved."""
+    """Whether the child has exited. The child is not reaped, so its process id, which is also its group's id,
+    stays reserved."""
     if process.returncode is not None:
         return True
     try:
@@ -189,7 +189,7 @@ def ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Wait for the child; return whether it ends within ``seconds``."""
+    """Wait for the child; return whether it exits within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ended(process):
         if time.monotonic() > deadline:
@@ -199,7 +199,7 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """Kill the rest of the child's group and reap the child; return its status, negative for a signal."""
+    """Kill the rest of the child's group and reap the child; return its status (negative for a signal)."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

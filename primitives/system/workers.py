@@ -1,7 +1,7 @@
-"""Compile in parallel worker processes, which are started on demand, reused, and replaced when they die.
+"""Compile in parallel worker processes. They are started on demand, reused, and replaced when they die.
 
 Python's multiprocessing is not used: its spawn would import the user's script again, and a crashed compiler
-would break the whole pool. A worker runs this module with ``python -m``. It reads one task per line and
+would break its whole pool. A worker runs this module with ``python -m``. It reads one task per line and
 writes one answer per line, within the time and memory limits of ``primitives.system.subprocesses``.
 """
 
@@ -24,7 +24,7 @@ from coda_agent.primitives.system import subprocesses
 
 Task = Callable[[Any], bool]
 Job = tuple[Task, Any]  # a task with its argument
-SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6 s
+SECONDS = 300.0  # per task; a configuration compiles in 2 s, and a worker's imports take 6 s
 
 
 def count() -> int:
@@ -33,7 +33,7 @@ def count() -> int:
 
 
 def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) -> list[bool]:
-    """Run one task on several arguments, as ``run_jobs`` does."""
+    """Run one task on several arguments, like ``run_jobs``."""
     return run_jobs(((task, argument) for argument in arguments), seconds)
 
 
@@ -47,7 +47,7 @@ def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    # workers have their own process groups, so Ctrl-C does not reach them, but the threads wait for them
+    # Ctrl-C does not reach workers, which have their own process groups, but the threads wait for them
     except BaseException:
         for worker in _workers:
             worker.interrupt()
@@ -73,7 +73,7 @@ def _own() -> _Worker:
 
 
 class _Worker:
-    """A process that waits for tasks. It ends when its input is closed, or when this process dies."""
+    """A process that waits for tasks. It exits when its input is closed or this process dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -102,18 +102,17 @@ class _Worker:
 
     @staticmethod
     def start(cubins: str) -> subprocess.Popen[bytes]:
-        """Start the process. ``cubins``: the folder where the compiler writes cubins for a task to
-        inspect."""
+        """Start the process. ``cubins``: the folder for the compiler's cubins, which a task inspects."""
         return subprocesses.converse(
             "coda_agent.primitives.system.workers",
-            stderr=subprocess.DEVNULL,  # drops the compiler's messages on refused configurations
+            stderr=subprocess.DEVNULL,  # drops the compiler's messages about refused configurations
             env=subprocesses.environment() | {"CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
 
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
+    os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     for line in sys.stdin.buffer:
         task, argument = pickle.loads(base64.b64decode(line))
         answers.write(b"True\n" if task(argument) else b"False\n")

@@ -1,7 +1,7 @@
 """Family 1, elementwise: arithmetic, comparisons, activations, rotation.
 
-Every operation works on tiles, vectors and scalars, in fp32 registers. Each has its three meanings side by
-side: the typing rule, PyTorch, and CuTeDSL.
+Every operation works on tiles, vectors and scalars, in fp32 registers. Each defines three things next to each
+other: the typing rule, the PyTorch function and the CuTeDSL code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from coda_agent.primitives.lang.trace import Tensor, apply
 
 
 def broadcast(name: str, types: tuple[Type, ...]) -> Type:
-    """The common type of elementwise arguments. ProgramError names the arguments that do not fit, and why."""
+    """The common type of elementwise arguments. Raises ProgramError, which names the arguments that do not
+    fit, and why."""
     result = Type("scalar")
     for given in types:
         result = _meet(name, result, given)
@@ -51,7 +52,7 @@ def _meet(name: str, a: Type, b: Type) -> Type:
 
 
 def covers(wide: Type, narrow: Type) -> bool:
-    """Whether ``narrow`` has one value for each element of ``wide``, which is a tile or a head statistic."""
+    """Whether ``narrow`` has one value for each element of ``wide`` (a tile or a head statistic)."""
     if wide.kind not in ("tile", "head") or narrow.kind == "scalar":
         return wide.kind == "tile"
     rows, columns = wide.shape
@@ -112,7 +113,7 @@ def elementwise(
     derivative: Derivative | None = None,
     caveat: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Turn a documented signature into an elementwise primitive with these meanings."""
+    """Turn a documented signature into an elementwise primitive with these definitions."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
         name, arity = function.__name__, function.__code__.co_argcount
@@ -495,7 +496,7 @@ def _silu_derivative(g: Any, a: Any) -> tuple[Any]:
 
 
 def _gelu_derivative(g: Any, a: Any) -> tuple[Any]:
-    """With gelu(a) = a * h and tanh's argument u: h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
+    """Notation: gelu(a) = a * h; u is tanh's argument; h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
     double, cubic, square = 2 * 0.7978845608028654, 2 * 0.7978845608028654 * 0.044715, a * a
     h: Any = sigmoid(a * (double + cubic * square))
     act = a * h

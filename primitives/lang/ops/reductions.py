@@ -1,8 +1,8 @@
-"""Family 4, reductions along rows and columns: each CTA tile writes partials, and a kernel between steps
-combines them in a fixed order.
+"""Family 4, reductions along rows and columns: each CTA tile writes partial results, and a kernel between
+steps combines them in a fixed order.
 
-To the author a reduction is a finished vector. Lanes outside a ragged tile count as the reduction's identity,
-whatever the expression gives for zeros.
+For the author, a reduction returns a finished vector. Lanes beyond a ragged edge count as the reduction's
+identity, even if the expression has another value there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def reduces(
     sides: Callable[..., Sides] | None = None,
     derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
-    """Make a documented function a reduction of its first argument. ``rule`` is its typing rule if it takes
-    more than a tile; ``sides`` are its choices, if it chooses. Without a derivative it is an extremum."""
+    """Turn a documented function into a reduction of its first argument. ``rule``: its typing rule, if it
+    takes more than a tile. ``sides``: its two sides, if it chooses. A reduction without a derivative is an
+    extremum."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
@@ -45,7 +46,7 @@ def reduces(
 
 
 def _of_a_tile(name: str, how: Reduction) -> Rule:
-    """Typing: one tile in, a vector out."""
+    """The typing rule of a reduction: one tile in, a vector out."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -59,10 +60,10 @@ def _of_a_tile(name: str, how: Reduction) -> Rule:
 
 
 class Fold(NamedTuple):
-    """Combine values into one, along either axis. ``lanes`` maps the running value's text and new values'
-    texts to the text of the next running value. ``identity`` changes nothing. ``across`` combines the running
-    values of threads and CTA tiles: "add" from 0, or "max" from -inf. ``finished`` is a template over the
-    combined value."""
+    """Combine values into one, along either axis. ``lanes`` maps the code of the running value and of new
+    values to the code of the next running value. ``identity``: the value that changes nothing. ``across``
+    combines the running values of threads and CTA tiles: "add" from 0, or "max" from -inf. ``finished``: a
+    code template over the combined value."""
 
     lanes: Callable[[str, Sequence[str]], str]
     identity: float
@@ -70,8 +71,8 @@ class Fold(NamedTuple):
     finished: str = "{0}"
 
     def along(self, axis: Literal["row", "column"]) -> Reduction:
-        """The reduction along ``axis``: one partial per CTA tile, and a kernel after the step that combines
-        them."""
+        """The reduction along ``axis``: one partial result per CTA tile, and a kernel after the step that
+        combines them."""
         if axis == "row":
             resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
         else:
@@ -89,7 +90,7 @@ class Fold(NamedTuple):
 
 
 def largest(value: str) -> Callable[[str, Sequence[str]], str]:
-    """A running maximum of ``value``, a template over each new value."""
+    """The code of a running maximum of ``value``, a template over each new value."""
 
     def lanes(running: str, values: Sequence[str]) -> str:
         for each in values:
@@ -100,7 +101,7 @@ def largest(value: str) -> Callable[[str, Sequence[str]], str]:
 
 
 def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
-    """The sides of an extremum: it lies in the first half along an axis, or in the second."""
+    """The sides of an extremum: it lies in the first half along an axis, or in the second half."""
 
     def sides(torch: Any, t: Any) -> Sides:
         first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)

@@ -22,7 +22,7 @@ def _selected(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _heads(name: str) -> Rule:
-    """One tile in, a value a head out."""
+    """The typing rule of a head statistic: one tile in, one value per head out."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -69,7 +69,7 @@ def _head_halves(torch: Any, t: Any, width: int) -> Sides:
 
 _LOGSUMEXP = Reduction(
     "row",
-    resource='OnlineLSEReduce("{name}")',  # masks in place
+    resource='OnlineLSEReduce("{name}")',  # it masks the fragment in place
     finish="finish_logsumexp({partial}, at, lane)",
     said="logsumexp({kept})",
     spoils=True,

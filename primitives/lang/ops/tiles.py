@@ -45,7 +45,8 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _grouped(a: Type, b: Type, offsets: Type) -> Type:
-    """The type of a product with offsets: of rows with their expert's matrix, or of each expert's rows."""
+    """The type of a GEMM with offsets: rows times their expert's matrix, or one GEMM per expert over its
+    rows."""
     if offsets.kind != "vector":
         raise ProgramError("arguments", f"gemm's offsets are a vector [E + 1], not {offsets}")
     experts = offsets.shape[0] + Dim.parse(-1)
@@ -63,13 +64,13 @@ def _grouped(a: Type, b: Type, offsets: Type) -> Type:
 
 
 def check_offsets(offsets: Sequence[int], rows: int) -> None:
-    """Raise ValueError unless offsets rise from 0 to the number of rows."""
+    """Raise ValueError unless the offsets rise from 0 to the number of rows."""
     if (offsets[0], offsets[-1]) != (0, rows) or sorted(offsets) != list(offsets):
         raise ValueError(f"offsets {list(offsets)[:8]} must rise from 0 to {rows}, the number of rows")
 
 
 def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None) -> Any:
-    """A product in PyTorch: plain, or by a loop over experts. Raises ValueError if offsets do not rise from 0
+    """A GEMM in PyTorch: a plain one, or a loop over experts. Raises ValueError if offsets do not rise from 0
     to the number of rows."""
     if offsets is None:
         return a @ b
@@ -133,10 +134,10 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
 def _gemm_derivative(
     g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of both operands: two products, each for a tile or for the tile behind a transpose. Of
-    offsets there is none."""
+    """The gradients of both operands: two GEMMs. Each gives the gradient of a tile, or of the tile that the
+    operand transposes. Offsets have no gradient."""
     left, right = a.untransposed, b.untransposed
-    if offsets is not None and left is not None:  # [E, N, K], a product of each expert's rows
+    if offsets is not None and left is not None:  # [E, N, K]: one GEMM per expert, over its rows
         return gemm(b, g.mT, offsets), gemm(left, g, offsets), None
     given = () if offsets is None else (offsets,)
     return (
@@ -232,7 +233,7 @@ register(
 
 
 def _ranged(name: str, types: tuple[Type, ...], attribute: Attribute) -> Dim:
-    """The width of a range of a tile's columns."""
+    """The width of a range of a tile's columns, after checking it."""
     if [t.kind for t in types] != ["tile"]:
         raise ProgramError("arguments", f"{name} takes one tile, not {', '.join(map(str, types))}")
     columns = types[0].shape[1]

@@ -117,8 +117,8 @@ def per_column(v: Tensor) -> Tensor:
 
 
 def _per_head_derivative(g: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor]:
-    """The gradient. For a vector that repeats for each head it has parts [H*W], still to be added over heads.
-    """
+    """The gradient of per_head. For a vector repeated for each head, the result has parts [H*W] that must
+    still be added over heads."""
     if y._type.kind == "spread":
         return (apply("head_sums", g, attribute=str(y._type.period)),)
     if len(y._type.shape) == 2:
