@@ -1,7 +1,7 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
-It uses everything else, above all PyTorch, from the current environment. Its paths are absolute, so on
-another machine ``install`` must set them again, which needs no package index.
+Everything else, above all PyTorch, comes from the current environment. The environment's paths are absolute,
+so ``install`` must set them again on another machine; that needs no package index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
 SAID = 1000  # characters of the end of pip's output that an error quotes
-# If the current environment has pip, the other needs no ensurepip, which Debian's Python lacks.
+# With pip from the current environment, the new one needs no ensurepip, which Debian's Python lacks.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
@@ -36,15 +36,14 @@ def folder() -> Path:
 
 
 def python() -> str | None:
-    """The environment's interpreter, or None if not installed. ``versions`` tells whether the interpreter
-    runs."""
+    """The environment's interpreter, or None if it is not installed. ``versions`` tells whether it works."""
     ready = folder() / "ready"
     return _interpreter() if ready.exists() else None
 
 
 def install() -> str:
     """Create the environment with pip's configured index, and return its interpreter. An existing environment
-    gets the current interpreter and packages, and pip adds missing packages. Raises InvalidInput."""
+    is updated to the current interpreter and packages, and pip adds missing packages. Raises InvalidInput."""
     place, made = folder(), _interpreter()
     there = (place / "ready").exists()
     try:
@@ -52,10 +51,10 @@ def install() -> str:
             other.unlink()
         venv.create(place, clear=not there, with_pip=not there and not _OWN_PIP)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-        # the name sorts last, so that the environment's own packages come first
+        # a name that sorts last, so that the environment's own packages come first
         (Path(_output(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
-        # Without --quiet, pip names conflicting packages on its standard output.
+        # with --quiet, pip would not name conflicting packages
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
         _output(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -70,7 +69,7 @@ def install() -> str:
 
 @cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
-    """The versions of packages in that interpreter's environment, or why it is unusable, with the remedy."""
+    """The versions of packages in that interpreter's environment, or why it is unusable and what to do."""
     remedy = "coda-agent compare --install mends it"
     try:
         found: dict[str, str] = json.loads(_output(interpreter, "-c", _VERSIONS, *packages))

@@ -1,7 +1,7 @@
-"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` are built from it.
+"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` use it.
 
-Every arm is prepared before the timing, and its outputs are compared with the truth once. If a library fails,
-its arm has the failure as its result, and the other arms still run.
+Every arm is prepared before the timing, and its outputs are compared once with the truth. If a library fails,
+the failure is its arm's result, and the other arms still run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ SAID = 300  # characters of an arm's error
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-# The limit for all rounds. At the power limit rounds vary by about 4 %, and twelve arms make long rounds.
+# Limit for all rounds together. At the power limit rounds vary by about 4 %, and twelve arms make long
+# rounds.
 ROUNDS_SECONDS = 6.0
-WARM = 4.0  # seconds: a cool GPU is faster than one under load
+WARM = 4.0  # seconds; a cool GPU is faster than one under load
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of PyTorch's exception
-# The largest error of an output over the truth's RMS. Rounding to bf16 costs 0.0017. Rounding as often as
-# eager PyTorch does costs at most 0.0043 over all specs, and 0.010 in a layer's gradients. A wrong
-# computation (a norm or rotation left out, operands exchanged) is off by about 1. The table of errors shows
-# smaller mistakes.
+# The largest allowed error of an output, relative to the truth's RMS. Rounding to bf16 costs 0.0017. Rounding
+# as often as eager PyTorch costs at most 0.0043 over all specs, and 0.010 in a layer's gradients. A wrong
+# computation (without a norm or rotation, or with exchanged operands) is off by about 1. Smaller mistakes are
+# visible in the table of errors.
 WORST = 0.1
 
 Made = TypeVar("Made")
@@ -44,11 +45,11 @@ class SessionArms(Protocol):
     """The arms of a session."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
-        """One function per arm, which lists the jobs that compile the arm's objects."""
+        """One function per arm, which lists the jobs that compile its objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """One function per arm without known schedules at these sizes, which tunes the arm and stores the
-        result on disk."""
+        """One function per arm that lacks schedules for these sizes. It tunes the arm and stores the result
+        on disk."""
 
 
 class WrongOutput(Exception):
@@ -57,8 +58,8 @@ class WrongOutput(Exception):
 
 class PreparedArm(NamedTuple):
     """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
-    truth, relative and in yardsticks. It is NaN or infinite if values are so and should not be. ``arranged``:
-    how many bytes the arm prepared in place of an input, which do not count for a call."""
+    truth, relative to the truth and to the yardstick. It is NaN or infinite if the values are, and should not
+    be. ``arranged``: the bytes of prepared copies of inputs, which do not count for a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -66,7 +67,7 @@ class PreparedArm(NamedTuple):
 
 
 class Stage(ABC):
-    """The inputs on which a worker prepares arms: ``turns`` sets, with the true outputs of the first set."""
+    """The inputs on which a worker prepares arms: ``turns`` sets, and the true outputs of the first set."""
 
     turns = 1
 
@@ -80,7 +81,7 @@ class Stage(ABC):
 
     @abstractmethod
     def forget_truth(self) -> None:
-        """Free the truth, which is large and needed only by ``enter``."""
+        """Free the truth, which is large and which only ``enter`` needs."""
 
 
 def run_interleaved(
@@ -88,11 +89,11 @@ def run_interleaved(
 ) -> dict[str, Any]:
     """Run an interleaved benchmark, and return its results.
 
-    ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed`` says
-    why the other arms have no figures. ``conditions`` has clocks and power. Raises Failed if the reference
-    arm, which comes first, fails.
+    ``arms``: each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed``: why
+    other arms have no figures. ``conditions``: clock rates and power. Raises Failed if the reference arm
+    fails; it comes first.
     """
-    report(GATE, PREPARING)  # report the stage before it starts, since it may kill the process
+    report(GATE, PREPARING)  # reported before the stage starts, because the stage may kill the process
     import torch
 
     with _heartbeat(PREPARING):
@@ -107,9 +108,9 @@ def run_interleaved(
             with _heartbeat(name):
                 torch.cuda.empty_cache()  # not every library allocates through PyTorch
                 arms.append(_prepared(stage, name, prepared))
-        except Exception as error:  # a library may raise anything; the arm's cell reports it
+        except Exception as error:  # a library may raise anything, and the arm's cell reports it
             if cuda_error(str(error)):
-                raise  # the device is lost, and so is this process
+                raise  # the device is lost, and this process with it
             if name == reference_arm:
                 raise Failed("no_anchor", f"{reference_arm} did not run: {_words(error)}") from None
             failed[name] = _words(error)
@@ -125,8 +126,8 @@ def run_interleaved(
 
 
 def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> timing.Arm:
-    """Prepare the arm, and run it once on every set of inputs. ``prepared`` receives its facts except
-    times."""
+    """Prepare the arm, and run it once on every set of inputs. ``prepared`` receives everything about it
+    except times."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -134,7 +135,7 @@ def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> t
     _expect_right(entrant.losses)
     peak = _peak(entrant.call, before)
     calls = [entrant.call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
-    for each in calls:  # every failure must occur here, before the timing
+    for each in calls:  # so that every failure occurs before the timing
         each()
     torch.cuda.synchronize()
     prepared[name] = {
@@ -146,7 +147,7 @@ def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> t
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise WrongOutput if the arm computes something else, since its times would be meaningless."""
+    """Raise WrongOutput if the arm's outputs are wrong, because its times would mean nothing."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
@@ -160,8 +161,8 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 def _time_fitting(
     arms: list[timing.Arm], prepared: dict[str, Any], failed: dict[str, str], reference_arm: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Time the arms that fit in memory together. If they do not fit, the arm that uses the most memory fails
-    and is removed from ``arms``, which frees its buffers. Raises PyTorch's error if only the reference arm is
+    """Time the arms that fit in memory together. If they do not fit, the arm that uses the most memory fails.
+    It is removed from ``arms``, which frees its buffers. Raises PyTorch's error if only the reference arm is
     left."""
     while True:
         try:
@@ -179,8 +180,8 @@ def _time_fitting(
 
 @contextmanager
 def _heartbeat(words: str) -> Iterator[None]:
-    """Report this message every BEAT seconds for at most LONGEST seconds, since a compiler may be silent for
-    longer than the parent waits. A kernel that hangs during preparation is detected only after the last
+    """Report this message every BEAT seconds, for at most LONGEST seconds. A compiler may be silent for
+    longer than the parent waits. So a kernel that hangs during preparation is detected only after the last
     report."""
     done = threading.Event()
 
@@ -200,8 +201,8 @@ def _heartbeat(words: str) -> Iterator[None]:
 
 
 def _release() -> None:
-    """Return unused memory to the driver, from which other libraries allocate. Raises the device's pending
-    error, if any, since not every library reports it."""
+    """Return unused memory to the driver, because other libraries allocate from there. Raises the device's
+    pending error, if any, because not every library does."""
     import torch
 
     torch.cuda.synchronize()
@@ -210,11 +211,11 @@ def _release() -> None:
 
 
 def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
-    """Compile in parallel the objects that these sessions will load. A failure is only reported, since its
-    arm will fail again in its session."""
+    """Compile in parallel the objects that these sessions will load. A failure is only reported: its arm will
+    fail again in its session."""
     words = f"compiling what {len(sessions)} row(s) run"
     report(GATE, words)
-    jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
+    jobs: dict[bytes, workers.Job] = {}  # rows of one operator may need the same object
     with _heartbeat(words):
         for arm in (arm for each in sessions for arm in each.compiles()):
             jobs |= {pickle.dumps(job): job for job in _attempt(arm) or ()}
@@ -223,8 +224,8 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune every arm without known schedules, and store the results on disk. This process does so because its
-    compilers are warm. A failure is only reported, since its arm will fail again in its session."""
+    """Tune every arm without known schedules, and store the results on disk. This happens here because this
+    process's compilers are warm. A failure is only reported: its arm will fail again in its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)
     with _heartbeat(words):
@@ -255,9 +256,9 @@ def gpu(_: object) -> dict[str, Any]:
 
 
 def machine(_: object) -> dict[str, Any]:
-    """The GPU's name, and the ``ceilings`` that it reaches when warm. These are the speeds of the fastest of
-    several cuBLAS products (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of several copies.
-    A copy's speed (B/s) counts bytes read and bytes written."""
+    """The GPU's name, and the peak rates (``ceilings``) that it reaches when warm. They are the speeds of the
+    fastest of several cuBLAS matmuls (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of
+    several copies. A copy's speed (B/s) counts both the bytes read and the bytes written."""
     import torch
 
     n, size = 8192, 1 << 30
@@ -280,7 +281,7 @@ def machine(_: object) -> dict[str, Any]:
 
 
 def _peak(call: Callable[[], object], before: int) -> int:
-    """The peak of allocated bytes during a call, beyond the ``before`` bytes allocated before the
+    """The peak of allocated bytes during a call, minus the ``before`` bytes allocated before the
     preparation."""
     import torch
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
-    """An operator's accepted kernels by arm, with the schedules tuned at these sizes if there are any. A text
-    edited by an author is tuned only over the schedules of its report, since it was not checked on others."""
+    """An operator's accepted kernels by arm, with the schedules tuned at these sizes if there are any. Edited
+    code is tuned only over the schedules of its report, because it was not checked on others."""
     found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
 def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
-    """An operator's accepted kernel with its tuning. None if the operator has none, or if the installed
-    versions lower its program to a text other than the measured text. Raises KernelError."""
+    """An operator's accepted kernel with its tuning. None if there is none, or if the installed versions
+    lower its program to other code than was measured. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
@@ -35,8 +35,8 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
-    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy. None if it does not
-    reject the kernel, or if there is no kernel. Raises KernelError."""
+    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy; None if it accepts it or
+    there is none. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
@@ -51,13 +51,13 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 
 def written(spec: Spec) -> Program:
-    """The program that a model wrote for an operator, accepted or not."""
+    """The program that a model wrote for an operator, even if it was not accepted."""
     with accept.consistent_files(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:
-    """An H100 with the measured ceilings."""
+    """An H100 with the measured peak rates."""
     measured = {
         name: getattr(H100, name)._replace(value=value, source="measured") for name, value in ceilings.items()
     }
@@ -65,7 +65,7 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
 
 
 def _as_measured(accepted: accept.AcceptedKernel) -> bool:
-    """Whether the installed versions lower the kernel to the text that was measured."""
+    """Whether the installed versions lower the kernel to the code that was measured."""
     return accepted.kernel.lowered.hash == accepted.report.identity.lowered_hash
 
 

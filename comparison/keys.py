@@ -1,4 +1,4 @@
-"""Keys of arms: an arm's figures count while its key stays the same."""
+"""Keys of arms: an arm's figures are valid as long as its key is the same."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
 
 
 class Keyed(NamedTuple):
-    """An arm's key, and the versions of its packages."""
+    """An arm's key, with the versions of its packages."""
 
     key: str
     versions: dict[str, str]
 
 
 def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
-    """The arm's key, or why the arm cannot be tried. ``upstream``: the interpreter of CODA's own package, if
+    """The arm's key, or why the arm cannot be tried. ``upstream``: the interpreter for CODA's own package, if
     installed. ``build``: the GPU and PyTorch's build."""
     if why := row.absent(arm):
         return why
@@ -40,7 +40,7 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
 
 
 def text(kernel: Kernel) -> str:
-    """A kernel's key: its lowered text, its schedules and, if some are still to be tuned, the search's
+    """A kernel's key: its lowered code, its schedules and, if some must still be tuned, the search's
     version."""
     chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.source.fixed}.items())
     if not kernel.source.schedules:

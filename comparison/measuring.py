@@ -1,9 +1,9 @@
 """Measure the missing parts of a comparison, one session at a time, and store each session at once.
 
 Rows are measured one after another, so that an interrupted run leaves complete rows. Every session has its
-own worker, which therefore has the GPU to itself. A session that loses its worker is repeated without the arm
-that was running. If the inputs or the reference arm do not fit in memory, the row is given up and the run
-continues. An empty cell says why it has no figure.
+own worker, which has the GPU to itself. If a session's worker is lost, the session is repeated without the
+arm that was running. If the inputs or the reference arm do not fit in memory, the row is skipped. Its empty
+cells say why they have no figure.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
 
-BEHIND = 1.03  # an arm this many times slower than its column's fastest is not timed again
-SESSION_SECONDS = 10.0  # the approximate length of a session with full caches
-CACHED = 0.5  # the smallest share of the arms' preparation that the next process finds in caches
+BEHIND = 1.03  # an arm that is slower than its column's fastest by this factor is not timed again
+SESSION_SECONDS = 10.0  # approximate duration of a session with full caches
+CACHED = 0.5  # at least this fraction of the preparation is cached for the next process
 OURS = (PROGRAM, EDITED, FUSED)
 
 Keep = Callable[[Results], object]
@@ -44,15 +44,15 @@ Ahead = tuple[str, Task, Any]  # row, task to run before its sessions, and the t
 
 
 class OutOfTime(CodaError):
-    """The time is over, or too short for the next session. The message says what to do."""
+    """The time is used up, or too short for the next session. The message says what to do."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A request to measure ``rows`` and ``arms`` in several ``processes``, each with at most ``rounds``
-    rounds. ``seconds``: the time limit. ``again``: whether failed arms are repeated."""
+    """A request to measure ``rows`` and ``arms`` in several ``processes``, with at most ``rounds`` rounds
+    each. ``seconds``: the time limit. ``again``: repeat failed arms."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
@@ -63,7 +63,7 @@ class ComparisonRequest:
 
 
 class ProcessRow(NamedTuple):
-    """A row in one of the processes. ``apart``: whether it uses the environment of CODA's own package."""
+    """A row in one process. ``apart``: the process uses the environment of CODA's own package."""
 
     row: Row
     process: int
@@ -74,7 +74,7 @@ def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Pr
     """Measure every missing session; ``keep`` receives the results after each.
 
     ``progress`` receives rows and arms. Raises OutOfTime, InvalidInput if the results come from another GPU,
-    and Failed if no worker has a GPU. At the end, raises WorkerError if a session met a bug of this program.
+    and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug of this program.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -103,17 +103,18 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    measured: set[tuple[str, str, bool]] = field(default_factory=set)  # rows of this run, and whether apart
+    # rows of this run, by whether they use the other environment
+    measured: set[tuple[str, str, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sessions) if self.asked.again else 0  # failures before it do not count
+        self.heeded = len(self.results.sessions) if self.asked.again else 0  # earlier failures do not count
 
     def run(self) -> None:
         self.machine = self._known_machine()
         before = self.results
-        for row in self.asked.rows:  # before the first session, so that tables show changes
+        for row in self.asked.rows:  # before the first session, so that tables show the changes
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
@@ -137,12 +138,12 @@ class _Measuring:
         return [ProcessRow(*turn) for turn in turns]
 
     def _python(self, turn: ProcessRow) -> str | None:
-        """The interpreter of the environment in which this turn runs; None for the current environment."""
+        """The interpreter of the environment for this row; None for the current environment."""
         return self.upstream if turn.apart else None
 
     def _known_machine(self) -> MeasuredMachine:
-        """The machine from the results, or measured now. Raises InvalidInput if the results come from another
-        GPU."""
+        """The machine as recorded in the results, or measured now. Raises InvalidInput if the results come
+        from another GPU."""
         new = self.results.machine is None
         self.workers.coming = [None]  # a session may follow
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
@@ -163,8 +164,8 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
-        """Compile and tune before the sessions, for as many rows as the time limit may allow, in at most half
-        of the remaining time. A failure is ignored, since its arm will fail again in its session."""
+        """Compile and tune before the sessions, for as many rows as the time may allow, in at most half of
+        the remaining time. Failures are ignored: their arms will fail again in their sessions."""
         requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
@@ -185,7 +186,7 @@ class _Measuring:
             self.bug = error
 
     def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
-        """Give the tasks to one worker until it is lost; return the remaining tasks."""
+        """Run the tasks in one worker until it is lost; return the remaining tasks."""
         self.workers.coming, left = [None], iter(tasks)
         with closing(self.workers.take(None)) as worker:
             for place, task, argument in left:
@@ -201,10 +202,9 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if less time is left than the longest known session took. If possible, that is the
-        row's longest in this environment; otherwise the longest with the same reference arm (operators or
-        layers) in this environment; otherwise the longest of all. A row that takes longer than the whole
-        budget starts only as the first row."""
+        """Raise OutOfTime if the time left is shorter than the longest known session: of the row in this
+        environment if known, otherwise with the same reference arm (operators or layers) in this environment,
+        otherwise of all. A row that takes longer than the whole budget starts only if it is the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -223,11 +223,11 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """Kill a worker that takes longer than this in the with block, and raise Late."""
+        """In the ``with`` block, kill a worker that takes longer than this, and raise Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: ProcessRow) -> list[str]:
-        """The arms that have no answer yet. A model's kernels come first, so that they get memory. The
+        """The arms that have no result yet. The model's kernels come first, so that they get memory. The
         reference arm is listed only if it was requested and no other arm can be tried."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.reference_arm]
@@ -237,9 +237,9 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in OURS)
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether an arm with its current key has figures from this process, or a failure from any process,
-        which would only repeat itself. Figures from before a temporary change do not count, as no table shows
-        them."""
+        """Whether an arm with its current key has figures from this process, or a failure from any process
+        (which would repeat itself). Figures older than a temporary change do not count, because no table
+        shows them."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
@@ -277,8 +277,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the reference arm. The results receive the reasons
-        why the other arms cannot be tried."""
+        """The key of each arm that can be tried, including the reference arm. For other arms, the results
+        receive the reasons."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
@@ -291,9 +291,9 @@ class _Measuring:
         return keys
 
     def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the reference arm has figures, store only the reasons of the
-        others. If the worker was lost while several arms took turns, run two sessions with half the arms
-        each, since any of the arms may be the cause."""
+        """Run and store one session. If only the reference arm has figures, store only the others' reasons.
+        If the worker was lost during the timing, any arm may be the cause; then run two sessions with half of
+        the arms each."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._answer(turn, arms)
         self.measured.add(_place(turn))
@@ -322,9 +322,9 @@ class _Measuring:
             self._run_session(turn, half)
 
     def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
-        """The worker's answer. If an arm loses the worker, ask again without that arm while others are left.
-        Raises OutOfTime if more time might help, WorkerError if the worker could not begin, and Failed if the
-        GPU is lost. None of these errors says anything about an arm."""
+        """The worker's answer. If an arm kills the worker, ask again without that arm, as long as others are
+        left. Raises OutOfTime if more time might help, WorkerError if the worker could not start, and Failed
+        if the GPU is lost. None of these is the fault of an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.reference_arm]
@@ -356,7 +356,7 @@ class _Measuring:
         return {"arms": {}, "failed": failed, "conditions": {}}
 
     def _expect_clean_gpu(self) -> None:
-        """After a worker was lost, check that the GPU still computes; raise Failed if it does not."""
+        """After a worker is lost, check that the GPU still works; raise Failed if it does not."""
         with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
@@ -372,8 +372,8 @@ class _Measuring:
     def _blamed(
         self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
     ) -> dict[str, str]:
-        """Reasons for the failed arms after a worker was lost: the arm that was running, or all arms if no
-        single arm was running."""
+        """Reasons for arms that failed because a worker was lost: for the arm that was running, or for all
+        arms if it was not one alone."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -382,7 +382,8 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.reference_arm]  # if apart, it has this environment's figures
+        # if apart, the reference arm has figures from this environment
+        own = [] if turn.apart else [turn.row.reference_arm]
         if last in left:
             return {last: why}
         if last in ("", PREPARING, turn.row.reference_arm):
@@ -393,7 +394,7 @@ class _Measuring:
 
 @dataclass
 class _Heard:
-    """A progress listener that remembers which arm is running."""
+    """A progress listener that remembers the running arm."""
 
     progress: Progress
     place: str
@@ -410,7 +411,7 @@ def _place(turn: ProcessRow) -> tuple[str, str, bool]:
 
 
 def _seconds(session: Session, *, warm: bool) -> float:
-    """An estimate of a session's seconds. ``warm``: this run has measured the row before, so part of the
-    preparation is cached."""
+    """An estimate of a session's duration in seconds. ``warm``: this run has already measured the row, so
+    part of the preparation is cached."""
     prepared = sum(arm.seconds for arm in session.arms.values())
     return session.seconds - (CACHED * prepared if warm else 0.0)

@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def operators(self) -> list[str]:
-        """The chosen operators, by the names that results use."""
+        """The chosen operators, by their names in results."""
         from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # loads pydantic
 
         both = [LAYER_FORWARD, LAYER_BOTH]

@@ -1,7 +1,7 @@
-"""The results of a comparison, stored in ``results.json``: sessions, each of one row in one process.
+"""The results of a comparison, stored in ``results.json`` as sessions. A session is one row in one process.
 
-Arms of one session take turns, so they are compared round by round. Arms of different sessions are compared
-through the reference arm, which both sessions have. Times are milliseconds, memory is bytes.
+Arms of one session are timed interleaved, so they are compared round by round. Arms of different sessions are
+compared through the reference arm, which is in every session. Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA = 1
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators that are whole layers
 
 
-# Bounds for numbers in a file, so that their ratios, sums and scales stay finite.
+# Bounds for numbers in a file, which keep their ratios, sums and scales finite.
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
@@ -33,7 +33,7 @@ class _ResultsModel(BaseModel):
 
 class Loss(_ResultsModel):
     """One output's distance from the truth: its RMS error over the truth's RMS, and over the yardstick. The
-    yardstick is the least error that any kernel must have; for a layer, it is the error of eager PyTorch."""
+    yardstick is the error that every kernel must make; for a layer, it is the error of eager PyTorch."""
 
     relative: Error
     yardsticks: Error
@@ -42,9 +42,9 @@ class Loss(_ResultsModel):
 class ArmResult(_ResultsModel):
     """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
 
-    ``milliseconds``: one time per round. ``losses``: by output, empty if the arm has none of the spec's
+    ``milliseconds``: one time per round. ``losses``: by output; empty if the arm computes none of the spec's
     outputs. ``bytes``: a call's peak memory beyond its inputs. ``note``: remarks, such as preparation that is
-    not timed. ``seconds``: the time of preparation (compiling, tuning, comparing with the truth).
+    not timed. ``seconds``: the duration of the preparation (compiling, tuning, comparing with the truth).
     """
 
     key: str
@@ -63,10 +63,10 @@ class ArmFailure(_ResultsModel):
 
 
 class Session(_ResultsModel):
-    """One row in one process: the arms that took turns, and the arms that failed.
+    """One row in one process: the arms that were timed, and the arms that failed.
 
     ``question`` changes with the row's definition. ``reference_arm``: the arm that is in every session of the
-    row. ``roofline``: the smallest time that the machine's measured ceilings allow. ``conditions``: device,
+    row. ``roofline``: the smallest time that the machine's measured peak rates allow. ``conditions``: device,
     driver, versions, clocks. ``seconds``: the whole session, including imports and compilers.
     """
 
@@ -98,22 +98,23 @@ class Session(_ResultsModel):
 
 
 class MeasuredMachine(_ResultsModel):
-    """A results file's GPU, and the ``ceilings`` (``comparison.interleaved.machine``) for its rooflines."""
+    """The GPU of a results file, with the peak rates (``ceilings``, see ``comparison.interleaved.machine``)
+    for its rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
 
 
 class Present(_ResultsModel):
-    """A row at its last request: its question, and the ``keys`` of its arms, whether measured or not."""
+    """A row at its last request: its question, and the ``keys`` of its arms, measured or not."""
 
     question: str
     keys: dict[str, str]
 
 
 class Results(_ResultsModel):
-    """A results file. ``absent``: by operator and arm, why the arm cannot be tried. ``present``: by operator
-    and case, the row at its last request. ``machine``: measured once, before the first session."""
+    """A results file. ``absent``: why an arm cannot be tried, by operator and arm. ``present``: the row at
+    its last request, by operator and case. ``machine``: measured once, before the first session."""
 
     schema_version: int = SCHEMA
     machine: MeasuredMachine | None = None
@@ -140,8 +141,8 @@ class Results(_ResultsModel):
         return any(s.failed for s in self.sessions)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
-        """The results with a row's current definition, and with the reasons why some arms cannot be tried.
-        Other arms stay unchanged."""
+        """The results after an update: with a row's current definition, and with the reasons why some arms
+        cannot be tried. Other arms do not change."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)
@@ -157,8 +158,8 @@ class Results(_ResultsModel):
         return self.model_copy(update={"sessions": (*self.sessions, *sessions)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
-        """The results of only these operators and cases; an empty collection means all of them. Raises
-        InvalidInput if no session is left."""
+        """The results for only these operators and cases; an empty collection means all. Raises InvalidInput
+        if no session is left."""
         kept = tuple(
             s
             for s in self.sessions
@@ -200,6 +201,6 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write a file atomically, since an interrupted comparison continues from it."""
+    """Write a file atomically; an interrupted comparison continues from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, results.model_dump_json(by_alias=True) + "\n")

@@ -35,15 +35,15 @@ SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # rotated pairs of a head of width 128
-GROUPED = ("1B grouped", "8B grouped", "70B grouped")  # layers of Llama 3's sizes, with grouped heads
-LAYERS = 1  # incremented when a variant's computation or stored values change
+GROUPED = ("1B grouped", "8B grouped", "70B grouped")  # layers with the sizes of Llama 3 and grouped heads
+LAYERS = 1  # increases when a variant's computation or stored values change
 SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
     """A row. ``question`` changes when the row's definition does: an operator's hash and sizes, or a layer's
-    shape. ``reference_arm``: the arm in every session. ``arms``: the columns' arms that can take part."""
+    shape. ``reference_arm``: the arm in every session. ``arms``: the arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -59,16 +59,16 @@ class Row(Protocol):
     def arms(self) -> tuple[str, ...]: ...
 
     def absent(self, arm: str) -> str | None:
-        """Why an arm cannot take part, if known without a trial."""
+        """Why an arm cannot take part, if this is known without a trial."""
 
     def made_of(self, arm: str) -> list[Kernel]:
-        """The accepted kernels that this arm runs; empty for a library's arm."""
+        """The accepted kernels that this arm runs; none for a library's arm."""
 
     def note(self, arm: str) -> str:
         """A remark on the arm for readers."""
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """Seconds that no kernel can beat under these ceilings (``comparison.interleaved.machine``)."""
+        """The seconds that no kernel can beat at these peak rates (``comparison.interleaved.machine``)."""
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         """The task and argument with which a worker runs a session of these arms."""
@@ -76,7 +76,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator at the sizes that ``case`` names: one of the spec's measured cases, or a square."""
+    """One operator at the sizes of ``case``: one of the spec's measured cases, or a square."""
 
     spec: Spec
     case: str
@@ -98,7 +98,7 @@ class OperatorRow:
 
     @cached_property
     def quack(self) -> QuackTuned | None:
-        """The schedules to which QuACK's arms were tuned earlier at these sizes, if there are any."""
+        """The schedules to which QuACK's arms were tuned earlier at these sizes, if any."""
         return quack_tunings.quack(self.spec).get(self.case)
 
     def absent(self, arm: str) -> str | None:
@@ -126,7 +126,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A LLaMA-style layer of the width that ``case`` names, as the forward only or with its backward."""
+    """A LLaMA-style layer of the width named by ``case``: the forward only, or with its backward."""
 
     case: str
     backward: bool
@@ -155,7 +155,8 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
-        """The programs that ``fused`` runs, on the schedules that it chooses here, and their sizes."""
+        """The programs that ``fused`` runs, on the schedules that it chooses on this machine, with their
+        sizes."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
         from coda_agent.primitives.runtime.launch import Kernel
@@ -176,10 +177,10 @@ class LayerRow:
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The tensor cores' time for products and attention. A backward adds twice the forward's time."""
+        """The tensor cores' time for matmuls and attention. A backward adds twice the forward's time."""
         s = self.shape
         products = 2 * s.tokens * s.width * (sum(s.projections) + s.width + 3 * s.ffn)
-        attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
+        attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two matmuls
         return float((products + attention) * (3 if self.backward else 1) / ceilings["tensor"])
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
@@ -191,7 +192,7 @@ class LayerRow:
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds the rows
-    of all other accepted kernels, ``quick`` keeps only a few. ``only`` and ``cases`` choose operators and
+    of all other accepted kernels, ``quick`` keeps only a few. ``only`` and ``cases`` select operators and
     cases by name. Raises InvalidInput if nothing is left."""
     names = list(QUICK if quick else TEN)
     if everything and not quick:
@@ -220,8 +221,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the default table. RMSNorm's backward also has the (d, d) weights that the
-    paper's claim is about."""
+    """Whether a row belongs to the default table. RMSNorm's backward is also there with (d, d) weights, which
+    the paper's claim is about."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -240,8 +241,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's product has M = N = K = ``n``, for the three operators that the paper
-    measures at such sizes."""
+    """The sizes at which an operator's matmul has M = N = K = ``n``; for the three operators that the paper
+    measures this way."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

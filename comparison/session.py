@@ -63,12 +63,12 @@ class OperatorArms:
 
 
 def measure_operator(request: OperatorArms) -> dict[str, Any]:
-    """Measure one operator at one case's sizes, every arm on the same inputs, with ``run_interleaved``."""
+    """Measure one operator at one case's sizes with ``run_interleaved``, every arm on the same inputs."""
     return run_interleaved(partial(_Operator, request), request.arms, REFERENCE_ARM, request.rounds)
 
 
 class _Operator(Stage):
-    """Sets of inputs for one operator, so many that no arm finds its inputs in the L2 cache."""
+    """Sets of inputs for one operator; so many that no arm finds its inputs in the L2."""
 
     def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference
@@ -89,8 +89,8 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """An output's true values. For 8-bit and 16-bit outputs, fp32 is precise enough, and it saves memory:
-        a 70B model's logits take 8 GB in fp32."""
+        """An output's true values. They are in fp32 for 8-bit and 16-bit outputs, which is precise enough and
+        saves memory: a 70B model's logits take 8 GB in fp32."""
         return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:

@@ -1,8 +1,8 @@
-"""Spread a comparison over the GPUs of a fleet: all measurements of a row stay on one GPU.
+"""Spread a comparison over the GPUs of a fleet; all measurements of a row stay on one GPU.
 
 A piece of work completes one row, as ``measuring.measure`` does on one machine, and reports its results after
-every session. Each session names its GPU. An incomplete row that is given to another GPU than before is
-measured again from the start.
+every session. Each session names its GPU. If an incomplete row moves to another GPU, it is measured again
+from the start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.worker import report
 
 UUID = "uuid"  # the key in a session's conditions
-SILENT = 3600.0  # seconds without a report: every arm reports each minute, but compiling ahead may not
+SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may not
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
-    """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``
-    and, in ``ended``, why the measurement ended early (empty if it did not)."""
+    """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``,
+    and ``ended``: why the measurement ended early (empty if it did not)."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -63,12 +63,12 @@ def _named(session: Session, gpu: str) -> Session:
 def measure(
     asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
 ) -> Results:
-    """Do what ``measuring.measure`` does, on the pool's GPUs, with one row at a time on each GPU. If a row
-    ended early, raises OutOfTime after all other rows."""
+    """Do the same as ``measuring.measure`` on the pool's GPUs, with one row at a time on each GPU. If a row
+    ended early, raises OutOfTime after all rows."""
     spread = _Spread(results, keep, progress, pool)
-    if results.machine is None:  # one GPU's ceilings serve all rows
+    if results.machine is None:  # one GPU's peak rates serve all rows
         spread.row(replace(asked, rows=()))
-    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # more GPUs may join
+    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # more GPUs may join later
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
             done.result()
     if spread.ended:
@@ -83,7 +83,7 @@ class _Spread:
         self._lock = threading.Lock()
 
     def row(self, request: ComparisonRequest) -> None:
-        """Complete a row on one GPU. If that GPU is lost, repeat the row on another GPU."""
+        """Complete a row on one GPU; if that GPU is lost, repeat it on another."""
         name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
         label = " ".join(row.operator for row in request.rows)  # cases of an operator share objects
         for _ in range(LOSSES):
@@ -124,7 +124,7 @@ def only(results: Results, rows: tuple[Row, ...]) -> Results:
 
 
 def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
-    """The results, in which these rows are replaced by the rows of ``part``."""
+    """The results, with these rows taken from ``part``."""
     named = {(row.operator, row.case) for row in rows}
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)

@@ -1,8 +1,8 @@
 """Accepted kernels for PyTorch programs.
 
-``patch(model)`` lets them compute a Hugging Face model, and ``unpatch(model)`` gives it back. ``functional``
-has the parts of a layer, with gradients, and ``torch.ops.coda_agent`` every accepted kernel. Importing it
-refuses versions of PyTorch, QuACK and CuTeDSL that it was not proved with (``versions.UnprovedVersion``).
+``patch(model)`` makes them compute a Hugging Face model, and ``unpatch(model)`` restores it. ``functional``
+has the parts of a layer, with gradients. ``torch.ops.coda_agent`` has every accepted kernel. The import fails
+for untested versions of PyTorch, QuACK and CuTeDSL (``versions.UnprovedVersion``).
 """
 
 from coda_agent.fused import versions

@@ -1,4 +1,4 @@
-"""Compile ahead of time what a first call would compile, into the cache from which that call loads."""
+"""Compile ahead of time what a first call would compile, into the cache that the call reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from coda_agent.primitives.runtime.launchable import check_sizes
 from coda_agent.primitives.runtime.tune import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
-H100 = "NVIDIA H100 80GB HBM3"  # the GPU whose schedules a machine without a GPU builds
+H100 = "NVIDIA H100 80GB HBM3"  # on a machine without a GPU, build for this GPU's schedules
 
 
 class Bound(NamedTuple):
-    """A program, and the sizes at which it runs."""
+    """A program with the sizes at which it runs."""
 
     program: Program
     sizes: dict[str, int]
@@ -37,8 +37,8 @@ class Build(NamedTuple):
 
 
 def called(call: Callable[[], Any]) -> list[Bound]:
-    """The programs that operators run in ``call``, with their sizes and without repetitions. ``call`` uses
-    tensors on the meta device, so that nothing is computed."""
+    """The programs that operators run in ``call``, with their sizes, without duplicates. ``call`` uses
+    tensors on the meta device, so nothing is computed."""
     found: dict[tuple[Program, tuple[tuple[str, int], ...]], None] = {}
 
     def note(program: Program, sizes: Mapping[str, int]) -> None:
@@ -53,9 +53,9 @@ def called(call: Callable[[], Any]) -> list[Bound]:
 
 
 def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
-    """Compile these programs in parallel, on the schedules that a call on ``gpu`` would choose (by default
-    this machine's GPU, else an H100). Objects in the cache are not compiled again. Raises LaunchError for
-    sizes at which a program cannot be launched."""
+    """Compile these programs in parallel, on the schedules that a call on ``gpu`` would choose. ``gpu`` is by
+    default this machine's GPU, or else an H100. Objects in the cache are not compiled again. Raises
+    LaunchError for sizes at which a program cannot be launched."""
     jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for bound in wanted:
         kernel = on_schedules(bound, gpu)
@@ -66,8 +66,7 @@ def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
 
 
 def on_schedules(bound: Bound, gpu: str | None = None) -> KernelSource:
-    """A program on the schedules that a call on ``gpu`` would choose, as for ``build``. Raises
-    LaunchError."""
+    """A program on the schedules that a call on ``gpu`` would choose, as in ``build``. Raises LaunchError."""
     program, sizes = bound
     check_sizes(program, sizes)
     gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
@@ -91,7 +90,7 @@ def training(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
-    """A function that runs a patched model on a prompt, and then on one token per sequence."""
+    """A function that runs a patched model on a prompt, then on one more token per sequence."""
 
     @torch.no_grad()
     def call() -> None:
@@ -102,7 +101,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs, with a complete attention mask, because the model would read values to make one."""
+    """A model's inputs, with a complete attention mask: to make a mask itself, the model would have to read
+    values."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

@@ -1,9 +1,9 @@
 """Chains of operations as differentiable operators: a program forward, and its derived backward.
 
-A chain is one operator of torch.library with autograd. Its forward is a program that begins with a product.
-PyTorch computes the norm before that product (``begun``), and autograd does not see it, because the operator
-itself returns the gradients of the norm's input and weight. ``primitives.derive`` finds the backward for the
-inputs that require gradients: one program of products, and a pointwise part that PyTorch computes.
+A chain is one operator of torch.library with autograd. Its forward is a program that begins with a matmul.
+PyTorch computes the norm before that matmul (``begun``). Autograd does not see this norm: the operator itself
+returns the gradients of the norm's input and weight. ``primitives.derive`` derives the backward for the
+inputs that require gradients: a program of matmuls, and a pointwise part that PyTorch computes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import DTYPES, Program
 from coda_agent.primitives.lang.trace import Trace
 
-# The sizes (of a 7B model) at which the bytes of two arrangements of a backward are compared.
+# The sizes (of a 7B model) at which two forms of a backward are compared by bytes.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
 
 
 class Begun(NamedTuple):
-    """The first part of a norm of a stream [M, D]: the stream times the norm's weight, and the reciprocal RMS
-    [M] in fp32. Autograd does not see it."""
+    """The first part of a norm of a stream [M, D]: ``hg``, the stream times the norm's weight, and the
+    reciprocal RMS [M] in fp32. Autograd does not see it."""
 
     hg: Tensor
     rstd: Tensor
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
-    """Begin a norm of a stream [M, D] in PyTorch, with ``hg`` in ``dtype``."""
+    """Compute the first part of a norm of a stream [M, D] in PyTorch, with ``hg`` in ``dtype``."""
     with torch.no_grad():
         return Begun(*_begun(x, gamma, eps, dtype))
 
@@ -55,17 +55,18 @@ def _begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 class Remade(NamedTuple):
-    """How a weight in a kernel's order is made: the function, and the checkpoint's weights that it takes."""
+    """How to compute a reordered weight: the function, and the checkpoint's weights that it takes."""
 
     make: Callable[..., Tensor]
     of: tuple[Tensor, ...]
 
 
 def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
-    """Compute ``make(*of)`` so that a backward computes it again and keeps only ``of``, which exist anyway.
+    """Compute ``make(*of)``. For the backward, only ``of`` is stored, which exists anyway, and the result is
+    computed again.
 
-    A copy would double a model's weights, and would keep complete weights that FSDP shards between forward
-    and backward. Under torch.compile, the partitioner takes care of this.
+    A stored copy would double a model's weights. Under FSDP, which shards weights between forward and
+    backward, it would keep the complete weights. Under torch.compile, the partitioner takes care of this.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -73,11 +74,11 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     return made
 
 
-_kept: Any = WeakTensorKeyDictionary()  # by the first of a copy's weights
+_kept: Any = WeakTensorKeyDictionary()  # keyed by the first of a copy's source weights
 
 
 class _Kept(NamedTuple):
-    """A weight in a kernel's order, how it was made, and of which weights."""
+    """A reordered weight, how it was computed, and from which weights."""
 
     made: Tensor
     state: tuple[Any, ...]
@@ -85,9 +86,9 @@ class _Kept(NamedTuple):
 
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
-    """Compute ``make(*of)`` once, and keep it while these weights exist and no operation changes them in
-    place. PyTorch counts such operations, except those on a weight's ``data``. A result that is computed
-    again stays at its address, where the next replay of a CUDA graph finds it."""
+    """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
+    place. PyTorch counts such operations, except those on a weight's ``data``. A recomputed result keeps its
+    address, so that CUDA graphs replay correctly."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
     if found and found.state == state and all(each() is not None for each in found.of):
@@ -106,16 +107,16 @@ def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
 
 
 def forget(*of: Tensor) -> None:
-    """Free what ``kept`` keeps of these weights."""
+    """Free what ``kept`` stores for these weights."""
     for weight in of:
         _kept.pop(weight, None)
 
 
 class Link:
-    """A chain's operators. ``results``: the outputs that a caller gets, and whose gradients the backward
-    takes. ``rows``: the most rows that the backward processes at a time, which keeps the tensors between its
-    products small. ``beside``: further outputs that a caller gets, which autograd does not see. ``plain``:
-    the link without them, whose backward this link has."""
+    """A chain's operators. ``results``: the outputs that the caller gets, and whose gradients the backward
+    takes. ``rows``: the most rows that the backward processes at a time, to keep the tensors between its
+    matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the same
+    chain without them; the backward is the one of ``plain``."""
 
     def __init__(
         self,
@@ -149,8 +150,8 @@ class Link:
         )
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """The chain's results and the outputs beside them. The tensors from ``begun`` are passed as ``hg``
-        and under the chain's own name for rstd."""
+        """The chain's results, then the outputs without gradients. The tensors from ``begun`` are passed
+        under the names ``hg`` and the chain's own name for rstd."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         found = self.op(*given) if wanted else self.inference(*given)
@@ -159,8 +160,8 @@ class Link:
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def derived(self, wrt: tuple[str, ...]) -> Derived:
-        """The backward for the gradients of these inputs, which is derived once. Its program of products
-        becomes an operator, which is called ``NAME_backward_`` and the inputs' names."""
+        """The backward that computes the gradients of these inputs; it is derived once. Its program of
+        matmuls becomes an operator, named ``NAME_backward_`` plus the inputs' names."""
         if self.plain:
             return self.plain.derived(wrt)
         with self._deriving:
@@ -174,7 +175,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """The program with sums over rows in fp32, if sums over parts of the rows must be added up."""
+        """The program with row sums in fp32, if sums over parts of the rows must be added up."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -215,14 +216,14 @@ class Link:
         return tuple(made.get(n) for n in self.inputs)
 
     def _head(self, wrt: tuple[str, ...], head: Program, dtype: torch.dtype) -> PointwiseProgram:
-        """The pointwise part of the backward for these inputs, which is prepared once."""
+        """The pointwise part of the backward for these inputs; it is prepared once."""
         with self._deriving:
             if (wrt, dtype) not in self._heads:
                 self._heads[wrt, dtype] = PointwiseProgram(head, dtype)
             return self._heads[wrt, dtype]
 
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-        """All gradients by name. The pointwise part runs before the program of products."""
+        """All gradients by name. The pointwise part runs before the program of matmuls."""
         derived = self.derived(wrt)
         if derived.head:
             matrix = known[f"d_{self.results[0]}"].dtype
@@ -240,13 +241,13 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """A result's incoming gradient, which is zero if no loss uses the result."""
+    """The incoming gradient of a result; zeros if no loss uses the result."""
     return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
 
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
-    """A chain from its first product on. Values that the norm before that product makes become inputs and are
-    no outputs; if they are outputs of the chain, they keep those names."""
+    """The part of a chain from its first matmul on. Values that the preceding norm computes become inputs
+    instead of outputs; if they are outputs of the chain, they keep those names."""
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)
@@ -257,5 +258,5 @@ def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
     roots = {i: named.get(i, NORMED) for i in arranging.operands(trace, wanted, late)}
     roots |= {i: named[i] for i in arranging.sums(trace, wanted, late)}
     made = arranging.products(trace, wanted, roots, late)
-    assert made is not None  # a chain has products
+    assert made is not None  # a chain contains matmuls
     return made

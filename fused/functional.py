@@ -1,9 +1,9 @@
-"""Parts of a Transformer layer, computed from weights as a checkpoint has them.
+"""Parts of a Transformer layer, computed from weights in a checkpoint's layout.
 
 Streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have one dtype;
-a norm's weight has that dtype or fp32. With 16-bit weights, a norm also takes a stream in fp32, which
-autocast leaves in fp32. If a kernel needs rows to be adjacent, PyTorch brings them together at each use, so
-that parameters, their gradients and checkpoints keep their own order.
+a norm's weight has that dtype or fp32. With 16-bit weights, a norm also accepts a stream in fp32, because
+autocast leaves streams in fp32. If a kernel needs certain rows to be adjacent, PyTorch reorders the rows at
+each use. So parameters, their gradients and checkpoints keep their order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from coda_agent.fused.chains import NORMED, Begun, Link, begun
 from coda_agent.primitives.derive import chains
 
-LOSS_ROWS = 4096  # the backward of a loss holds the logits' gradients of this many rows at a time
+LOSS_ROWS = 4096  # the backward of a loss stores the logits' gradients of this many rows at a time
 IGNORED = -100  # targets of rows without a loss
 
 GATED = ("swiglu", "geglu")
@@ -52,7 +52,7 @@ LOSS = Link("loss", chains.loss(), ("lse", "target_logit"), rows=LOSS_ROWS)
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: the weight [D] that it multiplies by, and eps."""
+    """An RMSNorm: its weight [D] and eps."""
 
     weight: Tensor
     eps: float
@@ -64,18 +64,20 @@ def paired(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rotary_pairs(weight: Tensor, width: int) -> Tensor:
-    """Reorder rows [heads * width, D]: the two of each rotated pair, half a head apart, become adjacent."""
+    """Reorder rows [heads * width, D]: the two rows of each rotated pair, half a head apart, become
+    adjacent."""
     return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def rotary_halves(t: Tensor) -> Tensor:
-    """Reorder columns [..., width]: the adjacent two of each rotated pair go half a head apart, as in
-    checkpoints."""
+    """Reorder columns [..., width]: the two columns of each rotated pair, which are adjacent, move half a
+    head apart, as in checkpoints."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
-    """A kernel's table [tokens, width], from cosines and sines [..., length, width] with equal halves."""
+    """A kernel's table [tokens, width], from cosines and sines [..., length, width] whose halves are
+    equal."""
     half = cos.shape[-1] // 2
     table = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2)
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
@@ -90,7 +92,7 @@ def _known(links: Mapping[str, Link], activation: str) -> Link:
 def feed_forward(
     x: Tensor, norm: Norm, up: Tensor, down: Tensor, activation: str, residual: bool = True
 ) -> Tensor:
-    """Compute ``x + mlp(norm(x))``, or ``mlp(norm(x))`` without a residual. ``up``: [F, D] or, if gated, the
+    """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. ``up``: [F, D] or, if gated, the
     interleaved rows of gate and up [2*F, D]. ``down``: [D, F]. ``activation``: swiglu, geglu (tanh form),
     gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
@@ -112,8 +114,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """The result of ``after_attention``, and the next layer's norm begun on it, for ``before_attention``. No
-    gradient passes through what is begun: ``before_attention`` computes the whole norm's."""
+    """The result of ``after_attention``, and the first part of the next layer's norm of it, for
+    ``before_attention``. No gradient passes through that first part: ``before_attention`` computes the
+    gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = _known(BLOCK_NEXT_NORM, activation)(**given)
@@ -135,8 +138,9 @@ def before_attention(
     begun_norm: Begun | None = None,
 ) -> Tensor:
     """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates the
-    first ``turned`` columns, whose pairs are adjacent (``rotary_pairs``). It cannot be used with a bias.
-    ``begun_norm``: this norm of ``x``, if ``after_attention_with_next_norm`` began it."""
+    first ``turned`` columns, which have adjacent pairs (``rotary_pairs``). It cannot be used with a bias.
+    ``begun_norm``: the first part of this norm of ``x``, if ``after_attention_with_next_norm`` has computed
+    it."""
     if bias is not None and table is not None:
         raise ValueError("a bias stands between the product and its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
@@ -151,8 +155,8 @@ def before_attention(
 
 
 def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The loss of each token in fp32, [...], from logits ``h @ weight'`` that are never stored. It is 0 where
-    the target [...] is -100. Any other target that is no row of ``weight`` fails an assertion, as in
+    """The loss of each token in fp32, [...]. The logits ``h @ weight'`` are never stored. The loss is 0 where
+    the target [...] is -100. Any other target outside the rows of ``weight`` fails an assertion, as in
     PyTorch."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == IGNORED)

@@ -1,9 +1,9 @@
 """Decoder layers and losses of Hugging Face models, computed by fused parts.
 
 A layer has three parts: the norm with queries, keys and values; the output projection; the norm with the MLP.
-A part runs fused if its projections are plain ``torch.nn.Linear``. Otherwise the model computes it as before,
-so that adapters, hooks and other kinds of weights keep their meaning. Attention and the cache are the model's
-own.
+A part is fused if its projections are plain ``torch.nn.Linear``. Otherwise the model computes the part
+itself, so that adapters, hooks and other kinds of weights keep working. The model itself computes attention
+and the cache.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PARTS = {
 
 class Settings(NamedTuple):
     """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
-    are rotated directly after their product. ``keeps``: weights in a kernel's order are kept between calls
-    without gradients. ``next_norm``: the first norm of the layer after this one, if this layer begins it."""
+    are rotated directly after their matmul. ``keeps``: reordered weights are kept between calls without
+    gradients. ``next_norm``: the next layer's first norm, if this layer computes its first part."""
 
     activation: str
     centered: bool
@@ -54,8 +54,8 @@ class Settings(NamedTuple):
 
 
 def family(module: nn.Module, suffix: str) -> str:
-    """The family of a model's class, such as "llama" for its LlamaDecoderLayer; empty for other classes, and
-    for subclasses of the model's class."""
+    """The family of a model's class, such as "llama" for LlamaDecoderLayer. Empty for other classes, and for
+    a user's subclasses."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
             continue
@@ -89,7 +89,7 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(module: nn.Module, sharded: bool) -> str:
-    """Why the model itself must compute a projection; empty if the projection is plain. ``sharded``: the
+    """Why the model must compute a projection itself; empty if the projection is plain. ``sharded``: the
     weight is complete whenever the module runs."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
@@ -102,8 +102,8 @@ def _plain(module: nn.Module, sharded: bool) -> str:
 
 
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
-    """Why a part of a layer is left to PyTorch; empty if it is not. ``sharded``: the weights are shards while
-    the layer does not run, as with FSDP."""
+    """Why a part of a layer is not fused; empty if it is. ``sharded``: the weights are shards while the layer
+    does not run, as with FSDP."""
     if part == "mlp" and not how.activation:
         return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
     for path, module in _modules(layer, part):
@@ -137,7 +137,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a product with this tensor is computed. Autocast does not change fp64."""
+    """The dtype in which a matmul of this tensor is computed. Autocast does not change fp64."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -154,12 +154,12 @@ def _warn(why: str) -> None:
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer's forward. It keeps the model's own activation checkpointing."""
+    """The forward of a decoder layer. It keeps the model's own activation checkpointing."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache is of no use under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        # A layer that is computed again begins its norm itself, which rounds in another way.
+        # A recomputed layer computes its whole norm itself, with other roundings.
         run = partial(_layer, layer, how._replace(next_norm=None), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)
@@ -198,7 +198,7 @@ def _layer(
 def _watched(attention: Any) -> bool:
     """Whether a hook reads what attention returns, which a fused layer does not produce."""
     hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
-    idle = attention.config._attn_implementation != "eager"  # only eager attention records its weights
+    idle = attention.config._attn_implementation != "eager"  # only eager attention returns its weights
     return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
 
 
@@ -223,7 +223,7 @@ def _attended(
     rotated = how.rotates and cos.shape[-1] == attention.head_dim and not refusal(layer, how, "in")
     projected = _projected(layer, how, x, begun, cos, sin, rotated)
     q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
-    if rotated and cache is not None:  # a cache needs the model's own order, whoever reads it next
+    if rotated and cache is not None:  # a cache must have the model's own order, whatever reads it next
         q, k = functional.rotary_halves(q), functional.rotary_halves(k)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -274,16 +274,17 @@ def _projected(
 
 
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
-    """Weights in a kernel's order."""
+    """Weights in the order that a kernel needs."""
     calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if calls_again and not any(w.is_inference() for w in weights):  # such a tensor counts no changes
+    # an inference tensor does not count changes
+    if calls_again and not any(w.is_inference() for w in weights):
         return kept(make, *weights)
     return remade(make, *weights)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """The weights of queries, keys and values in one matrix. If queries and keys are rotated, ``width`` is
-    the width of a head, and the rows of each rotated pair become adjacent."""
+    """The weights of queries, keys and values in one matrix. ``width``: the head width, if queries and keys
+    are rotated; the rows of each rotated pair then become adjacent."""
     parts = [t.to(dtype) for t in (q, k, v)]
     if width:
         parts[:2] = [functional.rotary_pairs(t, width) for t in parts[:2]]
@@ -317,7 +318,7 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
 
 
 def _begins_next(layer: Any, how: Settings) -> bool:
-    """Whether the layer begins the next layer's norm, in whole-stack mode."""
+    """Whether the layer computes the first part of the next layer's norm (whole-stack mode)."""
     if how.next_norm is None:
         return False
     if why := stack.refusal(layer, how.next_norm):
@@ -326,7 +327,7 @@ def _begins_next(layer: Any, how: Settings) -> bool:
 
 
 def loss_refusal(model: Any, sharded: bool = False) -> str:
-    """Why a causal model's loss is left to PyTorch; empty if it is not."""
+    """Why a causal model's loss is not fused; empty if it is."""
     head = model.lm_head
     if why := _plain(head, sharded):
         return f"lm_head {why}"
@@ -342,7 +343,7 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
 
 
 def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A causal model's forward. In training on labels its loss is fused, and there are no logits."""
+    """The forward of a causal model. When it trains on labels, the loss is fused and there are no logits."""
     keeps = kwargs.get("logits_to_keep", 0)
     usually = (
         len(args) > 1
@@ -370,7 +371,8 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
-    """The sum of all tokens' losses over the number of tokens with a target, or over the caller's count."""
+    """The sum of all tokens' losses, divided by the number of tokens with a target or by the caller's
+    count."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]

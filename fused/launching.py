@@ -1,4 +1,4 @@
-"""Launch programs without tuning. Plans are kept by device, shapes and dtypes; only the latest stay in
+"""Launch programs without tuning. Plans are cached by device, shapes and dtypes; only recent ones stay in
 memory."""
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from coda_agent.primitives.runtime.launchable import (
 from coda_agent.primitives.target import TARGET
 
 MOST_PLANS = 256
-FAMILIAR = 4  # recent kinds of tensors that an operator does not check again
+# how many recent combinations of shapes, dtypes and devices an operator recognises without checking again
+FAMILIAR = 4
 
 
 class Plans:
-    """At most ``most`` plans, which are those used last. Any thread may ask for a plan; one thread makes it,
-    and others wait.
+    """A cache of the ``most`` recently used plans. Any thread may ask for a plan. One thread creates it, and
+    others wait.
 
-    The processes of a node share compiled objects in QuACK's cache, which locks each object while one process
-    compiles it.
+    The processes of a node share compiled objects in QuACK's cache. The cache locks an object while one
+    process compiles it.
     """
 
     def __init__(self, most: int = MOST_PLANS):
@@ -56,11 +57,12 @@ class Plans:
         names: Sequence[str],
         dims: Mapping[str, int] = NONE,
     ) -> Plan:
-        """The plan for tensors like these, and for ``dims`` that follow from no shape. Raises LaunchError if
-        the program cannot be launched on these tensors."""
+        """The plan for tensors like these. ``dims``: the dims that no shape determines. Raises LaunchError if
+        the program cannot run on these tensors."""
         device = inputs[names[0]].device
         shapes = (inputs[n].shape for n in names)
-        key = (id(program), device, *shapes, *dims.items())  # typed() keeps programs alive
+        # the id stays valid, because typed() keeps programs alive
+        key = (id(program), device, *shapes, *dims.items())
         found = self._found(key)
         if found is None:
             with self._making:
@@ -90,7 +92,7 @@ class Plans:
         return self.plan(program, sizes, device)
 
     def plan(self, program: Program, sizes: Mapping[str, int], device: torch.device) -> Plan:
-        """A new plan at these sizes, with the schedules that were the fastest at similar sizes."""
+        """A new plan at these sizes, with the schedules that were fastest at similar sizes."""
         gpu = torch.cuda.get_device_name(device)
         if torch.cuda.get_device_capability(device) != TARGET.capability:
             raise LaunchError(f"{program.signature.name}: {gpu} is no Hopper GPU, which they are for")
@@ -107,14 +109,14 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 def launchable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if bulk copies do not accept its strides or address."""
+    """The tensor, or a copy if bulk copies do not accept its strides or address."""
     tensor = dense(tensor.contiguous())
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 class Launcher:
-    """Launches a program's operator, whose tensors are ``names``. Tensors like those of its last calls are
-    not checked again."""
+    """Launches the operator of a program. ``names``: the names of its tensors. Tensors like those of recent
+    calls are not checked again."""
 
     def __init__(self, program: Program, names: Sequence[str], outputs: Sequence[str]):
         self.names, self.outputs = tuple(names), tuple(outputs)
@@ -122,7 +124,7 @@ class Launcher:
         self._last: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
     def again(self, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE) -> list[Tensor] | None:
-        """New outputs if the tensors and dims are like those of a recent call, otherwise None."""
+        """New outputs if tensors and dims are like those of a recent call; otherwise None."""
         tensors = [inputs[n] for n in self.names]
         for familiar, known, plan in self._last:
             if known == dims and familiar(tensors):

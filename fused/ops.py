@@ -1,8 +1,8 @@
-"""One functional torch.library operator per kernel: the launcher runs it on CUDA, the interpreter on a CPU.
+"""One functional torch.library operator per kernel. On CUDA it runs the launcher, on a CPU the interpreter.
 
-``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for its scalars, and
-then, as integers, the dims that follow from no input's shape. It returns its outputs in the spec's order. No
-operator has its own autograd; ``fused.chains`` provides it.
+``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for scalars. After
+these it takes, as integers, the dims that no input's shape determines. It returns its outputs in the spec's
+order. Operators have no autograd of their own; ``fused.chains`` provides it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Program] = {}
-watchers: list[Callable[[Program, dict[str, int]], None]] = []  # called with programs and sizes, on meta
+# called with programs and sizes for calls on the meta device
+watchers: list[Callable[[Program, dict[str, int]], None]] = []
 
 
 class NoBackward(RuntimeError):
@@ -36,7 +37,7 @@ class NoBackward(RuntimeError):
 
 
 class _Op:
-    """A program's operator. ``rows``: the most rows at a time, which limits the tensors between products."""
+    """The operator of a program. ``rows``: the most rows at a time, to limit the tensors between matmuls."""
 
     def __init__(self, program: Program, order: Order, declared: Mapping[str, TensorType], rows: int):
         self.program, (self.order, self.outputs) = program, order
@@ -53,15 +54,14 @@ class _Op:
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
-        """The program for these tensors' dtypes, as one object per combination of dtypes. Raises
-        TypeError."""
+        """The program for these tensors' dtypes: one object per combination of dtypes. Raises TypeError."""
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
             self._typed.setdefault(key, programs.typed(self.program, key))
         return self._typed[key]
 
     def named(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
-        """The program's inputs by name, and the dims that its caller gives."""
+        """The program's inputs by name, and the dims that the caller gives."""
         given, read = zip((*self.order, *self.dims), arguments, strict=True), self.program.signature.inputs
         inputs = {name: value for name, value in given if name in read}
         if not self.dims:
@@ -94,7 +94,8 @@ class _Op:
         return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
-        """The outputs, from all rows at once or from ``rows`` rows at a time. Sums over rows are added up."""
+        """The outputs, from all rows at once or from ``rows`` rows at a time. Row sums of the parts are added
+        up."""
         total = inputs[self.tensors[0]].shape[0] if self.rows else 0
         if total <= self.rows:
             return run(how, inputs)
@@ -113,12 +114,13 @@ class _Op:
         program, wide = how
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
-        with torch.autocast(device.type, enabled=False):  # autocast would round accumulators
+        with torch.autocast(device.type, enabled=False):  # autocast would round the accumulators
             made = interpret(program, whole, sizes=dims, wide=wide)
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):
-            shared = tensor.untyped_storage().data_ptr() in taken  # results must not share storage
+            # results must not share storage with inputs or each other
+            shared = tensor.untyped_storage().data_ptr() in taken
             found.append(tensor.clone() if shared else tensor)
             taken.add(found[-1].untyped_storage().data_ptr())
         return found
@@ -145,7 +147,7 @@ def define(
     rows: int = 0,
 ) -> Callable[..., Any]:
     """Define the operator of a program once, as ``torch.ops.coda_agent.NAME``, and return it. ``declared``:
-    the types of its arguments, if autograd needs more of them than the program reads. ``rows``: the most rows
+    the types of the arguments, if autograd needs more of them than the program reads. ``rows``: the most rows
     of M at a time. Raises ValueError if another program has that name."""
     declared = declared or program.signature.inputs
     with _defining:

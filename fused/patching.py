@@ -1,7 +1,8 @@
-"""Patch whole Hugging Face models: after ``patch`` fused parts compute a model, and ``unpatch`` restores it.
+"""Patch whole Hugging Face models: ``patch`` makes fused parts compute the model, and ``unpatch`` restores
+it.
 
-A patched module has another ``forward``, and nothing else changes: parameters, names, state dicts and classes
-are the model's own.
+A patched module has another ``forward``. Nothing else changes: parameters, names, state dicts and classes
+stay the model's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 
 
 class PatchedPart(NamedTuple):
-    """A part of some modules: what computes it, by which programs and, if it is not fused, why not."""
+    """A row of the table: a kind of part, what computes it, its programs and, if it is not fused, the
+    reason."""
 
     module: str
     part: str
@@ -39,13 +41,13 @@ class Table(tuple[PatchedPart, ...]):
 
     @property
     def fused(self) -> bool:
-        """Whether any part runs fused."""
+        """Whether any part is fused."""
         return any(row.runs == "fused" for row in self)
 
 
 class PatchedForward:
-    """A patched module's forward. ``previous``: the instance's own forward before the patch, if it had
-    one."""
+    """The forward of a patched module. ``previous``: the forward that the instance itself had before the
+    patch, if any."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
         self.module, self.run, self.settings = module, run, settings
@@ -56,7 +58,7 @@ class PatchedForward:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     def usual(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module computes without the patch."""
+        """Compute what the unpatched module computes."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -68,17 +70,17 @@ class PatchedForward:
 
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
     """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
-    Qwen2, Qwen3 and Gemma, wherever they occur in ``model``; nothing else changes. A patched model is patched
-    again. With ``stack``, each layer also begins the norm of the next layer, where that norm's weight is at
-    hand; otherwise each layer begins its own.
+    Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched, it is patched
+    anew. ``stack``: each layer also computes the first part of the next layer's norm, if it can read that
+    norm's weight; otherwise each layer computes its own norm.
 
-    ``keep_reordered``, for serving: weights that a kernel wants in another order are reordered once, not in
-    each call without gradients. These copies take memory, most of what the layers' weights take, until
-    ``unpatch``. They are made again if a weight is changed, but a change of its ``data`` goes unnoticed.
-    Weights that FSDP shards are never kept.
+    ``keep_reordered``, for serving: weights that a kernel needs in another order are reordered only once.
+    Otherwise each call without gradients reorders them. The copies take nearly as much memory as the layers'
+    weights, until ``unpatch``. They are renewed if a weight changes, but changes of its ``data`` are not
+    noticed. Weights that FSDP shards are never copied.
 
-    Parts that cannot run fused run as before, and the table says why. Raises UnprovedVersion for a version of
-    transformers with which this was not tested.
+    The model computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for an
+    untested version of transformers.
     """
     unpatch(model)
     found: dict[PatchedPart, list[str]] = {}
@@ -97,7 +99,7 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo ``patch``. Modules that are not patched stay unchanged."""
+    """Undo ``patch``. Unpatched modules do not change."""
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, PatchedForward):
@@ -117,7 +119,7 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
-    """Why a layer does not begin the norm of the following layer; empty if it does."""
+    """Why a layer does not compute the first part of the following layer's norm; empty if it does."""
     if not huggingface.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
     if own := why["out"] or why["mlp"]:

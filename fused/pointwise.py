@@ -1,5 +1,5 @@
-"""Programs without a matmul as PyTorch code. On a GPU torch.compile fuses it, because each of its operations
-would otherwise be a pass over memory."""
+"""Programs without a matmul as PyTorch code. On a GPU torch.compile fuses it; otherwise each operation would
+be a pass over memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import DTYPES, OPERATIONS, Node, Program, sizes_named
 
 Values = Sequence[Any]
-Step = Callable[[Values, Values, Values], Any]  # from earlier nodes, inputs and dims to a node's value
+Step = Callable[[Values, Values, Values], Any]  # computes a node's value from earlier nodes, inputs and dims
 
 
 def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled if it runs on a GPU and nothing traces it. Its first argument is a tensor, or a
-    sequence that begins with one."""
-    # torch.compile limits how often one code object compiles, so each function has its own.
+    """The function, compiled if it runs on a GPU and nothing traces it. Its first argument must be a tensor,
+    or a sequence that starts with one."""
+    # torch.compile limits compilations per code object, so each function gets its own.
     own = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
@@ -63,7 +63,7 @@ class PointwiseProgram:
         return [inputs[name] for name in self._names], [dim.value(sizes) for dim in self._dims]
 
     def _dim(self, dim: Dim) -> int:
-        """The position of a dim's value."""
+        """The position of a dim's value among the arguments."""
         self._dims.append(dim)
         return len(self._dims) - 1
 
@@ -81,7 +81,7 @@ class PointwiseProgram:
                 return lambda values, inputs, dims: inputs[place].float()
             return lambda values, inputs, dims: inputs[place]
         function = OPERATIONS[node.op].torch
-        assert function is not None  # a product cannot occur here
+        assert function is not None  # there are no matmuls here
         given = [self._met(argument, index) for argument in node.args]
         named = [self._dim(Dim.parse(size)) for size in sizes_named(node)]
         return lambda values, inputs, dims: function(
@@ -89,8 +89,8 @@ class PointwiseProgram:
         )
 
     def _met(self, argument: int, reader: int) -> Step:
-        """A value as its reader needs it. For a tile, a vector with one value per head, or with one head's
-        values, is repeated over all columns."""
+        """A value as its reader needs it. For a tile, a vector of one value per head is spread over each
+        head's columns, and a vector of one head's values is repeated for all heads."""
         kind: Any = self._types[argument]
         if self._types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
             return lambda values, inputs, dims: values[argument]

@@ -20,7 +20,8 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]
 
 
 class Order(NamedTuple):
-    """The order of a kernel's arguments and results, as in its spec, since a program sorts both by name."""
+    """The order of a kernel's arguments and results in its spec, needed because a program sorts both by
+    name."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -49,8 +50,8 @@ def matrices(program: Program) -> str:
 
 
 class Typed(NamedTuple):
-    """A program for the dtypes of given tensors. ``wide``: everything is fp32, which only the interpreter
-    runs."""
+    """A program for the dtypes of given tensors. ``wide``: everything is fp32; only the interpreter runs
+    this."""
 
     program: Program
     wide: bool
@@ -58,8 +59,8 @@ class Typed(NamedTuple):
 
 def typed(program: Program, given: Dtypes) -> Typed:
     """The program for inputs of these dtypes. All of its 16-bit matrices may have another float dtype.
-    Vectors declared in the matrices' dtype may have that other dtype or fp32. Raises TypeError for other
-    dtypes."""
+    Vectors declared in the matrices' dtype may have the matrices' new dtype or fp32. Raises TypeError for
+    other dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
@@ -89,7 +90,7 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
 
 
 def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """The ``order`` without constants and static dims. Raises ValueError if it does not fit the program."""
+    """``order`` without constants and static dims. Raises ValueError if it does not fit the program."""
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):
@@ -98,5 +99,5 @@ def arranged(program: Program, order: Order, declared: Mapping[str, TensorType])
 
 
 def dtypes(names: Iterable[str], inputs: Mapping[str, torch.Tensor]) -> Dtypes:
-    """The dtypes of these inputs, as ``typed`` takes them."""
+    """The dtypes of these inputs, in the form that ``typed`` takes."""
     return tuple((name, inputs[name].dtype) for name in names)

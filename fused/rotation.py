@@ -1,8 +1,8 @@
 """Rotate attention's gradients back in one pass, into the gradient of packed queries, keys and values.
 
-Attention returns three separate gradients in its own layout. One Triton kernel reads them in place, rotates
-them back, scales rows, and sums dz * z of each row, because the norm before the projection needs these sums.
-Inductor makes two kernels of this, and its rotation reaches only a fifth of an H100's memory bandwidth.
+Attention returns three gradients in its own layout. One Triton kernel reads them in place, rotates them back,
+scales rows, and sums dz * z of each row. The norm before the projection needs these sums. Inductor generates
+two kernels for this, and its rotation reaches only a fifth of an H100's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _part(  # type: ignore[no-untyped-def]
     ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate back and scale one row of q's, k's or v's gradient; return the sum of that gradient times the
+    """Rotate back and scale one row of the gradient of q, k or v; return the sum of that gradient times the
     value."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, heads * WIDTH, BLOCK):
@@ -103,11 +103,11 @@ Three = tuple[Tensor, Tensor, Tensor]
 def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of q, k and v side by side before the rotation, and the row sums of dz * z.
 
-    The gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v as the
-    projection gave them. ``gradients``: attention's gradients of q [sequences, H, length, W], k and v
-    [sequences, G, length, W]. ``values``: the rotated q and k, and v, [tokens, heads * W] with rows of any
-    stride. ``cos_sin``: [tokens, W], cosines and sines interleaved. ``rstd``: [tokens]. A Triton kernel
-    computes this on a GPU, and PyTorch elsewhere.
+    The gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v before the
+    rotation, as the projection computed them. ``gradients``: attention's gradients of q [sequences, H,
+    length, W], k and v [sequences, G, length, W]. ``values``: the rotated q and k, and v, [tokens, heads * W]
+    with rows of any stride. ``cos_sin``: [tokens, W], cosines and sines interleaved. ``rstd``: [tokens]. A
+    Triton kernel computes this on a GPU, and PyTorch elsewhere.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
 

@@ -1,8 +1,9 @@
-"""Choose schedules at any sizes without tuning: the nearest in this machine's tables and the shipped reports.
+"""Choose schedules at any sizes without tuning: the nearest ones in this machine's tables and the shipped
+reports.
 
-A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same GPU come
-first, and among them rows of the same program and step. Of these the nearest counts, by the ratios of N and
-K, and by the ratio of M rounded to a power of two.
+A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are
+preferred, and among them rows of the same program and step. Of these the nearest is used. The distance is by
+the ratios of N and K, and by the ratio of M rounded to a power of two.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from coda_agent.primitives.system.files import cache_dir, read_json, write_atomi
 
 
 class TunedStep(NamedTuple):
-    """The fastest schedule of a step whose product is M x N x K, on a GPU."""
+    """The fastest schedule of a step on a GPU, for a matmul of M x N x K."""
 
     gpu: str
     kernel: str
@@ -37,7 +38,7 @@ class TunedStep(NamedTuple):
 def chosen(
     program: Program, sizes: Mapping[str, int], gpu: str, rows: list[TunedStep]
 ) -> dict[int, Schedule]:
-    """For each step, a schedule whose tile holds whole heads. Raises LaunchError if a step has none."""
+    """For each step, a schedule whose tile contains whole heads. Raises LaunchError if a step has none."""
     shapes = products(program, sizes)
     return {
         kernel.step: program.schedule.get(kernel.step)
@@ -71,7 +72,7 @@ def _nearest(
 
 
 def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int, int, int]]:
-    """M, N and K of each step's product."""
+    """M, N and K of each step's matmul."""
     steps = cut(program)
     found = {}
     for step in steps.gemms:
@@ -82,7 +83,7 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
 
 @cache
 def known() -> list[TunedStep]:
-    """The rows of this machine's tables, and then the rows of the shipped reports."""
+    """The rows of this machine's tables, followed by those of the shipped reports."""
     return [*_tables(), *_shipped()]
 
 

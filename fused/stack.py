@@ -1,8 +1,9 @@
-"""Whole-stack mode: the kernel that ends a layer also begins the next layer's norm, and so saves a pass.
+"""Whole-stack mode: the last kernel of a layer also computes the first part of the next layer's norm, and so
+saves a pass.
 
-What is begun is an attribute of the residual stream that a layer returns. The next layer takes it off, and
-uses it if it was begun for that layer's own norm. For a stream without it, such as one that a hook made, a
-layer begins its own norm, as in module-local mode.
+The result is an attribute of the residual stream that the layer returns. The next layer removes it, and uses
+it if it was computed for that layer's own norm. A stream without it may come from a hook, for example. Then
+the layer computes its norm itself, as in module-local mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 
 class BegunFor(NamedTuple):
-    """A norm's module, what is begun of its norm of a stream, and how often the stream was changed before."""
+    """The module of a norm, the first part of this norm of a stream, and how often the stream had been
+    changed in place."""
 
     norm: nn.Module
     begun: Begun
@@ -27,8 +29,8 @@ class BegunFor(NamedTuple):
 
 
 def _changes(stream: Tensor) -> int | None:
-    """How often the stream was changed in place; None if that is not known: inference tensors do not count
-    it, and compiled code cannot ask."""
+    """How often the stream was changed in place. None if this is unknown: inference tensors do not count
+    changes, and compiled code cannot ask."""
     return None if torch.compiler.is_compiling() or stream.is_inference() else stream._version
 
 
@@ -38,7 +40,7 @@ def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
 
 
 def take(stream: Tensor, layer: Any) -> Begun | None:
-    """The begun first norm of the layer, if the stream carries it. The stream then lets go of it."""
+    """The first part of the layer's first norm, if the stream carries it. It is removed from the stream."""
     found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
     if found is None:
         return None
@@ -49,13 +51,14 @@ def take(stream: Tensor, layer: Any) -> Begun | None:
 
 
 def _change(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks may change a stream in place. Those of transformers only record it."""
+    """Whether any of these hooks may change a stream in place. Hooks of transformers itself only record the
+    stream."""
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks.values())
 
 
 def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
-    """Why a layer cannot begin the next layer's norm; empty if it can. ``sharded``: the weights are shards
-    while the layer does not run, as with FSDP."""
+    """Why a layer cannot compute the first part of the next layer's norm; empty if it can. ``sharded``: the
+    weights are shards while the layer does not run, as with FSDP."""
     own, other = layer.post_attention_layernorm.weight, norm.weight
     if _change(layer._forward_hooks):
         return "the layer has hooks"

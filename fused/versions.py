@@ -1,4 +1,4 @@
-"""The versions of other packages with which these kernels were tested. Other versions are refused."""
+"""The versions of other packages with which these kernels were tested; others are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROVED = {
 
 
 class UnprovedVersion(ImportError):
-    """A package is missing, or its version is not one with which this was tested."""
+    """A package is missing, or its version is untested."""
 
 
 def expect(*packages: str) -> None:

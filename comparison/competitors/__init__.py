@@ -1,7 +1,7 @@
 """The columns of the comparison: other ways to compute a spec's outputs, each in its best configuration.
 
-A column has one or more arms, which are ways to call the same library; its cell shows the fastest. Importing
-this module imports nothing heavy.
+A column is one library. It has one or more arms (ways to call the library), and its cell shows the fastest
+arm. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROGRAM, EDITED, FUSED = "LLM", "LLM, edited CuTeDSL", "fused"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the comparison. ``what``: its description in a legend. ``packages``: the distributions that
-    its arms use. ``revision``: a number that is incremented when the column's calls change, which makes old
-    figures stale."""
+    """A column of the comparison. ``what``: its description for a legend. ``packages``: the distributions
+    that its arms use. ``revision``: a number that increases when the column's calls change, so that old
+    figures count as outdated."""
 
     name: str
     what: str
@@ -72,7 +72,7 @@ COLUMNS = (
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
-REFERENCE_ARM = CUBLAS  # an arm that runs in every session
+REFERENCE_ARM = CUBLAS  # the arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
@@ -90,13 +90,13 @@ def entries(arm: str) -> Mapping[str, Implementation]:
 
 
 def composed(spec: str) -> bool:
-    """Whether we composed QuACK's kernel for this spec from QuACK's operators, instead of taking it from
+    """Whether the QuACK kernel for this spec is composed by us from QuACK's operators, and is not from
     QuACK's library."""
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
 
 def helped(spec: str) -> bool:
-    """Whether CODA's package leaves a part of this spec to PyTorch, which computes it in passes over whole
+    """Whether CODA's package leaves part of this spec to PyTorch, which then makes passes over whole
     matrices."""
     from coda_agent.comparison.competitors import upstream
 
@@ -104,7 +104,7 @@ def helped(spec: str) -> bool:
 
 
 def note(spec: Spec, arm: str) -> str:
-    """A remark on how an arm computes a spec, or ""."""
+    """A remark on how an arm computes a spec; "" if there is none."""
     if arm in LIBRARY_ARMS:
         return COMPOSED if composed(spec.name) else ""
     return entries(arm)[spec.name].note if arm in LIBRARIES else ""

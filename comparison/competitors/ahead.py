@@ -1,6 +1,6 @@
-"""Slow imports of the libraries' arms, which a worker makes while the previous session runs.
+"""Slow imports of the libraries' arms; a worker makes them while the previous session runs.
 
-An arm reports a library that is missing or does not load.
+If a library is missing or fails to load, its arm reports that.
 """
 
 from contextlib import suppress

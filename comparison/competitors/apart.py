@@ -1,7 +1,7 @@
-"""PyTorch, compiled and eager, in its best layout: the halves of a pair (gate and up, the sides of a
-rotation) are separate and contiguous, while the specs interleave them.
+"""PyTorch, compiled and eager, in PyTorch's best layout. Gate and up are separate contiguous blocks, and so
+are the first and second elements of rotated pairs; the specs interleave them.
 
-A PyTorch user has no reason to interleave, so this is the layout to compare with. Importing this module
+PyTorch users have no reason to interleave, so this is the layout to compare with. Importing this module
 imports nothing heavy.
 """
 
@@ -65,7 +65,7 @@ def tables(g: Given) -> tuple[Tensor, Tensor]:
 
 
 def scale_into(x: Tensor, rstd: Tensor, out: Tensor) -> None:
-    """Write x [M, K] with its rows scaled by rstd, fp32 [M]."""
+    """Write x [M, K] with its rows scaled by rstd (fp32, [M]) into ``out``."""
     out.copy_(x * rstd[:, None])
 
 
@@ -74,9 +74,8 @@ SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``sca
 
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
     """Return the left operand of a case's matmul, and a function that must run before each matmul. If the
-    case has rstd, this function is one compiled pass that scales x's rows into a buffer; otherwise it does
-    nothing. The pass is compiled, since eager PyTorch would cast mixed dtypes value by value, or take two
-    passes."""
+    case has rstd, the function scales x's rows into a buffer; otherwise it does nothing. The scaling is one
+    compiled pass; eager PyTorch would be slow on mixed dtypes, or take two passes."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")
@@ -203,8 +202,8 @@ def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Formulation:
-    """A way to compute a spec with halves apart. ``arrange`` makes the tensors before the timed calls.
-    ``step`` takes these tensors, and the spec's ``constants`` by name; ``read`` turns its results into the
+    """A way to compute a spec with separate halves. ``arrange`` prepares the tensors before the timed calls.
+    ``step`` computes from these tensors and the spec's ``constants``. ``read`` converts its results into the
     spec's outputs by name."""
 
     step: Callable[..., Several]
@@ -239,8 +238,8 @@ FORMULATIONS = {
 
 
 def entry(mode: str, backend: str = "inductor") -> dict[str, Implementation]:
-    """The formulations under torch.compile, by spec. They compile at the first call, as full graphs with
-    static shapes.
+    """The formulations under torch.compile, by spec. The first call compiles, as a full graph with static
+    shapes.
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs). Raises ValueError for any other mode.
     """

@@ -17,10 +17,10 @@ __all__ = ["Implementation", "Given", "Prepared", "followed", "multiplied"]
 class Prepared(NamedTuple):
     """A prepared arm.
 
-    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read`` turns
-    the call's result into the spec's outputs by name, as far as the library has them; this is not timed.
-    ``arranged``: operands in the library's own layout, which are made before the clock starts. A user would
-    store these operands in place of the spec's, so they do not count as a call's memory.
+    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``
+    converts the call's result into the spec's outputs by name, as far as the library computes them; this is
+    not timed. ``arranged``: operands in the library's own layout, prepared before timing. A user would store
+    them in place of the spec's operands, so they do not count as memory of a call.
     """
 
     call: Callable[[], Any]
@@ -35,8 +35,8 @@ class Prepared(NamedTuple):
 def followed(
     first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
 ) -> Prepared:
-    """Return an arm that runs ``first`` and then one more product, ``multiply(a, w.mT, out)``. Here a [rows,
-    K] is the second result of ``first``, and w is [N, K]. The output of the product has this name."""
+    """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. a [rows, K] is
+    the second result of ``first``, and w is [N, K]. ``name``: the name of the matmul's output."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:

@@ -1,5 +1,5 @@
-"""Run our specs with flashinfer-python. PyTorch does the matmuls; FlashInfer does the norms, activations and
-rotary embedding, and writes into buffers made beforehand.
+"""Run our specs with flashinfer-python. PyTorch computes the matmuls; FlashInfer computes the norms,
+activations and rotary embedding. All results go to preallocated buffers.
 
 FlashInfer is a library for inference, so it returns no rstd. Importing this module imports nothing heavy.
 """
@@ -54,8 +54,8 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 
 def _added(g: Given, w: Tensor) -> Prepared:
-    """A projection with its residual, and RMSNorm. A call gives (h, the normalised stream). The kernel adds
-    to the residual in place, so this arm works on its own copy, which every call adds to."""
+    """A projection with its residual, then RMSNorm. A call returns (h, the normalised stream). The kernel
+    adds to the residual in place. So this arm works on its own copy, whose values grow with every call."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -71,8 +71,8 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Restore the copy to the original residual and call once more before reading the results, since every
-    call adds to the copy."""
+    """Before the results are read, restore the copy to the original residual and call once more, because
+    every earlier call has added to the copy."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])
@@ -95,8 +95,8 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
     """Compute all heads with one matmul, normalise them if ``normed``, and rotate them in place. The kernel
-    expects queries and keys, so the first half of the heads stands for queries and the second for keys. Both
-    are views of one buffer."""
+    expects queries and keys. It gets the first half of the heads as queries and the second half as keys, as
+    views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
@@ -134,8 +134,7 @@ ADDED = "adds to the residual stream in place, in a buffer of its own that grows
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
-    """An entry that makes a first call when it is built, because FlashInfer compiles an operator at its first
-    call."""
+    """An entry that makes a first call when it is built, because FlashInfer then compiles its operator."""
 
     def built(g: Given) -> Prepared:
         prepare()

@@ -1,8 +1,8 @@
-"""Run liger-kernel on our specs: its kernels run around PyTorch's products. They are called through the
-functions that Liger's autograd classes call, so that no graph is stored.
+"""Run liger-kernel on our specs: Liger's kernels before and after PyTorch's matmuls. They are called through
+the functions that Liger's autograd classes call, so no autograd graph is stored.
 
-Products go into buffers made beforehand; Liger allocates its own results. Norms cast as in Liger's "gemma"
-mode, which computes everything in fp32 and rounds once. Importing this module imports nothing heavy.
+Matmuls write into preallocated buffers; Liger allocates its own results. Norms use Liger's "gemma" casting,
+which computes everything in fp32 and rounds once. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _swiglu_bwd(g: Given) -> Prepared:
 
 
 def _added(g: Given, w: Tensor) -> Prepared:
-    """A projection, its residual and RMSNorm. A call gives (h, the normalised stream, rstd)."""
+    """A projection with its residual, then RMSNorm. A call returns (h, the normalised stream, rstd)."""
     import torch
     from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
 
@@ -179,9 +179,9 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of query and key heads with separate halves, and buffers for their products, because
-    the kernel needs queries and keys as two contiguous tensors. The kernel pads the heads of each to a power
-    of two, so the number of query heads is a power of two."""
+    """Return the weights of query and key heads, with separate halves, and buffers for their matmuls. The
+    kernel needs queries and keys as two contiguous tensors. It pads the heads of each to a power of two, so
+    the number of query heads is a power of two."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1
     w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]
@@ -244,8 +244,8 @@ def _qk_norm_rope(g: Given) -> Prepared:
 
 
 def _cross_entropy(g: Given) -> Prepared:
-    """The cross-entropy of each row. A call gives (logits, loss); a row's fp32 loss is its log-sum-exp minus
-    its target's logit."""
+    """The cross-entropy of each row. A call returns (logits, loss). A row's fp32 loss is its log-sum-exp
+    minus its target's logit."""
     import torch
     import triton
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel

@@ -21,10 +21,10 @@ BUILD = "Ninja build failed"
 @cache
 def prepare() -> None:
     """Prepare the environment before FlashInfer is imported. FlashInfer takes the folder above the first nvcc
-    as the toolkit, which is wrong if this nvcc is a wrapper. It also asks the linker for a libcuda.so that
+    as the toolkit, which is wrong if that nvcc is a wrapper. It also asks the linker for a libcuda.so that
     may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    # ninja comes with a package, in an environment that may not be active.
+    # ninja comes with a Python package, whose environment may not be active
     os.environ["PATH"] = os.pathsep.join(
         [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     )
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 def installed(root: Path) -> list[Path]:
-    """The toolkits in a folder, newest first. A toolkit without a number in its name comes last."""
+    """The toolkits in a folder, newest first. A toolkit whose name has no number comes last."""
 
     def number(path: Path) -> list[int]:
         return [int(digits) for digits in re.findall(r"\d+", path.name)]
@@ -55,8 +55,8 @@ def toolkit(candidates: Iterable[Path]) -> Path | None:
 
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
-    """A folder with libcuda.so: the first folder that has it, or else ``own``, which is created if the driver
-    installed only libcuda.so.1. None if there is neither."""
+    """A folder that contains libcuda.so: the first one, or else ``own``, which is created if the driver
+    installed only libcuda.so.1. None if neither exists."""
     folders = list(folders)
     for folder in folders:
         if (folder / "libcuda.so").exists():
@@ -72,7 +72,7 @@ def library(folders: Iterable[Path], own: Path) -> Path | None:
 
 
 def last_words(said: str) -> str:
-    """The end of a build's output in one line, since errors come last."""
+    """The end of a build's output on one line, because errors come last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("ninja: build stopped")] or lines
     while len(" | ".join(told)) > WORDS and len(told) > 1:

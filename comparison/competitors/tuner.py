@@ -1,11 +1,11 @@
 """Prepare a process for CODA's own package: check its pinned versions, cache its tuner's choices on disk, and
-make its tuning shorter, with progress messages.
+shorten its tuning, with progress messages.
 
-The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, again in
+The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, anew in
 every process. That takes more than half an hour, with minutes of silence. Here all schedules are timed with
-few calls, and the fastest few are timed again by the tuner's own method. Few calls alone choose badly,
-because compilers run between them, and because a call after a pause runs at a cool GPU's clock. Importing
-this module imports nothing heavy.
+few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly:
+compilers run between them, and a call after a pause runs at a cool GPU's clock rate. Importing this module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from coda_agent.primitives.system.workers import count as cores
 from coda_agent.verifier.gpu.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
-WARM, TIMED = 10, 20  # most warm-up and timed calls of a schedule; QuACK makes at least 54 and 200
-SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that suffice, and the fewest timed calls
-OWN = 254  # calls that the tuner's own timing makes
-# most and fewest schedules that are timed again in the final, and the most milliseconds of the final
+WARM, TIMED = 10, 20  # most warm-up and timed calls per schedule; QuACK makes at least 54 and 200
+SHORT, FEWEST = 100.0, 4  # enough milliseconds of timed calls, and the least number of timed calls
+OWN = 254  # number of calls in the tuner's own timing
+# most and fewest schedules in the final, which times schedules again; and the most milliseconds of the final
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
 SECONDS = 10.0  # seconds between reports while only compilers work
@@ -37,7 +37,7 @@ SECONDS = 10.0  # seconds between reports while only compilers work
 
 @cache
 def prepare() -> None:
-    """Prepare the process before the package is imported. Raises RuntimeError in an environment with other
+    """Prepare the process before the package is imported. Raises RuntimeError if the environment has other
     versions."""
     check()
     os.environ |= {
@@ -65,7 +65,7 @@ def check() -> None:
 
 def cache_folder() -> Path:
     """The folder of compiled kernels and of the tuner's choices. Its name contains the GPU and the timing
-    method, because QuACK's keys contain neither."""
+    method, which QuACK's keys lack."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -73,8 +73,8 @@ def cache_folder() -> Path:
 
 
 def shorten(autotuner: Any, pool: Any) -> None:
-    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``. The tuner then makes fewer calls,
-    except in a final of the fastest schedules, and each timing gives a message."""
+    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: the tuner makes fewer calls except in
+    a final of the fastest schedules, and reports each timing."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
     autotuner._bench_cuda_graph_l2_rotate = time_configs
     kind._bench = _announced(kind._bench, count(1))
@@ -92,7 +92,7 @@ def time_configs(
 ) -> float | list[float]:
     """Time a schedule in milliseconds per call, with the arguments of QuACK's
     ``_bench_cuda_graph_l2_rotate``, which this function replaces. It makes WARM calls, then one replay of a
-    CUDA graph with about TIMED calls that cycle through the sets of inputs. Long calls are made fewer
+    CUDA graph with about TIMED calls that cycle through the sets of inputs. Long calls are repeated fewer
     times."""
     import torch
 
@@ -126,7 +126,7 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the tuner's arguments during the call, since the tuner's final needs inputs too."""
+    """Keep the tuner's arguments during the call, because its final also needs inputs."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -139,7 +139,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the tuner run a final before it writes a choice to disk. ``own``: the tuner's own timing."""
+    """Make the tuner run a final before it stores a choice. ``own``: the tuner's own timing."""
 
     def decided(tuner: Any, key: Any, configs: Any, race: Callable[[], None]) -> Any:
         def all_of_it() -> None:
@@ -163,7 +163,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
     finalists = ranked[: min(FINALISTS, max(LEAST, many))]
     try:
         sets = autotuner._clone_l2_rotate_inputs(args, kwargs, autotuner._pick_l2_rotate_count(args, kwargs))
-    except (RuntimeError, MemoryError):  # no memory for the sets, so keep the choice
+    except (RuntimeError, MemoryError):  # there is no memory for the sets of inputs, so keep the choice
         return
     autotuner._bench_cuda_graph_l2_rotate = own
     tuner._l2_cold_arg_sets, tuner._l2_cold_kwarg_sets = sets
@@ -187,7 +187,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
 
 
 def _reporting(poll: Callable[..., Any]) -> Callable[..., Any]:
-    """Report that the tuner waits while compilers run one after another."""
+    """Report that the tuner is waiting while compilers run one after another."""
     said = time.monotonic()
 
     def heard(pool: Any, sha: str) -> Any:

@@ -1,8 +1,8 @@
-"""Run CODA's own package, coda-kernels, on our specs. Its functions in coda.core are called as the package's
-layers and tests call them, and the package tunes them at the first call (``tuner``).
+"""Run CODA's own package, coda-kernels, on our specs. The functions of coda.core are called as the package's
+own layers and tests call them. The first call tunes (``tuner``).
 
-The package lacks kernels for some of the paper's operators (``ABSENT``). Row scales run in PyTorch. Importing
-this module imports nothing heavy.
+The package lacks kernels for some of the paper's operators (``ABSENT``). PyTorch computes row scales.
+Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def _partial_cross_entropy(g: Given) -> Prepared:
 
 
 def _partial_cross_entropy_unstored(g: Given) -> Prepared:
-    """The kernel leaves the target's logit of an ignored row unchanged, so the call starts by zeroing it."""
+    """The kernel does not write the target's logit of ignored rows, so each call first sets all of these
+    logits to zero."""
     from coda.core.gemm.functional import gemm_lse_select_logits
 
     x, w, target = g.inputs["x"], g.inputs["w"], g.inputs["target"].int()
@@ -183,8 +184,8 @@ ENTRIES: dict[str, Implementation] = {
     ),
 }
 
-# Specs for which PyTorch computes a part in passes over whole matrices. This part is a row scale, or all
-# outputs of the backward but dz.
+# Specs for which PyTorch computes a part, in passes over whole matrices: a row scale, or all outputs of the
+# backward except dz.
 HELPED = frozenset(
     {
         "gemm_rmsnorm_swiglu",
@@ -195,7 +196,7 @@ HELPED = frozenset(
 )
 
 # Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt). It lacks
-# coda.kernels.gens.epilogue with the operators' kernels, so the host functions cannot be imported.
+# coda.kernels.gens.epilogue, the module with their kernels, so the host functions cannot be imported.
 LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
 
 ABSENT: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""The comparison's table: a cell shows its column's fastest arm (implementation), or why it has no figure."""
+"""The comparison's table. A cell shows its column's fastest arm (implementation), or why it has no figure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHANGED = "is another since it was measured: coda-agent compare measures it agai
 class Cell:
     """A column's fastest arm in a row.
 
-    ``against``: the arm's time divided by the time of the LLM's kernel, so above 1 if the LLM's kernel is
-    faster. It is None in a row without such a kernel, and in that kernel's own cell. ``indirect``: the two
-    arms were never in one session, so the ratio goes through the reference arm. ``processes``: how many
-    processes measured the ratio, or the time if there is no ratio. An indirect ratio has two steps, and the
-    step with fewer processes counts.
+    ``against``: the arm's time over that of the LLM's kernel; above 1 the LLM's kernel is faster. None in a
+    row without such a kernel, and in that kernel's own cell. ``indirect``: the two arms never shared a
+    session, so the ratio is computed through the reference arm. ``processes``: the number of processes that
+    measured the ratio, or the time if there is no ratio. For an indirect ratio, the smaller number of its two
+    steps.
     """
 
     arm: str
@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Empty:
-    """A cell that has no figure, with the reason."""
+    """A cell without a figure, with the reason."""
 
     reason: str
 
@@ -58,7 +58,7 @@ class TableRow:
     sizes: Mapping[str, int]
     roofline: float
     reference_arm: str
-    cells: Mapping[str, Cell | Empty]  # by column name; only the columns to show
+    cells: Mapping[str, Cell | Empty]  # by column name; only columns to show
 
     def cell(self, column: str) -> Cell | None:
         found = self.cells.get(column)
@@ -71,7 +71,7 @@ def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
 
 
 def current_sessions(results: Results) -> list[Session]:
-    """The sessions that the cells come from. Sessions whose arms have all changed since then are left out."""
+    """The sessions that the cells come from, without sessions whose arms have all changed since."""
     return [session for name in results.rows() for session in _row(results, *name).standing()]
 
 
@@ -100,8 +100,8 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
 
 
 def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
-    """The cell, with the time of the model's other kernel (the program, or the text edited after lowering) in
-    its note, for readers who want both."""
+    """The cell, whose note also gives the time of the model's other kernel (the program or the edited
+    code)."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
     times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
@@ -112,8 +112,8 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
-    steps, and its ``processes`` are from the step with fewer processes."""
+    """A ratio of two arms' times, and the ``processes`` that measured it. If it is ``indirect``,
+    ``processes`` are those of the step with fewer."""
 
     interval: Interval
     processes: frozenset[int]
@@ -121,8 +121,9 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without outdated figures: the row's definition (``question``), the arm or the
-    reference arm must not have changed in a later session or in the last request (``present``)."""
+    """The sessions of one row, without outdated figures. Figures are outdated if the row's definition
+    (``question``), the arm or the reference arm has changed in a later session or in the last request
+    (``present``)."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -142,7 +143,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for session in sessions:
             for arm, failure in session.failed.items():
-                if self.keys.get(arm) != failure.key:  # otherwise the arm has figures from another process
+                if self.keys.get(arm) != failure.key:  # otherwise another process has figures for the arm
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in session.arms.items() if session in timed else ():
@@ -153,16 +154,16 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """The arms that have changed since they were measured, or all arms if the question or the reference
-        arm has changed. The reference arm itself is never included, since ratios go through it."""
+        """The arms that have changed since they were measured. All arms, if the question or the reference arm
+        has changed. The reference arm itself is never included, because ratios go through it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions that have a current arm other than the reference arm, or that have only the
-        reference arm. If there are none, all timed sessions."""
+        """The timed sessions with a current arm besides the reference arm, or with only the reference arm. If
+        there are none, all timed sessions."""
         found = [
             s
             for s in self.timed
@@ -174,7 +175,7 @@ class _Row:
         return found or self.timed
 
     def slowness(self, arm: str) -> float:
-        """The logarithm of the arm's time over the reference arm's time, as a mean over sessions."""
+        """The logarithm of the arm's time over the reference arm's, averaged over sessions."""
         return fmean(
             median(
                 map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.reference_arm].milliseconds))
@@ -202,7 +203,7 @@ class _Row:
         )
 
     def _failing(self, arm: str) -> str:
-        """Why an arm that was timed in some processes failed in another process; empty if it did not fail."""
+        """Why an arm that was timed in some processes failed in another; empty if it never failed."""
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason
@@ -227,13 +228,13 @@ class _Row:
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
-    """The processes of these sessions. A process has several sessions if some arms ran separately or again;
-    the reference arm runs in each session."""
+    """The processes of these sessions. A process has several sessions if some arms ran separately or
+    again."""
     return frozenset(s.process for s in sessions)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """The ratio over several processes, or over the rounds of a single process. Results are cached, because a
-    table that is redrawn after each session has few new ratios."""
+    """The ratio over several processes, or over the rounds of a single one. Results are cached: when a table
+    is redrawn after a session, few ratios are new."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

@@ -1,7 +1,7 @@
 """Charts of a comparison as SVG and PNG: speedups with their intervals, and times over the roofline.
 
-Matplotlib draws the charts, and is imported when the first chart is drawn. The same table rows always give
-the same bytes.
+Matplotlib draws the charts; it is imported with the first chart. The same table rows always give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
-# Okabe and Ito's colours, which colour-blind readers can distinguish. SHAPES has one marker per colour.
+RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the order of the columns
+# Okabe and Ito's colours, which colour-blind readers can tell apart. SHAPES has one marker per colour.
 COLOURS = {
     COMPILE: "#E69F00",
     HUMAN: "#0072B2",
@@ -46,7 +46,7 @@ COLOURS = {
     MATMUL: "#000000",
 }
 SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
-ABOVE = {FLASHINFER: 3.5, LLM: 4}  # z-order: the cross and the ring stay visible over a coinciding dot
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # z-order: the cross and the ring stay visible on top of a dot
 TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
@@ -77,17 +77,17 @@ TICKS = (
     50,
     100,
 )
-FEWEST_INCHES = 0.4  # the least distance between two labels of an axis
+FEWEST_INCHES = 0.4  # least distance between two labels of an axis
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
-SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters in a line
-BAR = 0.105  # height of a bar in inches, which is also the height of its ratio's text
-LABEL = 0.5  # inches for a bar's ratio and its marks
-GAP = 0.55  # space between operators, as a share of a row's height
+SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters per line
+BAR = 0.105  # height of a bar in inches, and of its ratio's text
+LABEL = 0.5  # inches for a bar's ratio and marks
+GAP = 0.55  # space between operators, relative to a row's height
 
 
 def draw(lines: Sequence[TableRow], measured: str = "") -> dict[str, bytes]:
-    """Draw the charts that have something to show, and return their files by name: speedup and roofline, each
-    as .svg and .png. ``measured`` (kernels, machine, date) goes below the titles."""
+    """Draw the charts that have data; return their files by name: speedup and roofline, each as .svg and
+    .png. ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
     with styled():
         return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in ANONYMOUS}
@@ -104,8 +104,8 @@ def _figures(lines: Sequence[TableRow], measured: str) -> dict[str, Figure]:
 
 
 def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """Draw one bar per row and rival from 1, to the right if the LLM's kernel is faster, to the left if the
-    rival is. The axis is logarithmic, so that half as fast is as far from 1 as twice as fast."""
+    """Draw one bar per row and rival, starting at 1. It goes right if the LLM's kernel is faster, and left if
+    the rival is. The axis is logarithmic, so twice as fast and half as fast are equally far from 1."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
@@ -134,7 +134,7 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
-    """Footnotes that explain the marks, and that name the operators for which a column of people's kernels
+    """Footnotes: they explain the marks, and name the operators for which a column of human-written kernels
     also contains work by others."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
@@ -193,7 +193,7 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 
 
 def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """Draw one dot per row and column: the time over the least that the hardware allows. The axis is
+    """Draw one dot per row and column: the time over the least time that the hardware allows. The axis is
     logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
@@ -222,20 +222,20 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _time(line: TableRow, cell: Cell) -> float:
-    """The cell's time in milliseconds. If the cell's ratio is indirect, this is the LLM's time multiplied by
-    that ratio, since the GPU's clock may differ between sessions."""
+    """The cell's time in milliseconds. For an indirect ratio, this is the LLM's time multiplied by the ratio,
+    because the clock rate may differ between sessions."""
     own, ratio = line.cell(LLM), _indirect(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
 
 def _indirect(cell: Cell | None) -> Interval | None:
-    """The cell's ratio if it goes through the reference arm, otherwise None."""
+    """The cell's ratio if it is indirect (through the reference arm); otherwise None."""
     return cell.against if cell and cell.indirect else None
 
 
 def _dot(name: str) -> dict[str, Any]:
-    """The style of a column's dot. The LLM has a ring, FlashInfer a cross and matmul a stroke, so that
-    coinciding dots remain visible."""
+    """The style of a column's dot. The LLM has a ring, FlashInfer a cross and matmul a dash, so that they
+    stay visible where dots coincide."""
     thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
@@ -253,8 +253,8 @@ def _dot(name: str) -> dict[str, Any]:
 def _canvas(
     lines: Sequence[TableRow], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
-    """A figure with axes in which each table row is ``inches`` high, next to its operator's name, and the
-    position of each row. ``measured`` appears in small print below the title, ``notes`` at the foot."""
+    """A figure, its axes, and the position of each table row. A row is ``inches`` high, next to its
+    operator's name. ``measured`` appears in small print below the title, ``notes`` at the bottom."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0
@@ -326,7 +326,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
-    """Put the legend above the axes and the numbers of the axis."""
+    """Put the legend above the axes and their numbers."""
     top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
     figure.legend(
         handles=handles,

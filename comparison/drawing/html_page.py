@@ -1,4 +1,4 @@
-"""A comparison as one HTML page, which needs no network access, scripts or other files."""
+"""A comparison as one HTML page without network access, scripts or other files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SESSION_HEADINGS = (
 
 
 def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] = NAMES) -> str:
-    """The page's text. ``drawn``: the charts' files by name, of which the page uses the .svg files."""
+    """The text of the page. ``drawn``: the charts' files by name; the page uses the .svg files."""
     found = ordered(lines(results, columns))
     if not found:
         return render("comparison.html", title=TITLE, measured=NOTHING, columns=())
@@ -101,7 +101,7 @@ def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], 
 
 
 def _column(line: TableRow, name: str) -> tuple[str, ...]:
-    """A column's entries. The number of processes is for the ratio, or for the time if there is no ratio."""
+    """A column's cells. The number of processes is that of the ratio, or of the time if there is no ratio."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
@@ -123,7 +123,7 @@ def _loss(loss: Loss) -> str:
 
 
 def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
-    """One entry per session and arm of the row's columns. Arms that have changed since then are marked."""
+    """One row per session and arm of the row's columns. Arms that have changed since then are marked."""
     sessions = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for session in sessions for name, arm in session.arms.items()}

@@ -1,7 +1,6 @@
 """A comparison as Markdown: its tables, and the whole page.
 
-A number in a cell refers to a note below the tables. The note says why the cell is empty, or describes the
-cell.
+A number in a cell refers to a note below the tables, which describes the cell or says why it is empty.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
 _PLACE = re.compile("(<!-- table: (comparison|headline) -->\n).*?(<!-- /table -->)", re.DOTALL)
-_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters that Markdown interprets anywhere in a line
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters with a meaning in Markdown anywhere in a line
 BOLD = (
     f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
     "which do less."
@@ -76,7 +75,7 @@ CLOCKS = (
 
 @dataclass(frozen=True)
 class CellText:
-    """A cell's text. ``best``: it is the row's fastest cell. ``notes``: the numbers of its notes."""
+    """The text of a cell. ``best``: it is the fastest of its row. ``notes``: the numbers of its notes."""
 
     text: str
     best: bool = False
@@ -95,7 +94,7 @@ class Sheet:
 
 @dataclass
 class Notes:
-    """Notes, which are numbered from 1 in the order of their first use."""
+    """Notes, numbered from 1 in the order of first use."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -151,9 +150,9 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
-    """Replace the ``brief`` and the ``headline`` of a Markdown file, between the comments that mark them.
+    """Replace the ``brief`` and the ``headline`` in a Markdown file, between the comments that mark them.
 
-    Raises InvalidInput if the file marks neither of them, or marks one of them twice, and OSError.
+    Raises InvalidInput if the file marks neither, or marks one of them twice. Raises OSError.
     """
     made = {"comparison": brief, "headline": headline}
     text = marked(path)
@@ -161,7 +160,7 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
 
 def marked(path: Path) -> str:
-    """The text of a file that marks a place for ``write``. Raises the same errors as ``write``."""
+    """The text of a file that marks a place for ``write``. Raises the same errors."""
     text = path.read_text(encoding="utf-8")
     names = [match[2] for match in _PLACE.finditer(text)]
     if not names or len(set(names)) < len(names):
@@ -178,14 +177,14 @@ def columns_of(found: Sequence[TableRow]) -> tuple[str, ...]:
 
 
 def rivals(found: Sequence[TableRow]) -> tuple[str, ...]:
-    """The summary's columns that have cells in these rows. CODA's own package, which few machines have, is
-    included only if it has figures."""
+    """The summary's columns that have cells in these rows. CODA's own package is included only if it has
+    figures, because few machines have it."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
 
 def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
-    """The tables of these rows, and the notes that the cells refer to."""
+    """The tables of these rows, and the notes to which their cells refer."""
     notes, names = Notes(), columns_of(found)
     return [
         _filled(
@@ -239,7 +238,7 @@ def mark(row: RowRatio) -> str:
 
 
 def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A sentence for each mark on these columns' ratios."""
+    """A sentence for each mark that these columns' ratios have."""
     rows = _row_ratios(found, columns)
     beside = dict.fromkeys(
         BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
@@ -258,7 +257,7 @@ def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
 
 
 def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A warning about these columns' times, if any of their ratios is indirect."""
+    """A warning about these columns' times if one of their ratios is indirect."""
     return [CLOCKS] if any(row.indirect for _, row in _row_ratios(found, columns)) else []
 
 
@@ -273,8 +272,8 @@ def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tup
 
 
 def fastest(line: TableRow) -> str | None:
-    """The row's fastest column by ratio. Columns that compute only part of the row, or whose time is
-    impossible, do not count."""
+    """The row's fastest column, by ratio. Columns that compute only part of the row, or have an impossible
+    time, do not count."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
@@ -286,7 +285,7 @@ def fastest(line: TableRow) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The summary's rows under the headings SUMMARY: operators, kinds of kernels, totals, then whole
+    """The rows of the summary under the headings SUMMARY: operators, kinds of kernels, totals, whole
     layers."""
     tallies = (*found.operators, *found.kinds, *found.totals)
     return [
@@ -296,14 +295,14 @@ def summed(found: Summary) -> list[tuple[str, ...]]:
 
 
 def claimed(finding: CheckedClaim) -> tuple[str, ...]:
-    """A claim's row under the headings CLAIMED."""
+    """The row of a claim under the headings CLAIMED."""
     claim = finding.claim
     span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
     return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
 
 
 def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
-    """Remarks on a cell: its arm unless this is the column's first, its note, and whether its time is
+    """Remarks on a cell: its arm (unless it is the column's first), its note, and whether its time is
     impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
     arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
@@ -311,7 +310,7 @@ def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows unchanged in one line: no markup, HTML, link or extra cell."""
+    """Escape text so that Markdown shows it as it is, on one line: no markup, HTML, link or extra cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
 
 
@@ -324,7 +323,7 @@ def _filled(
     text: Callable[[TableRow, Cell], str],
     bound: Callable[[TableRow], str] | None = None,
 ) -> Sheet:
-    """A sheet with the ``text`` of every cell. If ``bound`` is given, a last column shows the roofline."""
+    """A sheet with the ``text`` of every cell. ``bound``: add a last column with the roofline."""
 
     def entry(line: TableRow, column: str) -> CellText:
         cell = line.cells.get(column, Empty("not measured"))
@@ -385,14 +384,15 @@ def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _explained(column: Column, have: Collection[str]) -> str:
-    """A column's description. If several of its arms have figures, it names them and the default arm."""
+    """A column's description. If several of its arms have figures, it names these arms and the default
+    arm."""
     arms = [arm for arm in column.arms if arm in have]
     which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
     return column.what + (which if len(arms) > 1 else "")
 
 
 def _sheet(sheet: Sheet) -> str:
-    """A sheet as Markdown. Each operator is named in its first row only."""
+    """A sheet as Markdown. Only the first row of each operator names the operator."""
     rows, last = [], ""
     for operator, case, entries in sheet.rows:
         name = _operator_code(operator) if operator != last else ""

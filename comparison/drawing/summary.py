@@ -1,6 +1,6 @@
 """The summary of a comparison: the LLM's kernels against other columns by operator, and the paper's claims.
 
-A ratio is a column's time divided by the time of the LLM's kernel, so above 1 the LLM's kernel is faster.
+A ratio is a column's time over the time of the LLM's kernel; above 1 the LLM's kernel is faster.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ TEN = GROUPS["CODA's ten"]
 SWIGLU_BACKWARD = "gemm_swiglu_bwd"
 WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # whole layers
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
-RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in its order
+RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in order
 OPERATORS, LAYERS = "all operators", "all layers"
-FEWEST = 2  # processes for a decision, since a single process shows no variation between processes
-ALONE, DOUBTED = "‡", "§"  # marks of a ratio from one process, and of an impossible time
-BELOW = 0.05  # the share by which a time may fall below the roofline, since ceilings are measured
+# processes needed for a decision, because a single process does not show the variation between processes
+FEWEST = 2
+ALONE, DOUBTED = "‡", "§"  # marks for a ratio from one process, and for an impossible time
+BELOW = 0.05  # the fraction by which a time may be below the roofline, because the peak rates are measured
 NOTHING = "Nothing has been measured yet."
 
 
@@ -46,8 +47,7 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """Operators of a column that are summed together, with a ``name`` for tables and ``told`` for
-    sentences."""
+    """Operators of a column that are averaged together. ``name``: for tables. ``told``: for sentences."""
 
     name: str
     told: str
@@ -55,9 +55,9 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """A column of people's kernels, of two kinds: those people's ``own`` kernels, and ``other`` ones, which
-    we composed or which need passes of PyTorch. ``which`` tells whether an operator's kernel is of the other
-    kind. ``drawn``: how a chart describes the other kind."""
+    """A column of human-written kernels of two kinds: kernels of the library itself (``own``), and ``other``
+    ones, which we composed or which need passes of PyTorch. ``which``: whether an operator's kernel is of the
+    other kind. ``drawn``: how a chart describes the other kind."""
 
     own: Kind
     other: Kind
@@ -85,7 +85,8 @@ SHARED = {
 
 @dataclass(frozen=True)
 class RowRatio:
-    """One row's ratio, and how many ``processes`` measured it. ``doubted``: a time in it is impossible."""
+    """The ratio of one row, and the number of ``processes`` that measured it. ``doubted``: one of its times
+    is impossible."""
 
     case: str
     ratio: Interval
@@ -98,7 +99,8 @@ class RowRatio:
         """The ratio in a row's cell; None if the cell has no ratio."""
         if cell.against is None:
             return None
-        own = cell.milliseconds / cell.against.estimate  # the LLM's time, whose column may not be shown
+        # the LLM's time, computed because its column may not be shown
+        own = cell.milliseconds / cell.against.estimate
         doubted = below(line, cell) or own < line.roofline * (1 - BELOW)
         return cls(line.case, cell.against, cell.indirect, cell.processes, doubted)
 
@@ -112,8 +114,8 @@ class RowRatio:
 
     @property
     def outcome(self) -> Outcome:
-        """A win or a loss of the LLM's kernel if the whole interval shows it, over several processes;
-        otherwise a tie or undecided."""
+        """A win or a loss of the LLM's kernel if the whole interval and several processes show it. Otherwise
+        a tie or undecided."""
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -145,7 +147,7 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as text, without an interval if a row is undecided, since that would claim too much."""
+        """The mean as text. It has no interval if a row is undecided, because that would claim too much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else ratio_text(self.mean)
 
@@ -155,19 +157,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator. It is empty if no row has both."""
+    """The LLM's kernels against a column, by operator; empty if no row has both."""
 
     column: str
     operators: tuple[Tally, ...]
 
     @property
     def totals(self) -> tuple[Tally, ...]:
-        """The tally of all operators, and the tally of all whole layers. A tally without rows is left out."""
+        """The tallies of all operators and of all whole layers, without empty ones."""
         return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """The tallies of both kinds of a column in ``SHARED``. A tally without rows is left out."""
+        """The tallies of both kinds of a column in ``SHARED``, without empty ones."""
         if not (shared := SHARED.get(self.column)):
             return ()
         own, other, which = shared.own.name, shared.other.name, shared.which
@@ -190,7 +192,7 @@ class Summary:
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """A tally as text, with a note on whose kernels it counts."""
+        """A tally as text, which says whose kernels it counts."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
             return f"{tally} {shared.own.told}"
@@ -199,8 +201,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim: in the rows of these operators, the ratio to this column lies from ``low`` to
-    ``high``. If ``cases`` are named, the claim is only about the rows of these cases."""
+    """A published claim: for these operators, the ratio to this column is between ``low`` and ``high``.
+    ``cases``: the only cases that the claim is about, if it names any."""
 
     what: str
     operators: tuple[str, ...]
@@ -240,7 +242,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim, and the measured rows that it is about."""
+    """A claim with the measured rows that it is about."""
 
     claim: Claim
     rows: tuple[RowRatio, ...]
@@ -255,8 +257,8 @@ class CheckedClaim:
 
     @property
     def verdict(self) -> str:
-        """How many rows are within the claim, how many are below or above it with their whole interval, and
-        how many are undecided."""
+        """The number of rows within the claim, the number of rows whose whole interval is below or above it,
+        and the number of undecided rows."""
         claim, decided = self.claim, [row.ratio for row in self.rows if not row.undecided]
         below = sum(ratio.high < claim.low for ratio in decided)
         above = sum(ratio.low > claim.high for ratio in decided)
@@ -269,7 +271,7 @@ class CheckedClaim:
 
 
 def against(lines: Sequence[TableRow], column: str) -> Summary:
-    """The summary of the operators whose rows have both this column and the LLM's kernel."""
+    """The summary of the operators for which some row has both this column and the LLM's kernel."""
     found: dict[str, list[RowRatio]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
@@ -300,12 +302,12 @@ def findings(lines: Sequence[TableRow]) -> list[CheckedClaim]:
 
 def below(line: TableRow, cell: Cell) -> bool:
     """Whether a time is shorter than the hardware allows. A bare matmul never counts as too short, because it
-    does less work than the roofline counts."""
+    does less work than the roofline assumes."""
     return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
 
 
 def doubts(rows: Iterable[RowRatio]) -> str:
-    """The marks of the reasons why any of these rows are undecided."""
+    """The marks for the reasons why rows are undecided."""
     rows = list(rows)
     told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
     return "".join(mark for mark, needed in told.items() if needed)
@@ -318,8 +320,7 @@ _WHY = {
 
 
 def ratio_text(ratio: Interval) -> str:
-    """A ratio with three decimals, or with enough to distinguish an interval that ends just short of 1 from
-    one that contains 1."""
+    """A ratio with three decimals. It has more if they are needed to show whether an interval contains 1."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
     places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
     return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"
@@ -332,7 +333,7 @@ def _all(name: str, tallies: Sequence[Tally]) -> Tally:
 
 def together(ratios: Sequence[Interval]) -> Interval:
     """The geometric mean of independent ratios. In logarithms, its half-width is the root of the sum of the
-    squared half-widths, divided by the number of ratios."""
+    squared half-widths, over the number of ratios."""
 
     def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         low, high = (
@@ -354,8 +355,8 @@ def together(ratios: Sequence[Interval]) -> Interval:
 
 
 def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
-    """Rows in the order that all tables use. Unknown operators come last; within an operator, the widths of
-    real models come first."""
+    """Rows in the order of all tables: unknown operators come last, and within an operator the widths of real
+    models come first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)
     first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
@@ -370,7 +371,7 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
 
 
 def conditions_text(results: Results) -> str:
-    """The devices, versions and dates of the results as text. If sessions differ, it lists every value."""
+    """Text about the devices, versions and dates of the results. If sessions differ, it lists every value."""
     sessions = current_sessions(results)
     if not sessions:
         return NOTHING

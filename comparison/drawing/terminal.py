@@ -1,4 +1,5 @@
-"""Show a comparison in a terminal while it is measured, in blocks of columns if the terminal is narrow."""
+"""Show a comparison in a terminal while it is measured. On a narrow terminal the columns are split into
+blocks."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ UNMEASURED = "not measured"
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
     """The table, with milliseconds (bold for the fastest column shown) and the ratio to the LLM's kernel
-    (green for that kernel's win, red for its loss). Empty cells refer to numbered reasons below the table.
-    ``doing`` is shown above the table, since a screen may show only the table's beginning."""
+    (green for that kernel's win, red for its loss). Empty cells refer to numbered notes below the table.
+    ``doing`` is shown above the table, because the screen may only show the beginning."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
         names = columns_of([line for _, line in shown])
-        # Fill all cells now, row by row, so that the number of blocks does not change the footnotes' numbers.
+        # Fill all cells row by row first, so that the notes' numbers do not depend on the number of blocks.
         cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
         parts.append(_Blocks(shown, names, cells))
     else:
@@ -49,7 +50,7 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
-    """Each row with the text to its left: its operator's name, which may continue over several rows."""
+    """Each row with the text on its left: the operator's name, which may extend over several rows."""
     rows: list[tuple[str, TableRow]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)
@@ -60,7 +61,7 @@ def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
 
 
 def _name(operator: str) -> list[str]:
-    """A name on as many lines as it needs, broken between its words."""
+    """A name on as many lines as needed, broken between words."""
     lines = [""]
     for word in re.findall(r"[^_ ]*(?:[_ ]|$)", visible(operator).removeprefix("gemm_")):
         joined = lines[-1] + word
@@ -70,7 +71,7 @@ def _name(operator: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The table, with as many columns side by side as fit. ``cells`` has one sequence per row."""
+    """The table, with as many columns side by side as fit. ``cells``: one sequence per row."""
 
     rows: Sequence[tuple[str, TableRow]]
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""A Transformer layer in several variants, to be compared whole: forward, and forward with backward.
+"""A Transformer layer in several variants, compared as a whole: forward only, and forward with backward.
 
 Importing this module imports nothing heavy.
 """
@@ -19,7 +19,7 @@ VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, FUSED)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
-    """The named variant of a layer with the drawn weights, on their device.
+    """The named variant of a layer with the given weights, on their device.
 
     The layer compiles during its first calls. Raises ValueError for an unknown name, and ImportError if Liger
     is not installed.

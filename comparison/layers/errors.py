@@ -1,4 +1,4 @@
-"""A layer variant's distance from the truth: the plain layer in fp32, on the same bf16 numbers."""
+"""The error of a layer variant: its distance from the plain layer in fp32, on the same bf16 numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from coda_agent.comparison.layers.shape import Drawn, Shape, Weights
 
 def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
     """Every output of one layer by name and, with ``backward``, every gradient: "y", "normed", "d x", "d
-    qkv", ... Without ``backward`` the layer runs in inference, so that no variant compiles code that it will
-    not run."""
+    qkv", ... Without ``backward`` the layer runs in inference mode, so that no variant compiles code that it
+    will not run."""
     if not backward:
         return layer.outputs(layer.forward(layer.start(drawn.x)))
     y, saved = layer.train(layer.start(drawn.x))
@@ -34,7 +34,7 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values. It is NaN or infinite if any found value is.
+    """The RMS of each error over the RMS of the exact values. It is NaN or infinite if any computed value is.
     Raises ValueError if names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}

@@ -1,7 +1,7 @@
-"""The layer as the package ``fused`` computes it, forward and derived backward, under torch.compile.
+"""The layer as the package ``fused`` computes it under torch.compile: the forward and the derived backward.
 
-It takes a stream whose norm is begun, and begins the next layer's norm (``fused.stack``). Weights are packed
-once, as ``fused`` would pack them in each call.
+The layer's input includes the first part of its norm, and the layer computes the first part of the next
+layer's norm (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coda_agent.fused.chains import Begun, begun
 
 
 class BegunStream(NamedTuple):
-    """The residual stream [tokens, D], and what is begun of the next norm."""
+    """The residual stream [tokens, D], and the first part of the next norm of it."""
 
     h: Tensor
     begun: Begun
@@ -30,7 +30,7 @@ class BegunStream(NamedTuple):
 def layer(
     shape: Shape, stream: BegunStream, weights: Weights, next_norm: Tensor, table: Tensor
 ) -> BegunStream:
-    """The pre-norm layer of packed weights."""
+    """The pre-norm layer, from packed weights."""
     norm, following = (functional.Norm(w, EPS) for w in (weights.attention_norm, next_norm))
     qkv = functional.before_attention(
         stream.h, norm, weights.qkv, None, table, sum(shape.projections[:2]), stream.begun
@@ -51,7 +51,7 @@ Function = Callable[[Shape, BegunStream, Weights, Tensor, Tensor], BegunStream]
 
 
 class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
-    """The function ``layer``. ``weights`` and ``next_norm`` are laid out as in the plain layer. ``compiled``
+    """The function ``layer``. ``weights`` and ``next_norm`` have the plain layer's layout. ``compiled``
     transforms the function, for example by torch.compile."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
 
 
 def packed(shape: Shape, weights: Weights) -> Weights:
-    """The plain layer's weights with the two rows of each pair adjacent: two rows that are rotated together,
+    """The plain layer's weights, with the two rows of each pair adjacent: two rows that are rotated together,
     or a gate row and its up row."""
     q, k, v = weights.qkv.split(shape.projections)
     qkv = torch.cat((*(functional.rotary_pairs(t, shape.head_width) for t in (q, k)), v))
@@ -117,7 +117,7 @@ def unpacked(shape: Shape, weights: Weights) -> Weights:
 
 
 def programs(shape: Shape, *, backward: bool) -> list[ahead.Bound]:
-    """The programs that the layer runs, with their sizes. Nothing is computed."""
+    """The programs that the layer runs, with their sizes. This computes nothing."""
     width, ffn = shape.width, shape.ffn
     empty: Any = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     weights = Weights(

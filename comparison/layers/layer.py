@@ -17,12 +17,12 @@ class Layer(ABC, Generic[Stream, Saved]):
     """One layer. Layers of the same variant can be stacked: each passes a ``Stream`` to the next.
 
     ``forward``, ``train``, ``backward`` and ``step`` launch work and do not wait. ``start``, ``outputs`` and
-    ``gradients`` convert between layouts, and are not timed.
+    ``gradients`` convert layouts and are not timed.
     """
 
     @abstractmethod
     def start(self, x: Tensor) -> Stream:
-        """The stream that the previous layer would pass, given that layer's output [tokens, D]."""
+        """The stream that a previous layer with output x [tokens, D] would pass on."""
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:
@@ -30,13 +30,13 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def train(self, stream: Stream) -> tuple[Stream, Saved]:
-        """Run the forward, and return its stream and the values that the backward needs."""
+        """Run the forward; return its stream and the values that the backward needs."""
 
     @abstractmethod
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
         """The gradients of the layer's input, "x", and of each of its ``Weights``, by name, in the variant's
         own layout. ``dout`` [tokens, D] is the gradient of the residual stream that the layer returned.
-        ``saved`` may be used for one call only."""
+        ``saved`` may be used only once."""
 
     def step(self, stream: Stream, dout: Tensor) -> Gradients:
         """Run the forward and the backward."""
@@ -44,11 +44,11 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def outputs(self, stream: Stream) -> dict[str, Tensor]:
-        """The outputs in a stream that the layer returned: "y" [tokens, D], and "normed", which is y after
-        the next norm."""
+        """The outputs in a stream that the layer returned: "y" [tokens, D], and "normed" (y after the next
+        norm)."""
 
     def arranged(self) -> tuple[Tensor, ...]:
-        """Copies of weights in the variant's own layout, which a user would store in place of the drawn
+        """Copies of weights in the variant's own layout. A user would store them in place of the drawn
         weights."""
         return ()
 

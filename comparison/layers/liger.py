@@ -2,8 +2,8 @@
 
 One operator adds the residual and applies the FFN's norm; another applies SwiGLU to a tensor with gate and
 up. The rotation works in place on contiguous heads, so it must copy the q and k of a joint projection. With
-separate projections (``apart``) it copies nothing, but there are three matmuls, and the backward adds more
-gradients. The benchmark decides which is faster.
+separate projections (``apart``) there is no copy, but there are three matmuls, and the backward has more
+gradients to add. The benchmark decides which is faster.
 """
 
 from __future__ import annotations

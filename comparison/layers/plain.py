@@ -1,4 +1,4 @@
-"""The layer as people write it in PyTorch. It is the input of torch.compile and, in fp32, the truth."""
+"""The layer as a user writes it in PyTorch. It is the input of torch.compile and, in fp32, the truth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = Callable[[Shape, Tensor, Weights, Rotary], Tensor]
 
 
 def rmsnorm(x: Tensor, gamma: Tensor) -> Tensor:
-    """RMSNorm, with statistics in fp32 and a multiplication by the weight in x's dtype."""
+    """RMSNorm with statistics in fp32; the weight is multiplied in x's dtype."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).type_as(x) * gamma
 
@@ -43,7 +43,7 @@ def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
-    """A layer that is a function of x and ``parameters``, with its backward by autograd. Its stream is x."""
+    """A layer that is a function of x and ``parameters``; autograd computes its backward. Its stream is x."""
 
     def __init__(self, shape: Shape, parameters: Mapping[str, Tensor], next_norm: Tensor):
         self.shape, self.next_norm = shape, next_norm
@@ -77,8 +77,8 @@ class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
 
 
 class Plain(Differentiated):
-    """The function ``layer`` in eager PyTorch. If ``compiled`` is given, it transforms the function, for
-    example by torch.compile in some mode."""
+    """The function ``layer`` in eager PyTorch. ``compiled``: an optional transformation, such as
+    torch.compile in some mode."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # A separate code object: torch.compile caches its results by code object and gives up after eight.
+        # A separate code object, because torch.compile caches results by code object and gives up after
+        # eight.
         own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
         self._layer: Function = compiled(own) if compiled else own
 

@@ -1,6 +1,6 @@
-"""Time a layer in all its variants, interleaved, on the GPU in a worker. A task of ``verifier.gpu.worker``.
+"""Time all variants of a layer, interleaved, on the GPU. This is a task for ``verifier.gpu.worker``.
 
-A session times the forward only, or the forward and the backward. Every variant's outputs, and its gradients
+A session times either the forward only, or forward and backward. Every variant's outputs, and its gradients
 if there is a backward, are compared once with the results of the plain layer in fp32.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and their shape. ``kernels``: those that ``fused`` runs, with their
+    """The variants of a session, and the layer's shape. ``kernels``: those that ``fused`` runs, with their
     sizes."""
 
     shape: Shape
@@ -46,8 +46,8 @@ class LayerArms:
 
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
-    """Measure a whole layer like ``comparison.interleaved``. A loss is given relative to the truth's RMS, and
-    in multiples of the loss of the plain layer in bf16 in eager PyTorch."""
+    """Measure a whole layer with ``comparison.interleaved``. A loss is relative to the truth's RMS, and to
+    the loss of the plain layer in bf16 in eager PyTorch."""
     return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 

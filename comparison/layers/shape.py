@@ -15,7 +15,7 @@ BASE = 10_000.0  # base of the rotary frequencies
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a layer with full causal attention, on ``sequences`` of ``length`` tokens each.
-    ``groups``: the heads of keys and of values, if they are fewer than the ``heads`` of queries."""
+    ``groups``: the number of key and value heads, if it is smaller than the number of query ``heads``."""
 
     heads: int
     head_width: int
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of columns are rotated in a head."""
+        """The number of rotated column pairs in a head."""
         return self.head_width // 2
 
     @property
@@ -49,7 +49,8 @@ class Shape:
         return t.view(self.sequences, self.length, -1, self.head_width).transpose(1, 2)
 
     def together(self, t: Tensor) -> Tensor:
-        """[sequences, heads, length, head width] -> [tokens, width], a view of a result of ``apart``."""
+        """[sequences, heads, length, head width] -> [tokens, width]; a view, if ``t`` is a result of
+        ``apart``."""
         return t.transpose(1, 2).reshape(self.tokens, self.width)
 
 
@@ -86,7 +87,7 @@ class Drawn(NamedTuple):
 
 
 def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
-    """Draw random weights and inputs in bf16: normal activations, matrices that preserve magnitudes, norms'
+    """Draw random weights and inputs in bf16: normal activations, matrices that preserve magnitudes, and norm
     weights from 0.5 to 1.5."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -113,7 +114,7 @@ def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
 
 
 def rotary(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation, [length, head width] in bf16; both halves of the columns are
+    """Cosines and sines of the rotation, [length, head width] in bf16; the two halves of the columns are
     equal."""
     steps = torch.arange(shape.pairs, device=device, dtype=torch.float32) / shape.pairs
     angles = torch.arange(shape.length, device=device, dtype=torch.float32)[:, None] * BASE**-steps
