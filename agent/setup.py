@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.task import Measure, Task
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.incumbent import Incumbent
-    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
+    from coda_agent.verifier.measure import MeasureOptions
     from coda_agent.verifier.report import Measurement
     from coda_agent.verifier.spec.model import Spec
+    from coda_agent.verifier.stages import Checkpoint
 
 
 NO_H100 = "no H100 (CUDA capability 9.0) here"

@@ -32,7 +32,7 @@ from coda_agent.primitives.system.deadline import Late
 from coda_agent.verifier.gates import Failed, Progress, silent
 from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
-from coda_agent.verifier.measure import PATIENCE
+from coda_agent.verifier.stages import PATIENCE
 
 BEHIND = 1.03  # an arm that is slower than its column's fastest by this factor is not timed again
 SESSION_SECONDS = 10.0  # approximate duration of a session with full caches

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coda_agent.verifier.gpu.worker import Worker
-from coda_agent.verifier.measure import SCORES
+from coda_agent.verifier.stages import SCORES
 
 READY = 3  # workers to start early per environment; imports take longer than a session with full caches
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")

@@ -14,12 +14,12 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
@@ -37,10 +37,10 @@ from coda_agent.verifier.decision import (
     decide,
 )
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, score
-from coda_agent.verifier.gpu.checks import KernelCase, Schedules, clean, numerics, stability, tune
+from coda_agent.verifier.gpu.benchmark import Benchmark, score
+from coda_agent.verifier.gpu.checks import KernelCase, Schedules, numerics, stability, tune
 from coda_agent.verifier.gpu.telemetry import findings
-from coda_agent.verifier.gpu.worker import Lost, Task, Worker
+from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.incumbent import Incumbent, Known, parse_schedules, worth_racing
 from coda_agent.verifier.report import (
     CANDIDATE,
@@ -54,6 +54,7 @@ from coda_agent.verifier.report import (
 )
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
+from coda_agent.verifier.stages import Checkpoint, StageRunner
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # at most, per process
@@ -66,12 +67,6 @@ SINGLE_ROW = ("integers",)
 # and short enough for many rounds.
 CONTROL_SECONDS = 1e-3
 RETRIES = 2  # how many processes may fail their controls before the measurement is invalid
-# Seconds of silence after which a worker counts as hung. The limit is high because a worker is silent while
-# tuning compiles kernels and while max-autotune searches.
-PATIENCE = 300.0
-# Modules that workers import early; the worker that checks needs no torch.compile.
-PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
-SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
 
 @dataclass(frozen=True)
@@ -86,13 +81,6 @@ class MeasureOptions:
     processes: int = PROCESSES
     cold: bool = True
     sanitize: bool = False
-
-
-class Checkpoint(Protocol):
-    """Stores the results of a measurement's finished stages, by the stages' names."""
-
-    def load(self, piece: str) -> dict[str, Any] | None: ...
-    def save(self, piece: str, found: dict[str, Any]) -> None: ...
 
 
 def measure(
@@ -116,45 +104,32 @@ def measure(
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
-    session = _Session(spec, kernel, options, gates, keep, known, kept, quack, [*ahead])
+    stages = StageRunner(options.processes, progress, keep, [*ahead])
     try:
-        return session.run()
+        return _Session(spec, kernel, options, gates, stages, known, kept, quack).run()
     except Stop as stop:
         return stop.rejected
     except InvalidMeasurement as void:
         return Unmeasured(reason=str(void), evidence=void.evidence)
     finally:
-        session.lose_workers()
-
-
-def start_workers() -> list[Worker]:
-    """Start two workers ahead of a measurement, so that they import modules meanwhile: one to check, one to
-    time."""
-    return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
+        stages.close()
 
 
 @dataclass
 class _Session:
-    """One measurement: its gates so far, and its workers."""
+    """One measurement: its gates and its stages so far."""
 
     spec: Spec
     kernel: KernelSource
     options: MeasureOptions
     gates: Gates
-    keep: Checkpoint | None
+    stages: StageRunner
     known: Mapping[str, Known]
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
-    ahead: list[Worker] = field(default_factory=list)
-    # keyed by timing process; None is the worker for checks
-    workers: dict[int | None, Worker] = field(default_factory=dict)
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of stages, by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case; one stage per process
     # of every process, including failed attempts
     controls: list[dict[str, Any]] = field(default_factory=list)
-    # seconds per stage; a part of a stage has the key "name: part"
-    seconds: dict[str, float] = field(default_factory=dict)
-    heard: str = ""  # the last progress message of the current worker
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
@@ -167,9 +142,9 @@ class _Session:
                 figures |= self._sanitized()
         with gates.gate("benchmark") as figures:
             timings = self._benchmark()
-            figures |= {"stages": self._stages(), "tuning_share": self._share("tune")}
+            figures |= {"stages": self.stages.rounded(), "tuning_share": self.stages.share("tune")}
             figures |= {"against_itself": self._against_itself()}
-            conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
+            conditions = {name: p["conditions"] for name, p in self.stages.found.items() if "conditions" in p}
             figures["findings"] = findings(conditions)
         with gates.gate("decision") as figures:
             decide(self.spec, self.kernel.program, timings, figures)
@@ -181,112 +156,13 @@ class _Session:
             timings=timings,
             conditions=_conditions(conditions),
             controls=tuple(self.controls),
-            seconds=self._stages() | {"all": round(time.monotonic() - start, 1)},
-            seeds=self.seeds(),
+            seconds=self.stages.rounded() | {"all": round(time.monotonic() - start, 1)},
+            seeds=self.stages.seeds(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
-    def seeds(self) -> dict[str, int]:
-        """The seeds of all inputs and hidden sizes, by stage."""
-        return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
-
-    def lose_workers(self) -> None:
-        """Stop the workers that still run."""
-        for worker in (*self.workers.values(), *self.ahead):
-            worker.close()
-
-    # Stages
-
-    def _piece(
-        self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
-    ) -> dict[str, Any]:
-        """Return the result of a stage that runs in a worker, stored or new."""
-        stage = name.partition("/")[0]
-
-        def asked() -> dict[str, Any]:
-            start, self.heard = time.monotonic(), ""
-            try:
-                made = ask(self._worker(process))
-            except Lost as lost:
-                self._expect_clean_gpu()
-                self._expect_no_rivals(lost)
-                raise
-            return made | {"spent": time.monotonic() - start}
-
-        new = name not in self.found
-        found = self._kept(name, asked, f"{name} {self._asked()}" if stage == "score" else name)
-        if new:
-            self._spent(stage, found.get("spent", 0.0))
-            for part, seconds in found["seconds"].items() if stage == "score" else ():
-                self._spent(f"{stage}: {part}", seconds)
-        return found
-
-    def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. That is the case if
-        the worker died while preparing another arm. It is also the case if memory ran out during timing, when
-        the candidate allocates none."""
-        place, _, rival = self.heard.partition(PREPARES)
-        if rival:
-            raise InvalidMeasurement(
-                f"{place}{rival} was lost, which is not the kernel's fault: {lost.message}"
-            )
-        if self.heard.endswith(RACES) and lost.code == "out_of_memory":
-            raise InvalidMeasurement(
-                f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}"
-            )
-
-    def _kept(
-        self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
-    ) -> dict[str, Any]:
-        """Return a stage's result: from this measurement, from an interrupted one (stored under ``place``),
-        or new."""
-        if name not in self.found:
-            place = f"{place or name} by protocol {PROTOCOL}"  # results under another protocol do not count
-            kept = self.keep.load(place) if self.keep else None
-            if kept is None:
-                kept = make()
-                if self.keep:
-                    self.keep.save(place, kept)
-            self.found[name] = kept
-        return self.found[name]
-
     def _beaten(self) -> str:
         return identity(self.spec, self.kept.kernel).lowered_hash if self.kept else ""
-
-    def _asked(self) -> str:
-        """A hash of the settings that a score depends on, such as the arms and the rounds."""
-        what = json.dumps([self._arms(), self.options.rounds, self.options.cold, self._beaten()])
-        return hashlib.sha256(what.encode()).hexdigest()[:8]
-
-    def _worker(self, process: int | None) -> Worker:
-        """The worker for the checks, or for one timing process. It also starts the next worker, which can
-        import modules meanwhile."""
-        for wanted in (process, 0 if process is None else process + 1):
-            if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
-                modules = PROVES if wanted is None else SCORES
-                self.workers[wanted] = self.ahead.pop(0) if self.ahead else Worker(ahead=modules)
-        return self.workers[process]
-
-    def _retire(self, process: int | None) -> None:
-        if process in self.workers:
-            self.workers.pop(process).close()
-
-    def _expect_clean_gpu(self) -> None:
-        """After a worker is lost, start a fresh one and check that the GPU works."""
-        with Worker() as fresh:
-            try:
-                fresh.ask(clean, None, patience=PATIENCE)
-            except Failed as failed:  # Lost is a subclass
-                raise InvalidMeasurement(
-                    f"the GPU fails after the loss of a worker: {failed.message}"
-                ) from None
-
-    def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:
-        return lambda worker: worker.ask(task, argument, patience=PATIENCE, progress=self._told)
-
-    def _told(self, gate: str, words: str) -> None:
-        self.heard = words
-        self.gates.progress(gate, words)
 
     # Gates
 
@@ -309,27 +185,26 @@ class _Session:
     def _sanitized(self) -> dict[str, Any]:
         from coda_agent.verifier.gpu.sanitizer import sanitized
 
-        return {
-            job.case: self._kept(f"sanitizer/{job.case}", partial(sanitized, job)) for job in self._small()
-        }
+        kept = self.stages.kept
+        return {job.case: kept(f"sanitizer/{job.case}", partial(sanitized, job)) for job in self._small()}
 
     def _proved(self, gate: str, job: KernelCase, note: str = "") -> dict[str, Any]:
         task = {"numerics": numerics, "stability": stability}[gate]
-        found = self._piece(f"{gate}/{note}{job.case}", self._ask(task, job))
+        found = self.stages.run(f"{gate}/{note}{job.case}", task, job)
         return {key: value for key, value in found.items() if key not in ("seeds", "spent")}
 
     def _benchmark(self) -> tuple[Timing, ...]:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self._retire(None)  # frees that worker's memory for the timing processes
+        self.stages.retire(None)  # frees that worker's memory for the timing processes
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
             for case in cases:
                 if case is not control:
                     self._scored(process, case)
-            self._retire(process)
+            self.stages.retire(process)
         return tuple(self._timing(case) for case in cases)
 
     def _control_case(self) -> Case:
@@ -345,7 +220,7 @@ class _Session:
             if not found["faults"]:
                 return
             self.scores[case.name].pop()
-            self._retire(process)
+            self.stages.retire(process)
         raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
@@ -362,7 +237,10 @@ class _Session:
         arms, known = self._arms(), self.quack.get(case.name)
         race = Benchmark(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
-        found = self._piece(name, self._ask(score, (self._job(case), race)), process)
+        # the settings that a score depends on, such as the arms and the rounds
+        asked = json.dumps([arms, self.options.rounds, self.options.cold, self._beaten()])
+        place = f"{name} {hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+        found = self.stages.run(name, score, (self._job(case), race), process, place)
         self._expect_same_device(found["conditions"])
         self.scores.setdefault(case.name, []).append(found)
         return found
@@ -370,7 +248,7 @@ class _Session:
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
         """Raise InvalidMeasurement if an interrupted measurement continues on another machine: a report
         covers one machine."""
-        first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
+        first = next(found["conditions"] for found in self.stages.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
             began, here = (", ".join(str(each[key]) for key in known) for each in (first, conditions))
@@ -420,16 +298,6 @@ class _Session:
     def _bound(self, case: Case) -> float:
         return roofline(self.kernel.program, case.sizes).seconds
 
-    def _stages(self) -> dict[str, float]:
-        return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
-
-    def _spent(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-    def _share(self, stage: str) -> float:
-        whole = sum(seconds for name, seconds in self.seconds.items() if ":" not in name)
-        return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
-
     def _job(self, case: Case) -> KernelCase:
         """The job of a measured case on its tuned schedules. It covers every family of inputs if the fp64
         oracle is fast enough."""
@@ -444,7 +312,7 @@ class _Session:
         # If there is an incumbent, both kernels are tuned now. Otherwise one of them could use schedules
         # found on another day, at other clock rates or on another GPU.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
-        return self._piece(f"tune/{case.name}", self._ask(tune, job))
+        return self.stages.run(f"tune/{case.name}", tune, job)
 
     def _to_race(self, case: Case) -> Known | None:
         """The schedules to time: known good ones or, for edited code, the incumbent's finalists. With other
@@ -468,7 +336,7 @@ class _Session:
         because that says nothing about the candidate."""
         assert self.kept is not None
         try:
-            return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
+            return self.stages.run(f"tune/{case.name}, {KEPT}", tune, self.kept.job(self.spec, case))
         except Failed as failed:
             raise InvalidMeasurement(f"{KEPT} could not be tuned: {failed.message}") from None
 
@@ -485,7 +353,7 @@ class _Session:
         program = self.kernel.program
         gemms = lower(program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
-        named += self._kept("hidden", partial(_new_hidden_sizes, self.spec))["sizes"].items()
+        named += self.stages.kept("hidden", partial(_new_hidden_sizes, self.spec))["sizes"].items()
         jobs = []
         for name, sizes in named:
             tried: Sequence[Schedules] = choices(program, gemms, sizes)

@@ -30,7 +30,8 @@ from coda_agent.verifier.spec.parts import Case
 
 if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
-    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
+    from coda_agent.verifier.measure import MeasureOptions
+    from coda_agent.verifier.stages import Checkpoint
 
 MAX_STEPS = 16  # limit on the matmuls of a kernel; each is compiled and tuned separately
 
@@ -143,7 +144,8 @@ def verify(
     finished stages in ``keep`` and first tries ``quack``'s known schedules."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
-    from coda_agent.verifier.measure import measure, start_workers
+    from coda_agent.verifier.measure import measure
+    from coda_agent.verifier.stages import start_workers
 
     with ExitStack() as stack:
         # The workers start first, because importing takes them as long as ``check`` takes.

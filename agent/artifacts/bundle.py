@@ -43,7 +43,8 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.verifier.gpu.worker import Worker
     from coda_agent.verifier.incumbent import Incumbent, Known
-    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
+    from coda_agent.verifier.measure import MeasureOptions
+    from coda_agent.verifier.stages import Checkpoint
 
 FORMAT = 1
 WHOLE = "whole"  # the name of the stage that stores a finished entry's result
@@ -230,7 +231,7 @@ def measure(
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
     are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, if
     another version wrote the bundle."""
-    from coda_agent.verifier.measure import start_workers
+    from coda_agent.verifier.stages import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()
     try:

@@ -17,8 +17,9 @@ from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.measure import Checkpoint, MeasureOptions
+    from coda_agent.verifier.measure import MeasureOptions
     from coda_agent.verifier.report import Identity
+    from coda_agent.verifier.stages import Checkpoint
 
 
 @dataclass

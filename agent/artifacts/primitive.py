@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
     from coda_agent.agent.run.task import Measure
     from coda_agent.verifier.incumbent import Incumbent
-    from coda_agent.verifier.measure import Checkpoint
+    from coda_agent.verifier.stages import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"

@@ -34,7 +34,6 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.gates import Progress, identity, silent
 from coda_agent.verifier.gpu.worker import Lost
-from coda_agent.verifier.measure import Checkpoint
 from coda_agent.verifier.report import (
     MEASUREMENT,
     Accepted,
@@ -45,6 +44,7 @@ from coda_agent.verifier.report import (
     Unmeasured,
 )
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.stages import Checkpoint
 from coda_agent.verifier.verify import Verdict
 
 if TYPE_CHECKING:

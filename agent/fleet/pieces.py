@@ -84,7 +84,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure a bundle's entry on this slot's GPU, locked against our other commands."""
     from coda_agent.agent.artifacts import bundle
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
-    from coda_agent.verifier.measure import start_workers
+    from coda_agent.verifier.stages import start_workers
 
     entry = bundle.PackedKernel.model_validate(asked["entry"])
     here = [worker for worker in _ahead if worker.alive]

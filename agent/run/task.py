@@ -20,7 +20,7 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.agent.tips import Tip
     from coda_agent.verifier.incumbent import Incumbent
-    from coda_agent.verifier.measure import Checkpoint
+    from coda_agent.verifier.stages import Checkpoint
 
 
 class Measure(Protocol):

@@ -20,14 +20,15 @@ from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import measure as measuring
+from coda_agent.verifier import stages
 from coda_agent.verifier.baselines.quack import MATMUL
-from coda_agent.verifier.gates import Failed, Gates, Progress, silent
+from coda_agent.verifier.gates import Failed, Progress, silent
 from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, faults, score
 from coda_agent.verifier.gpu.checks import KernelCase, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import MeasureOptions, _Session, measure
+from coda_agent.verifier.measure import MeasureOptions, measure
 from coda_agent.verifier.numerics.inputs import EVERY
 from coda_agent.verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
@@ -151,7 +152,7 @@ class Memory:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     made = Workers()
-    monkeypatch.setattr(measuring, "Worker", made)
+    monkeypatch.setattr(stages, "Worker", made)
     yield made
 
 
@@ -465,19 +466,18 @@ def test_pieces_of_another_protocol_are_no_part_of_a_measurement(
     spec: Spec, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = Memory()
-    monkeypatch.setattr(measuring, "PROTOCOL", PROTOCOL - 1)
+    monkeypatch.setattr(stages, "PROTOCOL", PROTOCOL - 1)
     assert isinstance(run(spec, keep=keep), Measured)
-    monkeypatch.setattr(measuring, "PROTOCOL", PROTOCOL)
+    monkeypatch.setattr(stages, "PROTOCOL", PROTOCOL)
     asked = len(workers.jobs)
     assert isinstance(run(spec, keep=keep), Measured)
     assert len(workers.jobs) == 2 * asked  # each of its proofs, tunings and scores
 
 
-def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:
-    kernel = KernelSource(program_of(spec, TOY_KERNEL))
-    session = _Session(spec, kernel, MeasureOptions(), Gates(silent), None, {}, None)
-    session.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}
-    assert session._share("tune") == 0.25
+def test_the_parts_of_a_stage_are_no_stages() -> None:
+    runner = stages.StageRunner(processes=3, progress=silent, keep=None, ahead=[])
+    runner.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}
+    assert runner.share("tune") == 0.25
 
 
 def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, workers: Workers) -> None:

@@ -18,7 +18,7 @@ from coda_agent.agent.artifacts.checkpoint import resumed
 from coda_agent.agent.cli import main
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.system.files import cache_dir
-from coda_agent.verifier import measure as measuring
+from coda_agent.verifier import stages
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.gpu.benchmark import score
 from coda_agent.verifier.loading import load
@@ -39,7 +39,7 @@ class Cards(Workers):
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
     """On a card, with a cache of this test's own."""
     made = Cards()
-    monkeypatch.setattr(measuring, "Worker", made)
+    monkeypatch.setattr(stages, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("coda_agent.verifier.gpu.telemetry.card", lambda: made.card)

@@ -263,7 +263,7 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The workers that were started ahead of the gates, as they end."""
     closed: list[object] = []
-    monkeypatch.setattr("coda_agent.verifier.measure.start_workers", lambda: [closing(Ahead(closed))])
+    monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [closing(Ahead(closed))])
     return closed
 
 

@@ -44,9 +44,10 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
 from coda_agent.verifier.incumbent import Incumbent, Known
-from coda_agent.verifier.measure import DEFAULT_ARMS, Checkpoint, MeasureOptions
+from coda_agent.verifier.measure import DEFAULT_ARMS, MeasureOptions
 from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.stages import Checkpoint
 
 pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
 
@@ -107,7 +108,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which of the workers that were started ahead, one an entry, were closed, by number."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
-    monkeypatch.setattr("coda_agent.verifier.measure.start_workers", lambda: [next(started)])
+    monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [next(started)])
     return closed
 
 

@@ -39,9 +39,10 @@ from coda_agent.verifier import loading
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.incumbent import Incumbent
-from coda_agent.verifier.measure import Checkpoint, MeasureOptions
+from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import REPORT, Checked, QuackTuned
 from coda_agent.verifier.spec import file
+from coda_agent.verifier.stages import Checkpoint
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 

@@ -28,6 +28,7 @@ from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import MeasureOptions, _Session
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.stages import StageRunner
 from coda_agent.verifier.verify import compile_gate
 
 pytestmark = pytest.mark.slow
@@ -211,7 +212,8 @@ def test_each_set_of_static_dims_is_compiled_once(monkeypatch: pytest.MonkeyPatc
 
 def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
     spec, program = load(SPECS / "gemm_rmsnorm.yaml", check=False), ROOMY["six and six"]
-    session = _Session(spec, KernelSource(program), MeasureOptions(), Gates(silent), None, {}, None)
+    stages = StageRunner(processes=3, progress=silent, keep=None, ahead=[])
+    session = _Session(spec, KernelSource(program), MeasureOptions(), Gates(silent), stages, {}, None)
     assert all(job.schedules == ({0: PINGPONG},) for job in session._small())
     tuned = [{0: COOPERATIVE}, {0: Schedule(128, 160)}]
     assert all(job.schedules == ({0: Schedule(128, 160)},) for job in session._small(tuned))

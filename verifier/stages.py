@@ -1,0 +1,155 @@
+"""Run the stages of a measurement in GPU workers, and store their results, so that an interrupted measurement
+can continue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from coda_agent.verifier.decision import InvalidMeasurement
+from coda_agent.verifier.gates import Failed, Progress
+from coda_agent.verifier.gpu.benchmark import PREPARES, RACES
+from coda_agent.verifier.gpu.checks import clean
+from coda_agent.verifier.gpu.worker import Lost, Task, Worker
+from coda_agent.verifier.report import PROTOCOL
+
+# Seconds of silence after which a worker counts as hung. The limit is high because a worker is silent while
+# tuning compiles kernels and while max-autotune searches.
+PATIENCE = 300.0
+# Modules that workers import early; the worker that checks needs no torch.compile.
+PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
+SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
+
+
+class Checkpoint(Protocol):
+    """Stores the results of a measurement's finished stages, by the stages' names."""
+
+    def load(self, piece: str) -> dict[str, Any] | None: ...
+    def save(self, piece: str, found: dict[str, Any]) -> None: ...
+
+
+def start_workers() -> list[Worker]:
+    """Start two workers ahead of a measurement, so that they import modules meanwhile: one to check, one to
+    time."""
+    return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
+
+
+@dataclass
+class StageRunner:
+    """The stages of one measurement. One worker tunes and checks, and each of the timing ``processes`` is a
+    worker. ``ahead``: workers that ``start_workers`` has started."""
+
+    processes: int
+    progress: Progress
+    keep: Checkpoint | None
+    ahead: list[Worker]
+    # keyed by timing process; None is the worker for checks
+    workers: dict[int | None, Worker] = field(default_factory=dict)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of stages, by name
+    # seconds per stage; a part of a stage has the key "name: part"
+    seconds: dict[str, float] = field(default_factory=dict)
+    heard: str = ""  # the last progress message of the current worker
+
+    def run(
+        self, name: str, task: Task, argument: Any, process: int | None = None, place: str = ""
+    ) -> dict[str, Any]:
+        """Return the result of a stage that runs in a worker, new or stored (under ``place``, by default the
+        stage's name)."""
+        stage = name.partition("/")[0]
+
+        def asked() -> dict[str, Any]:
+            start, self.heard = time.monotonic(), ""
+            try:
+                worker = self._worker(process)
+                made = worker.ask(task, argument, patience=PATIENCE, progress=self._told)
+            except Lost as lost:
+                self._expect_clean_gpu()
+                self._expect_no_rivals(lost)
+                raise
+            return made | {"spent": time.monotonic() - start}
+
+        new = name not in self.found
+        found = self.kept(name, asked, place)
+        if new:
+            self._spent(stage, found.get("spent", 0.0))
+            for part, seconds in found["seconds"].items() if stage == "score" else ():
+                self._spent(f"{stage}: {part}", seconds)
+        return found
+
+    def kept(self, name: str, make: Callable[[], dict[str, Any]], place: str = "") -> dict[str, Any]:
+        """Return a stage's result: from this measurement, from an interrupted one (stored under ``place``),
+        or new."""
+        if name not in self.found:
+            place = f"{place or name} by protocol {PROTOCOL}"  # results under another protocol do not count
+            kept = self.keep.load(place) if self.keep else None
+            if kept is None:
+                kept = make()
+                if self.keep:
+                    self.keep.save(place, kept)
+            self.found[name] = kept
+        return self.found[name]
+
+    def retire(self, process: int | None) -> None:
+        """Stop a worker, which frees its memory."""
+        if process in self.workers:
+            self.workers.pop(process).close()
+
+    def close(self) -> None:
+        """Stop the workers that still run."""
+        for worker in (*self.workers.values(), *self.ahead):
+            worker.close()
+
+    def seeds(self) -> dict[str, int]:
+        """The seeds of all inputs and hidden sizes, by stage."""
+        return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
+
+    def rounded(self) -> dict[str, float]:
+        """The seconds of each stage, as reports have them."""
+        return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
+
+    def share(self, stage: str) -> float:
+        """The share of a stage in the seconds of all stages."""
+        whole = sum(seconds for name, seconds in self.seconds.items() if ":" not in name)
+        return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
+
+    def _spent(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    def _told(self, gate: str, words: str) -> None:
+        self.heard = words
+        self.progress(gate, words)
+
+    def _worker(self, process: int | None) -> Worker:
+        """The worker for the checks, or for one timing process. It also starts the next worker, which can
+        import modules meanwhile."""
+        for wanted in (process, 0 if process is None else process + 1):
+            if wanted not in self.workers and (wanted is None or wanted < self.processes):
+                modules = PROVES if wanted is None else SCORES
+                self.workers[wanted] = self.ahead.pop(0) if self.ahead else Worker(ahead=modules)
+        return self.workers[process]
+
+    def _expect_no_rivals(self, lost: Lost) -> None:
+        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. That is the case if
+        the worker died while preparing another arm. It is also the case if memory ran out during timing, when
+        the candidate allocates none."""
+        place, _, rival = self.heard.partition(PREPARES)
+        if rival:
+            raise InvalidMeasurement(
+                f"{place}{rival} was lost, which is not the kernel's fault: {lost.message}"
+            )
+        if self.heard.endswith(RACES) and lost.code == "out_of_memory":
+            raise InvalidMeasurement(
+                f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}"
+            )
+
+    def _expect_clean_gpu(self) -> None:
+        """After a worker is lost, start a fresh one and check that the GPU works."""
+        with Worker() as fresh:
+            try:
+                fresh.ask(clean, None, patience=PATIENCE)
+            except Failed as failed:  # Lost is a subclass
+                raise InvalidMeasurement(
+                    f"the GPU fails after the loss of a worker: {failed.message}"
+                ) from None
