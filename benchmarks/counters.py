@@ -1,12 +1,12 @@
 """Read a kernel's hardware counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
 It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
-export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or
-NAME.raw.counters.csv in the folder of FILE, which is the kernel's text as edited by an author. Without
-``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel ``--times`` times
-(default 3) on normal inputs at a case of its spec (default: the first), with the schedules that the kernel's
-report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
-from ncu.
+export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/. For
+FILE (the kernel's edited code) it is NAME.raw.counters.csv in the folder of FILE. Without ``--ncu``, the
+module is the program that ncu profiles. It launches an accepted kernel ``--times`` times (default 3), on
+normal inputs at a case of its spec (default: the first). The schedules are those that the kernel's report
+measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request from
+ncu.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
 OURS = "regex:coda_(lowered|edited)"  # matches the names of all our kernels, lowered or edited
 LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric in the output of --query-metrics
-FEWEST = 100  # fewest metrics of a real list: shorter output is an error message
+FEWEST = 100  # least number of metrics of a real list; shorter output is an error message
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -55,14 +55,14 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def ncu() -> str | None:
-    """Nsight Compute's command, from the PATH or from a CUDA toolkit; None if it is missing."""
+    """The path of Nsight Compute's command, from PATH or from a CUDA toolkit; None if it is missing."""
     there = sorted(Path("/usr/local").glob("cuda*/bin/ncu"))
     return shutil.which("ncu") or (str(there[-1]) if there else None)
 
 
 def available(command: str | None) -> set[str]:
-    """The metrics that this GPU has, without suffixes, since ncu stops at a metric that it does not know.
-    Empty if ncu is missing or lists no metrics."""
+    """The metrics that this GPU has, without suffixes; ncu stops at an unknown metric. Empty if ncu is
+    missing or lists no metrics."""
     if command is None:
         return set()
     said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout
@@ -80,7 +80,7 @@ def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
     child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
     child += ["--case", case] if case else []
     child += ["--raw", str(raw.resolve())] if raw else []
-    _said([*child, "--compile-only"])  # outside ncu, because compilers under ncu take very long or hang
+    _said([*child, "--compile-only"])  # outside ncu, because under it compilers hang or take very long
     asked = ["--clock-control", "none", "--csv", "--page", "raw", "-k", OURS]
     said = _said([command, *asked, "--metrics", ",".join(wanted(available(command))), *child])
     if '"ID",' not in said:

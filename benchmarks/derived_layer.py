@@ -1,10 +1,10 @@
 """Measure the layer with a derived backward: ``python -m benchmarks.derived_layer``.
 
-``measure FILE [--widths 1B,7B,70B]``, on an H100, runs the comparison's layer in four arms that take turns.
-The first has a backward arranged by hand; the second has the same backward with the rotation's transpose in
-one pass (``fused.rotation``). The third has that pass and a backward derived from the forward
-(``primitives.derive``); the fourth is the plain layer under ``torch.compile``. FILE gets all samples after
-each width, and keeps its samples of other widths. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
+first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
+pass (``fused.rotation``). The third has that pass and a backward derived from the forward
+(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. FILE receives all samples
+after each width; its samples of other widths stay. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OnePass(HandArranged):
         return dz, sums / self.shape.width
 
     def turned_back(self, attended: Attended, da: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z, where z is q, k and v
+        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z. Here z is q, k and v
         before the rotation."""
         dq, dk, dv = torch.autograd.grad(attended.mixed, attended.heads, self.shape.apart(da))
         q, k = attended.qk.tensor_split(2, 1)
@@ -65,15 +65,14 @@ class OnePass(HandArranged):
 
 
 class Kept(NamedTuple):
-    """The tensors that the derived backward reads: those saved for the backward by hand, and the
-    activation."""
+    """The tensors that the derived backward reads: those of the backward by hand, and the activation."""
 
     saved: Saved
     act: Tensor
 
 
 class ByDerivation(OnePass):
-    """The layer whose backward runs a derived program for each of its halves: ``mlp`` and ``projection``."""
+    """The layer with a derived backward program for each of its halves, ``mlp`` and ``projection``."""
 
     mlp: Call
     projection: Call
@@ -107,7 +106,7 @@ class ByDerivation(OnePass):
 
 
 def backwards(shape: Shape) -> dict[str, Derived]:
-    """Derive the backwards of the layer's two chains of operators that begin with a norm. The residual stream
+    """Derive the backwards of the layer's two operator chains that begin with a norm. The residual stream
     continues past the projection, so the projection's backward adds the stream's gradient."""
     sizes = {"M": shape.tokens, "D": shape.width, "F": shape.ffn, "H": 3 * shape.heads, "P": shape.pairs}
     inner = chains.attention_in()
@@ -127,7 +126,7 @@ def backwards(shape: Shape) -> dict[str, Derived]:
 def by_derivation(
     layer: ByDerivation, programs: Mapping[str, Derived], made: Callable[[Program], Call]
 ) -> None:
-    """Give the layer its derived programs, which ``made`` turns into functions."""
+    """Give the layer its derived programs. ``made`` turns a program into a function."""
     mlp, projection = (programs[name].program for name in ("mlp", "projection"))
     head = programs["projection"].head
     assert mlp and projection and head
@@ -141,8 +140,8 @@ def by_derivation(
 
 
 def measured(width: str) -> dict[str, Any]:
-    """Measure all arms at one width: their samples in milliseconds, and how far their results are from those
-    of the hand-arranged layer."""
+    """Measure all arms at one width: their samples in milliseconds, and the distance of their results from
+    those of the hand-arranged layer."""
     begun = time.monotonic()
     shape, runner = WIDTHS[width], by_hand.compiled(by_hand.known_kernels(width))
     drawn = draw(shape, SEED)
@@ -212,8 +211,7 @@ def measure(widths: Sequence[str], out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of the arms' medians by width and pass, with the ratios of two arms' times to the derived arm's
-    times."""
+    """A table of the arms' medians by width and pass, with two arms' times over the derived arm's time."""
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]
@@ -227,8 +225,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
-    """A table of the time of forward and backward minus the time of attention, which runs alike in all
-    arms."""
+    """A table of the time of forward and backward without attention, which is the same in all arms."""
     lines = []
     for width, entry in found.items():
         times = {n: statistics.median(samples) for n, samples in entry["times"].items()}

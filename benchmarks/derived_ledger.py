@@ -39,7 +39,7 @@ from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKWARDS = ("_bwd", "_accumulate")  # endings of the names of specs that are backwards
+BACKWARDS = ("_bwd", "_accumulate")  # suffixes of specs that are backwards
 KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
 
@@ -58,8 +58,8 @@ def results(program: Program) -> tuple[str, ...]:
 
 
 def operator(name: str, agreement: bool = True) -> list[list[str]]:
-    """The table's rows for an operator: its backward by itself, and its backward in one program with the
-    product that gives an output's gradient."""
+    """The rows of an operator: its backward alone, and its backward in one program with the matmul that gives
+    an output's gradient."""
     spec, program = forward(name)
     of = results(program)
     whole = joined(program).program
@@ -99,7 +99,7 @@ def _operator(
 
 
 def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
-    """How many bytes per row the backward reads of the forward's results."""
+    """The bytes per row that the backward reads of the forward's results."""
     parts = [p for p in (made.program, made.head) if p]
     read = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = [t for n, t in read.items() if n in made.stored and n not in program.signature.inputs]
@@ -116,8 +116,8 @@ OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes
 
 class ByHand(NamedTuple):
     """A backward that people arranged, and the derived backward that gives the same gradients (``derived``).
-    The backward by hand has a hand-authored ``kernel`` at its ``sizes``, other ``products`` [m, k] @ [k, n]
-    as (m, k, n), and separate ``passes``, given as bytes."""
+    The backward by hand has a hand-authored ``kernel`` at its ``sizes``, other ``products`` (matmuls [m, k] @
+    [k, n], given as (m, k, n)), and separate ``passes`` (in bytes)."""
 
     kernel: str
     sizes: Sizes
@@ -127,7 +127,7 @@ class ByHand(NamedTuple):
     all_sizes: Sizes
 
     def hand(self) -> tuple[int, int]:
-        """The number of products and the bytes that the backward by hand moves."""
+        """The number of matmuls of the backward by hand, and the bytes that it moves."""
         text = (ROOT / "generated_kernels" / f"{self.kernel}.program.json").read_text(encoding="utf-8")
         program = Program.from_json(text)
         moved = roofline(program, self.sizes).bytes + sum(map(matmul, self.products)) + self.passes
@@ -147,7 +147,7 @@ def matmul(sizes: tuple[int, int, int]) -> int:
 
 
 def two_products(width: str, activation: Callable[..., Any]) -> Chain:
-    """An MLP without a norm. Its first product has a bias if ``width`` is F."""
+    """An MLP without a norm. Its first matmul has a bias if ``width`` is F."""
 
     def body(x: Any, w_up: Any, w_down: Any, bias: Any = None) -> dict[str, Any]:
         z: Any = gemm(x, w_up.mT)
@@ -179,7 +179,7 @@ def loss() -> Chain:
 
 
 def beside_stream() -> Chain:
-    """A norm and projection of the residual stream, with the stream itself as another output."""
+    """A norm and projection of the residual stream, which is itself another output."""
     inner = chains.attention_in(rotates=False)
     return inner._replace(
         outputs=inner.outputs | {"stream": "M, D"},
@@ -248,7 +248,7 @@ def hand_rows() -> list[list[str]]:
 
 
 def layer_by_hand(shape: Shape) -> int:
-    """The bytes that the layer's backward moves as ``benchmarks.by_hand`` arranges it, but with the
+    """The bytes that the layer's backward moves as arranged in ``benchmarks.by_hand``, but with the
     rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
     programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
@@ -260,13 +260,13 @@ def layer_by_hand(shape: Shape) -> int:
 
 
 def rotation(shape: Shape) -> int:
-    """The bytes of the pass for the rotation's transpose and sum(dz * z), which reads six tensors and writes
-    three."""
+    """The bytes of the pass that computes the rotation's transpose and sum(dz * z): it reads six tensors and
+    writes three."""
     return 2 * 9 * shape.tokens * shape.width
 
 
 def layer_derived(shape: Shape) -> int:
-    """The bytes that the module-local derived backward moves: both derived halves, the two products between
+    """The bytes that the module-local derived backward moves: both derived halves, the two matmuls between
     them, and the rotation's pass."""
     tokens, width = shape.tokens, shape.width
     sizes = layer_sizes(shape)
@@ -281,8 +281,8 @@ def layer_sizes(shape: Shape) -> dict[str, int]:
 
 
 def layer_stack(shape: Shape) -> int:
-    """The bytes that the whole stack's backward moves per layer: one program from one attention to the next,
-    and the pass before this program."""
+    """The bytes that the whole-stack backward moves per layer: one program from one attention to the next,
+    and the pass before it."""
     program, sizes = chains.between_attentions().program("layer"), layer_sizes(shape)
     wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
     made = derive(program, sizes, wrt=wrt, of=["out", "qkv"])
@@ -300,7 +300,8 @@ def layer_rows() -> list[list[str]]:
     profile = json.loads((ROOT / "docs" / "layer_backward.json").read_text(encoding="utf-8"))
     found = []
     for width, shape in WIDTHS.items():
-        weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width  # weights read, gradients written
+        # weights that are read, and gradients that are written
+        weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width
         count = {
             "`torch.compile`": layer_compiled(profile, width), "by hand": layer_by_hand(shape),
             "derived, module-local": layer_derived(shape), "derived, whole stack": layer_stack(shape),

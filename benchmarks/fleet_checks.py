@@ -1,10 +1,10 @@
 """Count checks per minute on Ray clusters: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
 
-It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine, on one
-node and on two nodes, each pinned to a core of its own. Every pass starts with empty caches. A check has two
-pieces, which run in workers. The report also has the share of the pieces' time that Ray and the driver take
-outside the workers. Under ``compared`` it has the seconds that ``benchmarks.fleet_simulation`` predicts from
-the pieces of the first pass. Other work on this machine distorts the figures, so the machine's load is
+It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine: on one
+node and on two nodes, each pinned to its own core. Every pass starts with empty caches. A check has two
+pieces of work, which run in workers. The report also gives the share of time that Ray and the driver take
+outside the workers. Under ``compared`` it gives the seconds that ``benchmarks.fleet_simulation`` predicts
+from the pieces of the first pass. Other work on this machine distorts the figures, so the machine's load is
 reported with them.
 """
 
@@ -35,7 +35,7 @@ from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
-STORE = 100 << 20  # bytes of Ray's object store, which the pieces hardly use
+STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 JOINING = 300.0  # seconds for all cores to join
 
 
@@ -65,7 +65,7 @@ def kernels(number: int) -> list[tuple[str, str]]:
 
 
 def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
-    """Check one kernel, and return the seconds that its two pieces took in their workers."""
+    """Check one kernel; return the seconds that its two pieces of work took in their workers."""
     asked = {"spec": spec, "source": source, "weak_jail": False, "schedules": {}}
     first = pool.run(f"{place} check", examined, asked, patience=SILENCE)
     second = pool.run(f"{place} compile", compiled, {"spec": spec, **first}, patience=SILENCE)
@@ -76,7 +76,7 @@ def check(pool: Pool, place: int, spec: str, source: str) -> list[float]:
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """Let processes that start in the block run on one core only."""
+    """In the block, let new processes run on one core only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
     try:
@@ -86,8 +86,8 @@ def pinned(core: int) -> Iterator[None]:
 
 
 def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict[str, Any]:
-    """Run one pass over all kernels but the last on ``nodes`` one-core nodes. The last kernel only warms the
-    workers."""
+    """Run one pass over all kernels except the last, on ``nodes`` one-core nodes. The last kernel only warms
+    up the workers."""
     os.environ["QUACK_COMPILE_WORKERS"] = "1"
     head = {"num_cpus": 0, "object_store_memory": STORE, "include_dashboard": False}
     cluster: Any = Cluster(initialize_head=True, head_node_args=head)
@@ -103,7 +103,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
         end = time.monotonic() + JOINING
         while len(pool.uses) < nodes and time.monotonic() < end:
             time.sleep(0.1)
-        warm, work = list(work[-1:]) * nodes, work[:-1]  # workers import before the clock runs
+        warm, work = list(work[-1:]) * nodes, work[:-1]  # so that the workers import before the timing
         with ThreadPoolExecutor(len(work)) as threads:
             list(threads.map(lambda each: check(pool, *each), [(-1 - i, *w) for i, w in enumerate(warm)]))
             events.clear()
@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import fleet_checks  # nodes, which have another __main__, unpickle its pieces
+    # so that nodes, which have another __main__, can unpickle its functions
+    from benchmarks import fleet_checks
 
     fleet_checks.main()

@@ -2,12 +2,12 @@
 
 A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page and a chart to the folder
 ``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
-the numbers of attempts from the recorded runs. Simulated runs are drawn from both with replacement. A run
-authors one kernel, and holds one of the driver's places from its first question to its end. It asks its
-author, waits for a core to examine its source, then for a core to compile it, and then for a GPU. Before each
-of these stages the driver, which is a single process, works for ``--driver`` seconds. ``--runs`` names JSON
-files of ``benchmarks.fleet_checks`` and ``benchmarks.two_gpus``, whose real runs the page compares with what
-was simulated for them.
+the numbers of attempts from the recorded runs. Simulated runs are drawn from these with replacement. A run
+authors one kernel. From its first question to its end it occupies one of the driver's places for runs in
+progress. It asks its author, then waits for a core to examine its source, for a core to compile it, and for a
+GPU. Before each stage the driver, a single process, works for ``--driver`` seconds. ``--runs`` names JSON
+files of ``benchmarks.fleet_checks`` and ``benchmarks.two_gpus``. The page compares their real runs with
+simulations of the same runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
 SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
-FLEET, WORK, AUTHOR = 64, 1000, 30.0  # GPUs, specs and seconds of the usual sweep, which the results vary
-NEAR = 0.98  # share of the highest throughput that counts as enough
-PLACES = 4  # runs under way for each core and GPU, which is the default of ``coda-agent sweep``
+# GPUs, specs, and seconds of an answer in the standard sweep, which the results vary
+FLEET, WORK, AUTHOR = 64, 1000, 30.0
+NEAR = 0.98  # fraction of the highest throughput that counts as sufficient
+PLACES = 4  # runs in progress per core and GPU; the default of ``coda-agent sweep``
 SEED = 2026
 
 Stage = tuple[str, float]  # resource, seconds
@@ -51,8 +52,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class SimulatedResources:
-    """The resources of a fleet. ``places``: how many runs are under way at once. ``driver``: for how many
-    seconds the driver works before each stage."""
+    """The resources of a fleet. ``places``: the number of runs in progress at once. ``driver``: the seconds
+    that the driver works before each stage."""
 
     gpus: int
     cores: int
@@ -73,8 +74,8 @@ class SimulatedEnd:
 
 
 def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> SimulatedEnd:
-    """Simulate these runs, each with its stages in order. A stage uses an ``author``, of which there are
-    always enough, a ``core`` or a ``gpu``."""
+    """Simulate these runs, each a sequence of stages. A stage uses an ``author`` (of which there are always
+    enough), a ``core`` or a ``gpu``."""
     free = {"core": fleet.cores, "gpu": fleet.gpus, "driver": 1, "place": fleet.places}
     queues: dict[str, deque[Callable[[float], None]]] = {name: deque() for name in free}
     events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -129,8 +130,8 @@ def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> Simu
 
 
 def phases() -> list[Phases]:
-    """The phases in the committed reports of kernels that a model wrote in the vocabulary. If a report found
-    its compile in a cache, that compile gets the median seconds of the other compiles."""
+    """The phases in the committed reports of kernels that a model wrote in the vocabulary. If a report's
+    compilation came from a cache, it gets the median seconds of the others."""
     found = []
     for path in sorted((ROOT / "generated_kernels").glob("*.report.json")):
         told = json.loads(path.read_text())
@@ -153,7 +154,7 @@ def attempts() -> list[int]:
 
 
 def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]]:
-    """Draw the stages of ``specs`` runs. In every attempt before the last, the source is examined and
+    """Draw the stages of ``specs`` runs. In every attempt except the last, the source is examined and
     rejected."""
     known, tries = phases(), attempts()
     runs = []
@@ -168,14 +169,13 @@ def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]
 
 
 def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> float:
-    """The share of linear scaling: the fleet's throughput per GPU, divided by the throughput of one GPU
-    alone."""
+    """The efficiency of scaling: the fleet's throughput per GPU over the throughput of a single GPU."""
     one = simulate(runs, SimulatedResources.of(1, max(1, round(fleet.cores / fleet.gpus)), fleet.driver))
     return one.seconds / (fleet.gpus * simulate(runs, fleet).seconds)
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of the resource ``vary`` that gives NEAR times the throughput with ``most`` of it."""
+    """The least number of the resource ``vary`` that gives NEAR times the throughput of ``most`` of it."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:
@@ -228,8 +228,8 @@ def results(driver: float) -> dict[str, Any]:
 
 
 def chart(found: dict[str, Any]) -> bytes:
-    """A chart of the share of linear scaling by the number of GPUs, with one line per number of specs and
-    answer time."""
+    """A chart of scaling efficiency by the number of GPUs, with one line per number of specs and answer
+    time."""
     from matplotlib.figure import Figure
 
     with styled():

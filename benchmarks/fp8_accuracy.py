@@ -1,13 +1,13 @@
 """Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``.
 
-It needs no GPU. Every arm computes with the same bf16 numbers. The error of an output or gradient compares it
-with the plain layer in fp32: the RMS of their difference over the RMS of the fp32 value. Programs run in the
+It needs no GPU. All arms compute from the same bf16 numbers. An output's or gradient's error is its distance
+from the plain layer in fp32: the RMS of the difference over the RMS of the fp32 value. Programs run in the
 interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
-*row-wise*: each of a linear layer's three products quantises the rows of both operands by the rows' own
-maxima, as torchao's recipe does. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
-own. *fused*: the products write the activation and the normalised rows in fp8, with scales from another
-batch. This arm has only a forward.
+*row-wise*: each of a linear layer's three matmuls quantises the rows of both operands by the rows' own
+maxima, as in torchao's recipe. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
+own. *fused*: the matmuls write the activation and the normalised rows in fp8, with scales from another batch.
+This arm has only a forward.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def rows(t: Tensor) -> Scaled:
 
 
 def scaled_product(a: Scaled, b: Scaled) -> Tensor:
-    """The product of a [M, K] and the transpose of b [N, K] in bf16. Both have one scale per row."""
+    """The matmul of a [M, K] and the transpose of b [N, K], in bf16. Both have one scale per row."""
     inputs = {"x": a[0], "sx": a[1], "w": b[0], "sw": b[1]}
     return interpret(program("gemm_fp8_row_scale"), inputs)["y"]
 
 
 class RowWise(torch.autograd.Function):
-    """A linear layer whose three products are all in fp8."""
+    """A linear layer whose three matmuls are all in fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class RowWise(torch.autograd.Function):
 
 
 def by_torchao(recipe: str) -> Product:
-    """A linear layer as one of torchao's training recipes computes it."""
+    """A linear layer as computed by one of torchao's training recipes."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -92,13 +92,13 @@ def by_torchao(recipe: str) -> Product:
 
 
 def mlp(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
-    """x [tokens, D] -> [tokens, D]: SwiGLU between two products."""
+    """x [tokens, D] -> [tokens, D]: SwiGLU between two matmuls."""
     gate, up = linear(x, weights.gate_up).chunk(2, -1)
     return linear(silu(gate) * up, weights.down)
 
 
 class Fp8Arm(Differentiated):
-    """``mlp`` or ``layer`` with another implementation of ``linear``, and with gradients by autograd."""
+    """``mlp`` or ``layer`` with another ``linear``, and with gradients by autograd."""
 
     def __init__(self, function: Function, product: Product, shape: Shape, drawn: Drawn):
         parts = ("gate_up", "down") if function is mlp else Weights._fields
@@ -118,8 +118,8 @@ def wide(drawn: Drawn) -> Drawn:
 
 
 class FusedFp8:
-    """A layer whose products write fp8, with ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. The scale
-    of each tensor comes from its largest magnitude in another batch, as if that were the batch before."""
+    """A layer whose matmuls write fp8, with ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. The scale
+    of each tensor comes from its largest magnitude in another batch, which stands for the previous batch."""
 
     def __init__(self, shape: Shape, drawn: Drawn):
         self.shape, self.weights, self.next_norm = shape, drawn.weights, drawn.next_norm
@@ -131,8 +131,7 @@ class FusedFp8:
         self.amax: dict[str, Tensor] = {}
 
     def learn(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        """Learn the scales from a batch, with one pass per scale, since each scale changes what comes after
-        it."""
+        """Learn the scales from a batch, one pass per scale, because each scale changes what follows it."""
         for _ in self.scales:
             call(x)
             self.scales |= {name: END / amax for name, amax in self.amax.items()}
@@ -183,7 +182,7 @@ def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
 
 
 def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str, dict[str, float]]:
-    """The errors by arm and by output or gradient: the RMS of the difference over the RMS of the exact
+    """The errors by arm, and by output or gradient: the RMS of the difference over the RMS of the exact
     value."""
     drawn, before = drawn_at(shape, seed, loud), drawn_at(shape, seed + 1000, loud)
     exact = results(Fp8Arm(function, linear, shape, wide(drawn)), wide(drawn))

@@ -1,11 +1,11 @@
 """Measure an MLP in fp8: ``python -m benchmarks.fp8_chain FILE [--widths 7B]``, on an H100.
 
-The chain takes the normalised rows of a residual stream to the next ones: up projection, SwiGLU, down
-projection, residual and RMSNorm. Ours runs ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``, whose
-outputs are fp8 by the scales of the call before, and makes the next scales. The others are PyTorch modules
-under ``torch.compile``: in bf16, and with torchao's row-wise recipe, whose weights are quantised ahead. All
-take turns in one process from a cold L2. ``gemm_fp8_*`` add partial sums in fp32; torchao's products do not,
-so an arm of its recipe with such sums stands beside.
+The chain computes, from the normalised rows of a residual stream, the next ones: up projection, SwiGLU, down
+projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. Their
+outputs are fp8 with the scales of the previous call; our arm also computes the next scales. The other arms
+are PyTorch modules under ``torch.compile``: in bf16, and with torchao's row-wise recipe and weights quantised
+in advance. All arms are timed interleaved in one process, from a cold L2. ``gemm_fp8_*`` add partial sums in
+fp32; torchao's matmuls do not. So there is also an arm of torchao's recipe with such sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 from coda_agent.verifier.timing import Arm
 
-WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # of the model and of the FFN
+WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # widths of the model and of the FFN
 TOKENS, ROUNDS, LONGEST = 16384, 40, 10.0
 OURS, BF16, ROWWISE, EXACT = "fused", "bf16", "torchao, row-wise", "torchao, row-wise, fp32 sums"
 
@@ -41,7 +41,7 @@ Call = Callable[[], Any]
 
 
 class PlainMlp(nn.Module):
-    """x [tokens, D] normalised and stream [tokens, D] -> the next ones, in bf16."""
+    """x [tokens, D] normalised and stream [tokens, D] -> the next of each, in bf16."""
 
     def __init__(self, width: int, ffn: int):
         super().__init__()
@@ -55,7 +55,7 @@ class PlainMlp(nn.Module):
 
 
 def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
-    """The same module with torchao's row-wise fp8 products, its weights quantised."""
+    """The same module with torchao's row-wise fp8 matmuls and quantised weights."""
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
@@ -67,15 +67,16 @@ def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
 
 
 class Fp8Mlp:
-    """The same MLP by fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
+    """The same MLP with fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
 
     def __init__(self, mlp: PlainMlp, x: Tensor, stream: Tensor):
-        up = mlp.up.weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)  # gate and up side by side
+        # rows of gate and up interleaved
+        up = mlp.up.weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         self.up, self.down, self.gamma = rows(up), rows(mlp.down.weight), mlp.gamma.detach()
         self.x, self.stream = rows(x), stream
         self.act = self.out = torch.ones((), device=x.device)
         self.expand, self.reduce = (Kernel(program(f"gemm_fp8_{n}")) for n in ("swiglu", "residual_rmsnorm"))
-        for _ in range(2):  # each scale changes what comes after it
+        for _ in range(2):  # each scale changes what follows it
             self()
 
     def __call__(self) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ class Fp8Mlp:
 
 
 def arms(width: str) -> tuple[dict[str, Call], dict[str, float]]:
-    """Each arm's call, and the RMS error of its normalised rows beside the module in fp32."""
+    """Each arm's call, and the RMS error of its normalised rows relative to the module in fp32."""
     d, ffn = WIDTHS[width]
     torch.manual_seed(0)
     with torch.device("cuda"):

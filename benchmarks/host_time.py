@@ -1,9 +1,9 @@
 """Measure the host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
 
-It measures the microseconds of Python and C++ before a call returns, for the launcher and for the operator of
-``fused``. In the same rounds it measures ``torch.mm``. The case is the one with the fewest rows, since it is
-nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stand-ins replace the compiled kernels
-and the tensors are on the CPU, so the figures include only launcher and operator.
+It measures the microseconds that Python and C++ take before a call returns, for the launcher and for the
+operator of ``fused``. ``torch.mm`` is measured in the same rounds. The case is the one with the fewest rows,
+which is nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled
+kernels and the tensors are on the CPU, so the figures include only the launcher and the operator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coda_agent.verifier.statistics import ratio
 
 KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
-ROWS = 128  # most rows: host time does not depend on sizes, and small kernels leave no queue on the GPU
+ROWS = 128  # most rows; host time does not depend on sizes, and small kernels leave no queue on the GPU
 
 
 def main(arguments: list[str]) -> None:
@@ -68,8 +68,8 @@ def accepted() -> list[str]:
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
-    """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. The ratio
-    compares the kernel's call with ``torch.mm``, and has an interval."""
+    """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. The ratio is
+    the kernel's call over ``torch.mm``, with an interval."""
     program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
     timing = min(report["timings"], key=lambda each: each["sizes"]["M"])
@@ -79,7 +79,7 @@ def measured(name: str, where: str) -> dict[str, Any]:
         for n, t in program.signature.inputs.items()
     }
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
-    operator = ops.define(program, order, f"{name}_host_time")  # whose CPU side may be a stand-in
+    operator = ops.define(program, order, f"{name}_host_time")  # its CPU side may be a stub
     dims = {dim: sizes[dim] for dim in program.signature.named}
     given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs] + [*dims.values()]
     square = torch.zeros(8, 8, device=where)
@@ -100,8 +100,7 @@ def measured(name: str, where: str) -> dict[str, Any]:
 
 
 def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> list[list[float]]:
-    """For each call, the mean microseconds that it takes in each round. The calls take turns in random
-    order."""
+    """For each call, the mean microseconds in each round. The calls are interleaved in random order."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -119,7 +118,7 @@ def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> lis
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Replace compiled kernels by functions that do nothing, and let CPU tensors pass."""
+    """Replace compiled kernels by functions that do nothing, and accept CPU tensors."""
     executable = "coda_agent.primitives.runtime.executable"
 
     def compiled(*_: Any) -> Callable[..., None]:

@@ -1,9 +1,9 @@
 """Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.layer_memory``.
 
-It counts the bytes that autograd keeps for one layer of a Llama in bf16, both as Hugging Face computes the
-layer and patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is
-computed. Weights are not counted, since they stay in memory anyway. Attention keeps what flash attention
-does: q, k, v, its result, and one log-sum-exp per row.
+It counts the bytes that autograd stores for one Llama layer in bf16: as Hugging Face computes the layer, and
+patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is computed. Weights
+are not counted, because they stay in memory anyway. Attention stores what flash attention stores: q, k, v,
+its output, and one log-sum-exp per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS = {
 
 
 class _Attention(torch.autograd.Function):
-    """A stand-in that keeps what flash attention keeps. Its backward never runs."""
+    """A stand-in that stores what flash attention stores. Its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ class _Attention(torch.autograd.Function):
 
 
 def kept(model: Any) -> float:
-    """How many bytes per token the first layer of a causal model keeps. The model is on the meta device."""
+    """The bytes per token that the first layer of a causal model stores. The model is on the meta device."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     found: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()._cdata) not in own:
-            found[storage] = tensor  # while it is referenced, no other storage gets its address
+            found[storage] = tensor  # a reference, so that no other storage gets its address
         return tensor
 
     shape = (SEQUENCES, LENGTH, model.config.hidden_size)

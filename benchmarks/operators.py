@@ -1,6 +1,6 @@
-"""Operators as people write them in PyTorch. No operator here has a spec in ``specs/``, so an author meets
-each one unprepared. The last six need a function that the vocabulary lacks, so an author has to compose it.
-The obvious composition overflows or is too inaccurate.
+"""Operators as people write them in PyTorch. None of them has a spec in ``specs/``, so no author has seen
+them. The last six need a function that the vocabulary lacks. The obvious composition of it overflows or is
+too inaccurate.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.
@@ -53,13 +53,13 @@ def gated_attention_output(y, w, gate, x):
 
 
 def relu2_bwd(dy, w_down, z):
-    """Backward through a squared ReLU: the pre-activation's gradient, and the activation again."""
+    """Backward of a squared ReLU: the pre-activation's gradient, and the recomputed activation."""
     r = F.relu(z)
     return {"dz": (dy @ w_down) * 2 * r, "act": r * r}
 
 
 def geglu_bwd(dy, w_down, z):
-    """Backward through GeGLU in the tanh form, gate and up in adjacent columns."""
+    """Backward of GeGLU (tanh form), with gate and up in adjacent columns."""
     d = dy @ w_down
     gate, up = z[:, 0::2], z[:, 1::2]
     t = torch.tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
@@ -70,13 +70,13 @@ def geglu_bwd(dy, w_down, z):
 
 
 def z_loss_head(x, w, coefficient=1e-4):
-    """Language-model head with the z-loss of every row, logits not stored."""
+    """Language-model head with the z-loss of every row. The logits are not stored."""
     lse = torch.logsumexp(F.linear(x, w).float(), -1)
     return {"loss": coefficient * lse * lse, "lse": lse}
 
 
 def cosine_heads(x, w, scale, bias, *, P=64, eps=1e-6):
-    """Query projection whose heads have unit length, times a scale learned for a head's columns."""
+    """Query projection whose heads have unit length, times a learned scale for each column of a head."""
     q = (F.linear(x, w) + bias).unflatten(-1, (-1, P))
     unit = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + eps)
     return (unit * scale).flatten(-2)
@@ -112,14 +112,14 @@ def mish_linear(x, w, bias):
 
 
 def erf_gelu_bwd(dy, w_down, z):
-    """Backward through GELU in its exact form, and the activation again."""
+    """Backward of GELU in its exact form, with the recomputed activation."""
     cdf = 0.5 * (1 + torch.erf(z * 0.7071067811865476))
     slope = cdf + z * 0.3989422804014327 * torch.exp(-0.5 * z * z)
     return {"dz": (dy @ w_down) * slope, "act": z * cdf}
 
 
 def smoothed_head(x, w, target, smoothing=0.1):
-    """Cross-entropy of every row with label smoothing, logits not stored."""
+    """Cross-entropy of every row with label smoothing. The logits are not stored."""
     logits = F.linear(x, w).float()
     picked = logits.gather(1, target[:, None]).squeeze(1)
     loss = torch.logsumexp(logits, -1) - (1 - smoothing) * picked - smoothing * logits.mean(-1)

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def forward(name: str) -> tuple[Spec, Program]:
-    """A spec and the program of its accepted kernel, or of the tests' correct kernel if the spec has no
-    accepted one yet."""
+    """A spec with the program of its accepted kernel, or of the tests' correct kernel if none is accepted
+    yet."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     file = ROOT / "generated_kernels" / f"{name}.py"
     source = file if file.exists() else min((ROOT / "tests" / "honest" / name).glob("*.py"))

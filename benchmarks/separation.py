@@ -1,9 +1,9 @@
 """Measure the error gate on right and wrong results: ``python -m benchmarks.separation [--json] [SPEC ...]``.
 
-It runs on an H100, for every accepted kernel or the named ones, over all families of inputs, at the
-``decode`` case and at hidden sizes. It prints the largest ratio of the kernel's errors to their limits, and
-the smallest such ratio that a mutant of the reference has. A mutant has one mistake, in an output, a matmul
-or its text.
+It runs on an H100, for every accepted kernel or the named ones. It covers all families of inputs, at the
+``decode`` case and at hidden sizes. It prints the kernel's largest ratio of an error to its limit, and the
+smallest such ratio of a mutant of the reference. A mutant has one mistake, in an output, a matmul or its
+text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from coda_agent.verifier.numerics.sizes import hidden, small_sizes
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAR = 100.0  # a mutant whose error is so many times the limit needs no further look
+CLEAR = 100.0  # a mutant whose error exceeds the limit by this factor is not examined further
 Sizes = Mapping[str, int]
 
 
@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> None:
 
 
 def separation(name: str) -> dict[str, Any]:
-    """The largest error of the kernel over families of inputs and sizes, and of each mutant, relative to the
-    limits. A mutant meets no further families once its error is ``CLEAR`` times a limit."""
+    """The largest error of the kernel and of each mutant, over families of inputs and sizes, relative to the
+    limits. A mutant is not run on further families once its error is ``CLEAR`` times a limit."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
@@ -76,7 +76,7 @@ def separation(name: str) -> dict[str, Any]:
 
 def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
     """The largest ratio of an output's error to its limit; infinite if a bit, a NaN, a kind or a shape is
-    wrong. ``spoken``: whether a program could express the mutant; if so, the interpreter's unrounded error
+    wrong. ``spoken``: a program could express the mutant, so the error of the interpreter's unrounded outputs
     counts too."""
     if got is None:
         return math.inf
@@ -85,8 +85,8 @@ def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool =
 
 
 def _share(error: OutputError, dtype: str, limits: ErrorLimits, factor: float) -> float:
-    """The ratio of an error to the limit that it is nearest to. The limit on the slope is wider for small
-    samples, so it counts only if the slope failed."""
+    """The largest ratio of an error to its limit. The slope counts only if it failed, because its limit is
+    wider for small samples."""
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio
     share = max(r / limit for r, limit in zip(ratios, limits.ratios(dtype), strict=True)) / factor
     if error.passed or share > 1:

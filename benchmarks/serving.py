@@ -1,10 +1,10 @@
 """Measure decoding with fused parts: ``python -m benchmarks.serving``.
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times the next token of 1, 16 and 128
-sequences, as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
-are the model as it is and patched by ``fused.patch``, each eager and replayed from a CUDA graph, and
-``torch.compile`` with the mode that uses CUDA graphs. They share one set of parameters and take turns in
-random order. The host time of a call is what passes until it returns, on an idle GPU. ``draw FILE PAGE``
+sequences as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
+are the unpatched model and the model patched by ``fused.patch``, each eager and replayed from a CUDA graph,
+and ``torch.compile`` in the mode that uses CUDA graphs. They share one set of parameters, and are interleaved
+in random order. The host time of a call is the time until it returns, on an idle GPU. ``draw FILE PAGE``
 makes a page from FILE, on any machine.
 """
 
@@ -39,13 +39,13 @@ ARMS = (PLAIN, PLAIN + GRAPH, COMPILED, FUSED, FUSED + GRAPH)
 BATCHES = (1, 16, 128)
 PROMPT, TOKENS = 512, 16  # tokens in the cache before a round, and tokens that a round adds
 ROUNDS = 12
-FARTHEST = 0.1  # of an arm's first logits from those of the model as it is, relative
+FARTHEST = 0.1  # largest relative distance of an arm's first logits from those of the unpatched model
 PACKAGES = ("torch", "transformers", "nvidia-cutlass-dsl", "quack-kernels")
 
 
 class Decoder:
-    """Greedy decoding of some sequences over a static cache, which holds a random prompt. ``run`` computes
-    the model."""
+    """Greedy decoding of several sequences over a static cache that contains a random prompt. ``run``
+    computes the model."""
 
     def __init__(self, run: Callable[..., Any], config: Any, batch: int, where: str):
         from transformers import StaticCache
@@ -90,14 +90,14 @@ class Decoder:
 
 
 class TokenArm(NamedTuple):
-    """A way to compute the next tokens: ``step`` does it once, on what ``decoder`` holds."""
+    """A way to compute the next tokens. ``step`` does it once, on the state of ``decoder``."""
 
     decoder: Decoder
     step: Callable[[], Any]
 
 
 def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
-    """Make an arm that shares a model's parameters, and run it until nothing more is compiled."""
+    """Create an arm that shares a model's parameters, and run it until no more compilation happens."""
     own = sharing(source)
     if name.startswith(FUSED):
         fused.patch(own, keep_reordered=True)
@@ -109,7 +109,7 @@ def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
         decoder.step()
 
     step = compiled if name == COMPILED else decoder.step
-    for _ in range(3):  # in its first calls torch.compile compiles, warms up and records
+    for _ in range(3):  # torch.compile needs its first calls to compile, warm up and record
         step()
     return TokenArm(decoder, _recorded(step) if name.endswith(GRAPH) else step)
 
@@ -182,7 +182,7 @@ def measure(
 
 @torch.no_grad()
 def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
-    """Times of all arms for so many sequences."""
+    """Times of all arms for this number of sequences."""
     entry: dict[str, Any] = {"token": {}, "host": {}, "apart": {}, "failed": {}}
     exact = Decoder(sharing(source), source.config, batch, where).logits().float()
     arms: dict[str, TokenArm] = {}
@@ -195,7 +195,7 @@ def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
             if not apart < FARTHEST:
                 raise ValueError(f"its logits are {apart:.3f} from the model's")
             arms[name] = made
-        except Exception as error:  # a failure of another library is that arm's result
+        except Exception as error:  # if another library fails, that is its arm's result
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
     timer = Timer(where)
@@ -213,7 +213,7 @@ def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
 
 
 def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
-    """Compile in parallel what the patched model calls for one token; return the number of programs."""
+    """Compile in parallel what the patched model runs for one token; return the number of programs."""
     with torch.device("meta"):
         patched = model(kind, **changed)
     fused.patch(patched)

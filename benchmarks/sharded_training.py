@@ -1,9 +1,9 @@
 """Train a patched model under FSDP2 on several GPUs: ``python -m benchmarks.sharded_training --out FILE``.
 
-A random Llama of about half a billion parameters trains under ``fully_shard``, one process for each GPU, with
-and without ``fused.patch``, and then patched on one GPU with the batches of all. FILE gets the losses of
-every step, the largest difference between those of the GPUs together and of one, and the tokens per second of
-both sharded models, which take turns in random order.
+A random Llama of about half a billion parameters trains under ``fully_shard``, one process per GPU, with and
+without ``fused.patch``. Then the patched model trains on one GPU with the batches of all. FILE receives the
+losses of every step, and the largest difference between the sharded and the single-GPU losses. It also has
+the tokens per second of both sharded models, which are interleaved in random order.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 
-dist: Any = torch.distributed  # which mypy finds to export next to nothing
+dist: Any = torch.distributed  # mypy finds almost no exports in it
 fully_shard: Any = torch.distributed.fsdp.fully_shard
 SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with benchmarks.training's widths: 0.43 billion
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-WARM = 2  # rounds that are not counted
-ABSOLUTE, RELATIVE = 1e-2, 5e-2  # the convergence bounds of a step's loss, of which the larger one counts
+WARM = 2  # number of rounds that are not counted
+ABSOLUTE, RELATIVE = 1e-2, 5e-2  # bounds on the difference of a step's losses; the larger bound applies
 
 
 class Sharded:
-    """A model, its optimizer and its batches on one of ``world`` GPUs, or on one GPU with all batches."""
+    """A model with its optimizer and its batches: on one of ``world`` GPUs, or on one GPU with all
+    batches."""
 
     def __init__(self, asked: argparse.Namespace, name: str, where: str, *, sharded: bool):
         torch.manual_seed(0)
@@ -60,7 +61,7 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def text(self, step: int, rank: int) -> Tensor:
-        """Token ids [sequences, length] of a rank, which follow each other by a rule, so that there is
+        """Token ids [sequences, length] for one rank. They follow each other by a rule, so that there is
         something to learn."""
         drawn = torch.Generator().manual_seed(step * self.asked.world + rank)
         most = min(512, self.model.config.vocab_size)
@@ -95,7 +96,7 @@ def made(asked: argparse.Namespace, where: str) -> Any:
 
 
 def build(asked: argparse.Namespace) -> None:
-    """Compile in parallel what the patched model calls."""
+    """Compile in parallel what the patched model runs."""
     patched = made(asked, "meta")
     fused.patch(patched)
     ahead.build(ahead.called(ahead.training(patched, asked.sequences, asked.length)))
@@ -107,7 +108,7 @@ def wait(where: str) -> None:
 
 
 def work(asked: argparse.Namespace) -> dict[str, Any]:
-    """One process's part. The first process then trains alone, and returns everything."""
+    """The work of one process. The first process then trains alone, and returns all results."""
     where = "cpu" if asked.cpu else f"cuda:{asked.rank}"
     if not asked.cpu:
         torch.cuda.set_device(where)

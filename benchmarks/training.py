@@ -1,12 +1,12 @@
 """Measure the training of a Hugging Face model with fused parts: ``python -m benchmarks.training``.
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
-parameters. The arms are the model as it is, under ``torch.compile``, with Liger's kernels, and patched by
-``fused.patch``, module-local and whole stack, with and without ``torch.compile``; then, eager, with and
-without the patch, each layer computed again in the backward. All arms share one set of parameters and one
-optimizer, and take turns in random order; a step is forward, backward and AdamW. Then the model and the
-patched model train from the same start for some steps. ``draw FILE PAGE`` makes a page from FILE, on any
-machine.
+parameters. The arms are: the unpatched model, eager and under ``torch.compile``; the model with Liger's
+kernels; and the model patched by ``fused.patch``, module-local and whole-stack, with and without
+``torch.compile``. Two more eager arms, with and without the patch, recompute each layer in the backward. All
+arms share one set of parameters and one optimizer, and are interleaved in random order. A step is forward,
+backward and AdamW. Then the unpatched and the patched model train from the same start for some steps. ``draw
+FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ PLAIN, COMPILED, LIGER, FUSED, BOTH = (
 )
 STACK, STACK_COMPILED = f"{FUSED}, whole stack", f"{FUSED}, whole stack, torch.compile"
 AGAIN = ", recompute"
-# First those that matter most.
+# most important first
 ARMS = (COMPILED, BOTH, STACK_COMPILED, PLAIN, FUSED, STACK, LIGER, PLAIN + AGAIN, FUSED + AGAIN)
 THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
-SHORT = 1024  # tokens of a sequence while the losses are compared
+SHORT = 1024  # tokens per sequence while losses are compared
 ROUNDS, STEPS = 12, 200
-# No arm is made after the first of these shares of the seconds, and no round begins after the second.
+# no arm is created after the first of these fractions of the time, and no round starts after the second
 PREPARING, TIMING = 0.65, 0.85
 RATE = 1e-4
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
-PARTED = 0.05  # by which the losses of two arms that agree differ at most
-SAID = 300  # characters of an error that FILE keeps
+PARTED = 0.05  # largest difference between the losses of two arms that agree
+SAID = 300  # characters of an error that FILE stores
 
 Step = Callable[[Tensor], Tensor]  # from token ids to the loss
 
 
 class StepSizes(NamedTuple):
-    """Sequences of a step, their tokens in the timed steps, and their tokens while losses are compared."""
+    """The number of sequences per step, their tokens in timed steps, and their tokens while losses are
+    compared."""
 
     batch: int = BATCH
     length: int = LENGTH
@@ -73,8 +74,8 @@ USUAL = StepSizes()
 
 
 class LossArm(NamedTuple):
-    """A way to compute the loss. ``rotary``: the rotation that the model's Python module must have while the
-    arm runs."""
+    """A way to compute the loss. ``rotary``: the rotation function that the model's Python module must
+    contain while the arm runs."""
 
     loss: Step
     rotary: Any
@@ -101,13 +102,13 @@ def model(kind: str, **changed: Any) -> Any:
 
 
 def sharing(source: nn.Module) -> Any:
-    """A copy of a model with the same parameters and buffers."""
+    """A copy of a model that shares its parameters and buffers."""
     shared = [*source.parameters(), *source.buffers()]
     return copy.deepcopy(source, {id(t): t for t in shared})
 
 
 def arm(name: str, source: nn.Module, kind: str) -> LossArm:
-    """Make an arm that shares a model's parameters."""
+    """Create an arm that shares a model's parameters."""
     own, code = sharing(source), _code(kind)
     rotary = code.apply_rotary_pos_emb
     if name == LIGER:
@@ -115,7 +116,7 @@ def arm(name: str, source: nn.Module, kind: str) -> LossArm:
 
         apply = {"llama": liger.apply_liger_kernel_to_llama, "qwen3": liger.apply_liger_kernel_to_qwen3}[kind]
         usual = dict(vars(code))
-        apply(model=own)  # which also changes the Python module, for all models
+        apply(model=own)  # this also changes the Python module, for all models
         rotary = code.apply_rotary_pos_emb
         vars(code).update(usual)
     if name.startswith(FUSED):
@@ -180,7 +181,7 @@ class Trainer:
         return (time.perf_counter() - start) * 1e3
 
     def peak(self, each: LossArm, ids: Tensor) -> int:
-        """Run a step, and return the most bytes that PyTorch had allocated on the GPU in it."""
+        """Run a step; return the peak of bytes that PyTorch allocated on the GPU."""
         gc.collect()
         if self.where != "cuda":
             self.step(each, ids)
@@ -225,7 +226,7 @@ def measure(
         print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
 
     def left(share: float = 1.0) -> bool:
-        """Whether less than this share of the seconds has passed."""
+        """Whether less than this fraction of the time has passed."""
         return time.monotonic() - begun < share * seconds
 
     trainer = Trainer(kind, source, source.config.vocab_size, where)
@@ -243,7 +244,7 @@ def measure(
                 trainer.step(made, trainer.text(seed, sizes.batch, sizes.length))
             entry["peak"][name] = trainer.peak(made, trainer.text(2, sizes.batch, sizes.length))
             arms[name] = made
-        except Exception as error:  # a failure of another library is that arm's result
+        except Exception as error:  # if another library fails, that is its arm's result
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -259,7 +260,7 @@ def measure(
             entry["times"][name] += [taken] if number else []  # the first round heats the GPU
     keep(f"{number} rounds of times")
     print(table({kind: entry}), flush=True)
-    for name in (PLAIN, FUSED):  # compiled, they would compile again for these lengths
+    for name in (PLAIN, FUSED):  # compiled models would compile again for these lengths
         if name in arms and left():
             entry["losses"][name] = trainer.losses(
                 arms[name], start, STEPS, batch=sizes.batch, length=sizes.short
@@ -268,10 +269,10 @@ def measure(
 
 
 def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
-    """Compile in parallel what the patched model calls; return the number of programs."""
+    """Compile in parallel what the patched model runs; return the number of programs."""
     with torch.device("meta"):
         patched = model(kind, **changed)
-    fused.patch(patched, stack=True)  # whose programs include those of the other mode
+    fused.patch(patched, stack=True)  # its programs include those of the other mode
     steps = [ahead.training(patched, sizes.batch, length) for length in (sizes.length, sizes.short)]
     return len(ahead.build([bound for step in steps for bound in ahead.called(step)]))
 
@@ -358,8 +359,8 @@ def command(
     draw: Callable[[Mapping[str, Any]], str],
     given: Sequence[str] | None = None,
 ) -> None:
-    """The command line of a benchmark of models. ``run`` measures a kind of model in some seconds, of which
-    ``said`` is the help, and writes a file; ``draw`` makes a page from what the file holds."""
+    """The command line of a benchmark of models. ``run`` measures one kind of model and writes a file;
+    ``said`` is the help for its seconds. ``draw`` makes a page from the file."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")

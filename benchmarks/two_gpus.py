@@ -1,10 +1,10 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.two_gpus COMMAND``.
 
-``measure BUNDLE --out FOLDER`` does what ``coda-agent measure BUNDLE --ray auto`` does, and records every
-lease and what ``benchmarks.fleet_simulation`` predicts from their seconds. ``faults`` measures a bundle while
-a worker is killed and a GPU is taken away. ``disturb`` times the controls of a measurement on the first GPU
-while the second one idles, while other cores compile, and while the second one measures. Each command writes
-FOLDER/NAME.json. ``benchmarks.sharded_training`` is the host's part of training.
+``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
+every lease, and what ``benchmarks.fleet_simulation`` predicts from the leases' seconds. ``faults`` measures a
+bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times the controls of a measurement on the
+first GPU, while the second GPU idles, while other cores compile, and while the second GPU measures. Each
+command writes FOLDER/NAME.json. ``benchmarks.sharded_training`` tests training on such a host.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from coda_agent.verifier.report import CANDIDATE
 
 ROOT = Path(__file__).resolve().parents[1]
 JOINING = 120.0  # seconds for all GPUs to join
-STORE = 100 << 20  # bytes of Ray's object store, which pieces hardly use
+STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
-HEALTH |= {"health_check_failure_threshold": 4}  # a lost node is noticed sooner than after Ray's usual 15 s
-CONTROL = "gemm_swiglu", "1B"  # an accepted kernel's case that takes about a millisecond
-TRIES = 5  # timings of the controls in each state of the neighbours
-SPARE = 4  # cores that the compiling neighbours leave alone
+HEALTH |= {"health_check_failure_threshold": 4}  # detects a lost node sooner than Ray's usual 15 s
+CONTROL = "gemm_swiglu", "1B"  # an accepted kernel and a case that takes about a millisecond
+TRIES = 5  # timings of the controls for each activity of the neighbours
+SPARE = 4  # cores that the compiling neighbours leave free
 PATIENCE = 300.0
 
 Rows = list[dict[str, Any]]
@@ -67,7 +67,7 @@ def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
 
 @dataclass
 class PoolEvents:
-    """The events of a pool, and when a stage of a measurement was last heard of."""
+    """The events of a pool, and the time of the last message about a measurement's stage."""
 
     events: Rows = field(default_factory=list)
 
@@ -90,7 +90,7 @@ def chosen(path: Path, entries: int | None) -> bundles.Bundle:
 
 
 def joined(pool: Pool, gpus: int) -> None:
-    """Wait until so many GPUs are in the pool."""
+    """Wait until this many GPUs are in the pool."""
     end = time.monotonic() + JOINING
     while len(pool.gpus) < gpus:
         if time.monotonic() > end:
@@ -101,8 +101,8 @@ def joined(pool: Pool, gpus: int) -> None:
 def measured(
     pool: Pool, record: PoolEvents, entries: bundles.Bundle, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure a bundle's entries on the pool's GPUs. The result has what they took, and what the simulation
-    predicts from their leases or from those in the file ``asked.pieces``."""
+    """Measure a bundle's entries on the pool's GPUs. The result has the times, and the simulation's
+    prediction from the leases or from those in the file ``asked.pieces``."""
 
     def heard(run: str) -> Progress:
         return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
@@ -133,7 +133,7 @@ def measured(
 
 
 def predicted(seconds: Sequence[float], gpus: int) -> float:
-    """The seconds that the simulation predicts for measurements of so many seconds each."""
+    """The simulation's prediction, in seconds, for measurements that take ``seconds`` each."""
     runs = [[("gpu", each)] for each in seconds]
     return simulate(runs, SimulatedResources(gpus=gpus, cores=0, places=len(runs))).seconds
 
@@ -155,8 +155,8 @@ def measure_command(asked: argparse.Namespace) -> None:
 
 
 def faults_command(asked: argparse.Namespace) -> None:
-    """Measure on a cluster of one node for each GPU. After ``--kill`` seconds kill the worker of the first
-    GPU, and after ``--take`` seconds remove the node of the second."""
+    """Measure on a cluster of one node for each GPU. It kills the worker of the first GPU after ``--kill``
+    seconds, and removes the node of the second after ``--take`` seconds."""
     from ray.cluster_utils import Cluster
 
     record, gpus = PoolEvents(), usable_gpus()
@@ -206,7 +206,7 @@ def take_node(cluster: Any, node: Any, record: PoolEvents) -> None:
 
 
 def own_jobs(path: Path) -> list[workers.Job]:
-    """The compiles with which tuning the bundle's entries begins."""
+    """The compilations that start the tuning of the bundle's entries."""
     from coda_agent.primitives.compiler.probe_schedules import candidates
     from coda_agent.primitives.runtime.tune import to_compile
 
@@ -220,7 +220,8 @@ def own_jobs(path: Path) -> list[workers.Job]:
 
 
 def quack_jobs(path: Path) -> list[workers.Job]:
-    """The compiles with which tuning QuACK's matmuls for the bundle's entries begins. They use the GPU."""
+    """The compilations that start the tuning of QuACK's matmuls for the bundle's entries. They use the
+    GPU."""
     from coda_agent.verifier.baselines.quack import MATMUL, admitted, to_compile
 
     jobs: list[workers.Job] = []
@@ -233,7 +234,7 @@ def quack_jobs(path: Path) -> list[workers.Job]:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[threading.Thread]:
-    """Run ``act`` in a thread during the block; its event is set when the block ends."""
+    """Run ``act`` in a thread during the block. Its event is set when the block ends."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()
@@ -255,7 +256,7 @@ def controls(worker: Worker, tries: int) -> Rows:
 
 
 def control_task() -> tuple[Task, Any]:
-    """The benchmark of an accepted kernel's case with the control arms alone, on its tuned schedules."""
+    """The benchmark of an accepted kernel's case with only the control arms, on its tuned schedules."""
     from coda_agent.agent.artifacts import accept
     from coda_agent.primitives.lang.schedule import by_step
     from coda_agent.verifier.gpu.benchmark import Benchmark, score
@@ -279,7 +280,7 @@ def disturb_command(asked: argparse.Namespace) -> None:
     jobs = own_jobs(asked.bundle)
     os.environ.setdefault("QUACK_COMPILE_WORKERS", str(max(1, (os.cpu_count() or 1) - SPARE)))
     with Worker(env=first, ahead=workers_ahead) as one, Worker(env=second, ahead=workers_ahead) as other:
-        for worker in (one, other):  # the kernel compiles before the clock runs
+        for worker in (one, other):  # the kernel compiles before the timing
             worker.ask(*control_task(), patience=PATIENCE)
 
         def compiling(ended: threading.Event) -> None:
@@ -295,7 +296,7 @@ def disturb_command(asked: argparse.Namespace) -> None:
 
         found["idle"] = controls(one, asked.tries)
         with beside(compiling) as thread:
-            time.sleep(asked.settle)  # until the compile workers have imported
+            time.sleep(asked.settle)  # until the compile workers have finished their imports
             found["compiling"] = controls(one, asked.tries)
             found["compiling_all_along"] = thread.is_alive()
         with beside(measuring):

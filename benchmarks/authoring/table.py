@@ -1,8 +1,9 @@
 """Tabulate the authoring experiment: ``python -m benchmarks.authoring.table [--collect PACK=FOLDER ...]``.
 
 ``--collect`` reads the journals of finished runs (a folder of runs for each pack) into ``outcomes.json``,
-with every answer's code and verdict. Then the tables go to the end of docs/authoring_experiment.md: which
-answer passed all gates that need no GPU, with Wilson's 95 % intervals, and what the others failed at.
+with every answer's code and verdict. Then the tables are written to the end of docs/authoring_experiment.md.
+They show which answer passed all gates that need no GPU, with Wilson's 95 % intervals, and where the others
+failed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE, MARK = Path("docs/authoring_experiment.md"), "## Outcomes\n"
-MOST = 3  # answers of a run
+MOST = 3  # most answers per run
 LONGEST = 240  # characters of a message in the table
 TRIES = {1: "at the first answer", MOST: "within three"}
 Outcome = Mapping[str, Any]
@@ -38,13 +39,13 @@ def outcome(pack: str, run: Path) -> Outcome:
     reports = [event.payload["report"] for event in events if event.kind == "report"]
     tries = [
         {"verdict": verdict(report), "message": report.get("message", ""), "code": code}
-        for code, report in zip(answers, reports, strict=False)  # the last answer may await its report
+        for code, report in zip(answers, reports, strict=False)  # the last answer may have no report yet
     ]
     return {"pack": pack, "operator": header["spec"], "tries": tries}
 
 
 def decided(outcomes: Iterable[Outcome], tries: int) -> list[Outcome]:
-    """The runs that passed within so many answers, or gave as many. Others are not counted yet."""
+    """The runs that passed within so many answers, or that gave so many. Others are not counted yet."""
     return [run for run in outcomes if passed([run], tries) or len(run["tries"]) >= tries]
 
 
@@ -74,7 +75,7 @@ def packs(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def gain(outcomes: Sequence[Outcome]) -> list[str]:
-    """The difference of two packs' rates at the first answer, the later pack less the earlier, as a line;
+    """A line on the difference of two packs' rates at the first answer (the later pack minus the earlier);
     none unless there are two packs."""
     arms = [[o for o in outcomes if o["pack"] == pack] for pack in packs(outcomes)]
     if len(arms) != 2:

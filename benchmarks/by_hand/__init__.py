@@ -1,1 +1,1 @@
-"""The layer as people arranged it from accepted kernels, which ``benchmarks`` compare derived ones with."""
+"""The layer as people arranged it from accepted kernels, to compare derived layers with."""

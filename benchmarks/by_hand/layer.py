@@ -2,13 +2,14 @@
 rest.
 
 An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
-returns rstd and hg = h * gamma with the next norm's gamma; the next projection multiplies hg, and scales its
-product's rows by rstd. A layer therefore takes (h, hg, rstd) and returns the same three: it normalises its
-output, where the plain layer normalises its input. In a stack of layers both need the same work, and PyTorch
-computes the first layer's stream (``start``). Gradients equal the plain layer's gradients, including that of
-its input norm, because the backward of a norm is part of the backward of the projection after it.
+returns rstd, and hg = h * gamma with the next norm's gamma. The next projection multiplies hg, and scales the
+rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns the same three. It normalises
+its output, where the plain layer normalises its input. In a stack of layers, both kinds of layer do the same
+total work. PyTorch computes the stream that enters the first layer (``start``). The gradients equal those of
+the plain layer. This includes the gradient of the input norm's weight, because the backward of each norm runs
+with the backward of the projection after it.
 
-D is the model's width, F the FFN's. z is a projection's product with the row scale applied, and dz its
+D is the model's width, F the FFN's. z is a projection's result with the row scale applied, and dz its
 gradient.
 
 | step | runs in |
@@ -30,9 +31,9 @@ gradient.
 | dx, dgamma, hn, from dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-Neither hg nor act is kept for the backward. The backward computes hn and act again, and frees them after the
-weight gradient that needs them. Weight gradients are in bf16, as in the plain layer. Inference also writes z,
-because the kernel always does, but only the backward reads it, so inference does not keep it.
+The backward stores neither hg nor act. It computes hn = h * rstd * gamma and act, and frees each after the
+weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. Inference also writes z,
+because the kernel always does, but does not store it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tens
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream, with the first part of the next norm computed: h and hg [tokens, D] in bf16, rstd
-    [tokens] in fp32."""
+    """The residual stream with the first part of the next norm: h and hg [tokens, D] in bf16, rstd [tokens]
+    in fp32."""
 
     h: Tensor
     hg: Tensor
@@ -75,7 +76,7 @@ class Attended(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward reads, which include the streams without hg."""
+    """The tensors that the backward reads. Of each residual stream, these are only h and rstd."""
 
     x: Tensor
     rstd: Tensor
@@ -158,7 +159,7 @@ class HandArranged(Layer[ResidualStream, Saved]):
     def _norm_backward(
         self, of: str, dz: Tensor, h: Tensor, rstd: Tensor, s: Tensor, dres: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dgamma and hn of the norm before the projection ``of``."""
+        """dx, dgamma and hn of the norm before a projection. ``of``: the projection's name."""
         w, gamma = {
             "gate_up": (self.weights.gate_up, self.weights.ffn_norm),
             "qkv": (self.weights.qkv, self.weights.attention_norm),
@@ -190,8 +191,8 @@ def unrotated(
     """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z, divided by D.
 
     dq, dk and dv have attention's layout, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. The backward applies the rotation's transpose R'. The row sums can be computed from dq and dk
-    before R' and from the rotated q and k, even with rounded cosines and sines: (R' dq) . q = dq . (R q).
+    [tokens, D]. The backward applies the rotation's transpose R'. The row sums follow from dq and dk before
+    R' and from the rotated q and k, even if cosines and sines are rounded: (R' dq) . q = dq . (R q).
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))

@@ -1,4 +1,5 @@
-"""The layer arranged by hand beside the comparison's variants, and its kernels on known schedules."""
+"""Measure the layer arranged by hand together with the comparison's variants, with its kernels on known
+schedules."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from coda_agent.verifier.incumbent import worth_racing
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 4  # fastest schedules to time at sizes that no report has, as well as the best of each tile
+FEW = 4  # fastest schedules to time at sizes without a report, in addition to the best of each tile
 
 
 def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
-    """A variant of the comparison, or the layer arranged by hand, whose kernels ``runner`` runs."""
+    """A variant of the comparison, or the layer arranged by hand with kernels run by ``runner``."""
     if name == PROGRAM:
         turned_back = under_compile(unrotated, "default")
         return HandArranged(shape, drawn.weights, drawn.next_norm, runner, turned_back)
@@ -35,8 +36,8 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
 
 
 def known_kernels(width: str) -> dict[KernelCall, Kernel]:
-    """The accepted kernels of a layer of this width, by call. Raises LookupError if an operator has none that
-    these versions can use."""
+    """The accepted kernels of a layer of this width, by call. Raises LookupError if some operator has no
+    kernel that these versions can use."""
     found = {}
     for call in calls(WIDTHS[width]).values():
         spec = _spec(call)
@@ -49,14 +50,14 @@ def known_kernels(width: str) -> dict[KernelCall, Kernel]:
 
 
 def compiled(kernels: Mapping[KernelCall, Kernel]) -> Launched:
-    """A runner of these kernels, whose objects are compiled in parallel first."""
+    """Compile these kernels' objects in parallel; return a runner for the kernels."""
     workers.run_jobs(job for call, kernel in kernels.items() for job in kernel.compile_jobs(dict(call.sizes)))
     return Launched({call: copy(kernel) for call, kernel in kernels.items()})
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """Return the kernel, limited to a short search if it has no reported schedule at these sizes: it then
-    times only the best schedules of its last tuning at ``case``, since a whole search takes minutes."""
+    """Return the kernel. If it has no reported schedule at these sizes, it is limited to a short search: only
+    the best schedules of its last tuning at ``case``. A full search takes minutes."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.accepted_kernel(_spec(call), edited=False)
@@ -66,7 +67,7 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # with the best of each tile, since a search without enough tiles times all tiles
+        # the best of each tile is included, because a search with too few tiles times all tiles
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)

@@ -27,7 +27,7 @@ class KernelCall(NamedTuple):
 
 def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
     """Every kernel call of a layer of this shape, by its position in the layer. The forward's calls come
-    first; without ``backward`` there are no others.
+    first; ``backward`` adds those of the backward.
 
     An operator may occur at two positions, with sizes that need different schedules.
     """
@@ -65,8 +65,8 @@ class Runner(Protocol):
 
 
 class Launched:
-    """Launch kernels on the inputs' GPU and the current stream. The first call of a kernel plans it and, if
-    needed, tunes it; later calls must have inputs like those of the first."""
+    """Launch kernels on the inputs' GPU and the current stream. A kernel's first call builds its plan and, if
+    needed, tunes it; later calls must have inputs with the same shapes and dtypes."""
 
     def __init__(self, kernels: Mapping[KernelCall, Kernel]) -> None:
         self.kernels = kernels
@@ -87,15 +87,15 @@ class Launched:
 
 
 class Interpreted:
-    """Interpret kernels in PyTorch on the inputs' device. The results are what the kernels would compute, but
-    their times mean nothing."""
+    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels, but the times
+    mean nothing."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs
 
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Raises ValueError if the inputs' shapes contradict each other, and LaunchError if they have other
-        sizes than the ones compiled for."""
+        """Raises ValueError if the inputs' shapes contradict each other, and LaunchError if their sizes
+        differ from the call's."""
         program = self.programs[call.operator]
         shapes = {name: t.shape for name, t in inputs.items()}
         _agree(call, solve_sizes(program.signature, shapes, dict(call.sizes)))

@@ -53,8 +53,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
-    """The programs and the kinds that ``--only`` names. If it names no program, all programs; if it names no
-    kind, all kinds."""
+    """The programs and the kinds that ``--only`` names; all programs if it names none, and all kinds if it
+    names none."""
     known, every = correct(), [*mutate.KINDS, *rewrite.KINDS]
     if unknown := set(given or ()) - {*known, *every}:
         raise SystemExit(
@@ -65,8 +65,8 @@ def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
 
 
 def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[CampaignTask]:
-    """The first ``number`` tasks of a sequence: each kind for each program to which it applies, shuffled,
-    then the same tasks with the next seed, and so on."""
+    """The first ``number`` tasks of a sequence. The sequence has each kind for each program to which it
+    applies, shuffled; then the same tasks with the next seed, and so on."""
     pairs = [(n, k) for n in names for k in kinds if number and applies(CampaignTask(group, n, k, seed))]
     for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)
@@ -79,7 +79,7 @@ def _task(result: Result) -> CampaignTask:
 
 
 def _read(path: Path) -> Iterator[Result]:
-    """Read the results in a file, and skip lines that are incomplete."""
+    """Read the results in a file, without incomplete lines."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)

@@ -18,14 +18,14 @@ from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-AIMED = 24  # draws that aim at the values in a mutant's conditions
+AIMED = 24  # draws that aim at the values that a mutant's conditions test
 INTEGERS = ("integers", "offsets")  # inits of inputs that mean places
-STEPS = 4  # steps by which a draw approaches such a value
+STEPS = 4  # steps in which a draw approaches such a value
 
 
 class CampaignDraw:
-    """A draw with its true outputs. ``says``: whether the draw can prove anything, which needs a finite true
-    output and an original program that passes the error gate on it."""
+    """A draw with its true outputs. ``says``: whether the draw can prove anything: the true outputs are
+    finite, and the original program passes the error gate on it."""
 
     def __init__(self, spec: Spec, program: Program, draw: Draw):
         self.spec, self.draw = spec, draw
@@ -38,13 +38,13 @@ class CampaignDraw:
         found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
         got = {}
         for name, output in self.spec.outputs.items():
-            truth = self.truth[name]  # non-finite values prove nothing
+            truth = self.truth[name]  # values that are not finite prove nothing
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
         return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
 
 
 class Judge:
-    """Decide which mutants of one program differ from the program. All mutants see the same draws."""
+    """Decides which mutants of one program differ from it. All mutants see the same draws."""
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
@@ -52,7 +52,7 @@ class Judge:
         self._more = (CampaignDraw(spec, program, draw) for draw in draws(spec, seed))
 
     def samples(self) -> Iterator[CampaignDraw]:
-        """The draws on which the original passes. Each draw is made when it is first needed."""
+        """The draws on which the original passes, created when first needed."""
         for index in count():
             while index >= len(self._kept):
                 if (sample := next(self._more, None)) is None:
@@ -69,16 +69,15 @@ class Judge:
         return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
 
     def seen(self, *versions: Program) -> str:
-        """The name of the first draw on which one of these programs differs; empty if none of the programs
-        differs on any."""
+        """The name of the first draw on which one of these programs differs; empty if there is none."""
         for sample in self.samples():
             if any(sample.differs(version) for version in versions):
                 return sample.draw.name
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
-        """Like ``seen``, but with draws that bring nodes of the original near the values in a mutant's
-        conditions. ``aims``: pairs of such a node and value."""
+        """Like ``seen``, but with draws that bring the original's nodes near the values that a mutant's
+        conditions test. ``aims``: pairs of such a node and value."""
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
@@ -95,8 +94,8 @@ class Judge:
         return ""
 
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
-        """A changed draw that brings a node's values near ``value``, by scaling or replacing an input on
-        which the node depends."""
+        """A changed draw that brings a node's values near ``value``: it scales or replaces an input on which
+        the node depends."""
         # Target indices and offsets are not scaled, since that has no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.form not in INTEGERS]
         if not names:

@@ -1,7 +1,7 @@
-"""Draw inputs for the campaign's own check, with magnitudes over each input's whole domain, at small and long
+"""Draw inputs for the campaign's own check: magnitudes over each input's whole domain, at small and long
 sizes.
 
-This module shares no code with the verifier's draws, so that the two miss different errors.
+This module shares no code with the verifier's draws, so that they do not have the same blind spots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 WIDE = 16  # a dim that counts blocks of more columns than this is small
-SCALED = 90  # the number of draws at other magnitudes
+SCALED = 90  # number of draws at other magnitudes
 MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
 
@@ -47,8 +47,7 @@ def draws(spec: Spec, seed: int) -> Iterator[Draw]:
 
 
 def small(spec: Spec, random: Random) -> dict[str, int]:
-    """Random sizes of a few dozen at most. Static dims have the sizes that one of the spec's cases gives
-    them."""
+    """Random sizes, at most a few dozen. Static dims have their sizes from one of the spec's cases."""
     static = random.choice(spec.cases).sizes
     few, rows = _few(spec), row_dims(spec)
     found = {}
@@ -59,16 +58,15 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
 
 
 def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
-    """Sizes with the dim ``dim`` as long as in the largest case, and at most 8 for other dims that are not
-    static."""
+    """Sizes with ``dim`` as long as in the largest case; other dims that are not static are at most 8."""
     static = {d: spec.cases[-1].sizes[d] for d in spec.static}
     found = {d: random.randint(1, 2) if static else random.randint(2, 8) for d in spec.dims} | static
     return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
 
 
 def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
-    """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. One random input
-    ignores it in any case, unless ``name`` contains "init" or "long"."""
+    """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. At least one random
+    input does, unless ``name`` contains "init" or "long"."""
     odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
     odd |= {n for n in spec.inputs if random.random() < share}
     inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
@@ -76,8 +74,8 @@ def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> D
 
 
 def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
-    """Values of one input, in its dtype and within its domain. ``odd``: whether the values have a random
-    magnitude and pattern instead of the spec's init."""
+    """Values of one input, in its dtype and within its domain. ``odd``: the values have a random magnitude
+    and pattern instead of the spec's init."""
     generator = torch.Generator().manual_seed(random.getrandbits(48))
     values = usual(tensor, sizes, generator)
     if odd and tensor.init.offsets is None:
@@ -123,7 +121,7 @@ def _offsets(rows: int, experts: int, generator: torch.Generator) -> Tensor:
 
 
 def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
-    """The values clipped to the input's domain, in the input's dtype."""
+    """Clip values to the input's domain; return them in the input's dtype."""
     low, high = tensor.bounds(sizes)
     if low >= 0:
         values = values.abs()

@@ -1,5 +1,7 @@
-"""Evaluate a program's nodes in order in plain fp64, without rounding and without partitioning the program.
-This module shares no code with the verifier's interpreter, so that neither hides the other's mistakes."""
+"""Evaluate a program's nodes in order in plain fp64, without rounding and without partitioning.
+
+This module shares no code with the verifier's interpreter, so that neither hides the other's mistakes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def _heads(t: Tensor, width: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """A product, or one for each expert: of its rows with its matrix, or of its rows with each other."""
+    """A matmul; with offsets, one per expert: of its rows with its matrix, or of its rows with each other."""
     if offsets is None:
         return a @ b
     ranges = [slice(int(first), int(end)) for first, end in zip(offsets, offsets[1:], strict=False)]
@@ -143,7 +145,7 @@ def _leaf(node: Node, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) ->
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
     """Return a value in the shape that its reader needs. If the reader's result is a tile, a value with one
-    number per head is spread over each head's columns, and the columns of one head are repeated for all
+    number per head is spread over each head's columns. A value with one head's columns is repeated for all
     heads."""
     if reader.kind != "tile" or kind.period is None or kind.kind not in ("spread", "repeated"):
         return value

@@ -15,12 +15,12 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.spec.model import Spec
 
-JUDGED = ("size_choice",)  # codes of errors from a check that count as a verdict on a mutant
+JUDGED = ("size_choice",)  # codes of errors from the check that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
 class Skip(Exception):
-    """The edit does not apply here."""
+    """The edit cannot be applied here."""
 
 
 def correct() -> list[str]:
@@ -50,8 +50,8 @@ def honest(name: str) -> dict[str, Program]:
 class Graph:
     """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: sizes that replace each added ``dim`` node by a constant. With them, the edited program does
-    at all sizes what the edit would do at these sizes.
+    ``frozen``: sizes that replace each added ``dim`` node by a constant. At all sizes, the edited program
+    then does what the edit does at these sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -62,8 +62,8 @@ class Graph:
         self._below = _ancestors(self.nodes)
 
     def add(self, op: str, *args: int, attribute: Attribute = None) -> int:
-        """Return the index of a node of this operation, which is added unless an equal node exists. Raises
-        ProgramError if the operation does not apply."""
+        """Return the index of a node of this operation; it is added if no equal node exists. Raises
+        ProgramError if the operation does not accept its arguments."""
         node = Node(op, args, attribute)
         if node in self.nodes:
             return self.nodes.index(node)
@@ -85,8 +85,7 @@ class Graph:
         return self.add("dim", attribute=str(size))
 
     def replace(self, old: int, new: int, reader: int | None = None) -> None:
-        """Redirect all readers of ``old`` to ``new``, or only ``reader`` if it is given. Nodes that were
-        added do not change."""
+        """Redirect all readers of ``old``, or only ``reader``, to ``new``. Added nodes do not change."""
         for index in range(self.first_added) if reader is None else (reader,):
             node = self.nodes[index]
             self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
@@ -100,7 +99,7 @@ class Graph:
         self.nodes[reader] = self.nodes[reader]._replace(args=tuple(args))
 
     def become(self, index: int, node: Node) -> None:
-        """Put another node in the place of a node."""
+        """Replace a node by another."""
         self.nodes[index] = node
 
     def originals(self, *kinds: str) -> list[int]:
@@ -125,7 +124,7 @@ class Graph:
         ]
 
     def finish(self) -> Program:
-        """Return the edited program, after a check that ignores errors with ``JUDGED`` codes and after a
+        """Return the edited program, after a check (in which errors with ``JUDGED`` codes are allowed) and a
         trial partition. Raises Skip if the program is invalid or unchanged."""
         program = self._canonical()
         try:
@@ -142,7 +141,7 @@ class Graph:
         return program
 
     def _canonical(self) -> Program:
-        """Return a program of only the nodes that its outputs need, numbered depth first and with equal nodes
+        """The program with only the nodes that its outputs need, numbered depth first, and with equal nodes
         merged."""
         known: dict[Node, int] = {}
         made: dict[int, int] = {}
@@ -170,8 +169,8 @@ def _ancestors(nodes: list[Node]) -> list[set[int]]:
 
 
 def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
-    """The nodes of ``among`` that can replace a node: they have its type, and are integers exactly if the
-    node is an integer."""
+    """The nodes of ``among`` that can replace a node: they have its type, and both or neither are
+    integers."""
     kind, whole = graph.types[index], _whole(graph, index)
     return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
 
@@ -184,8 +183,8 @@ def _whole(graph: Graph, index: int) -> bool:
 
 
 def meeting(graph: Graph, index: int, random: Random) -> int:
-    """Choose a node that can be combined elementwise with the node ``index``: that node, a scalar, or another
-    node that has its type or can be spread over it. Raises Skip if no such node exists."""
+    """Choose a node that can be combined elementwise with the node ``index``: the node itself, a scalar, or a
+    node that has its type or can be spread over it. Raises Skip if there is none."""
     kind = graph.types[index]
     free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
     made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]

@@ -1,5 +1,5 @@
-"""Judge one candidate, which is a mutant or a rewrite, with the verifier. This gives one line of the
-campaign's results."""
+"""Judge one candidate (a mutant or a rewrite) with the verifier, which gives one line of the campaign's
+results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 3  # factor on the number of aimed draws before an accepted mutant counts as equivalent
+MORE = 3  # before an accepted mutant counts as equivalent, the number of aimed draws is multiplied by this
 Result = dict[str, Any]
 
 
@@ -32,13 +32,13 @@ class CampaignTask(NamedTuple):
 
 
 def judged(task: CampaignTask) -> Result:
-    """Make a candidate, and check it with fp64 and with the verifier."""
+    """Create a candidate, and check it both in fp64 and with the verifier."""
     made = _mutant(task) if task.group == "mutants" else _rewrite(task)
     return {**task._asdict(), **made}
 
 
 def applies(task: CampaignTask) -> bool:
-    """Whether the candidate can be made."""
+    """Whether the candidate can be created."""
     return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
 
 
@@ -73,7 +73,7 @@ def _mutant(task: CampaignTask) -> Result:
 
 
 def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
-    """The draw on which the mutant differs from the accepted program; empty if no draw shows a difference."""
+    """The draw on which the mutant differs from the accepted program; empty if none shows a difference."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
         found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)

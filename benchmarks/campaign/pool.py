@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
-CHUNK = 20  # candidates in one task, which are of one program and share its preparation
-ROUND = 1000  # approximate candidates per seed; results of earlier seeds come first
+CHUNK = 20  # candidates per task; they are of one program and share its preparation
+ROUND = 1000  # approximate number of candidates per seed; results of earlier seeds come first
 
 
 def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:
@@ -49,7 +49,7 @@ def _several(tasks: tuple[CampaignTask, ...]) -> list[Result]:
 
 
 def _alone() -> None:
-    """Use one thread, and leave interrupts to the parent."""
+    """Use one thread, and let the parent process handle interrupts."""
     import torch
 
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from benchmarks.campaign.judge import INAPPLICABLE, Result
 
 
 def show(results: list[Result]) -> None:
-    """Print the tables, each followed by the results that need a look."""
+    """Print the tables, each followed by the results that deserve attention."""
     console = Console(width=None)
     made = [r for r in results if r["verdict"] != INAPPLICABLE]
     mutants = [r for r in made if r["group"] == "mutants"]
@@ -28,7 +28,7 @@ def show(results: list[Result]) -> None:
 
 
 def slipped(result: Result) -> bool:
-    """Whether a mutant was accepted although it differs from the original."""
+    """Whether a mutant that differs from the original was accepted."""
     return result["verdict"] == "accepted" and bool(result["differs"])
 
 

@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-# seconds from the time limit to the end of the process if a stage hangs; finished stages stay in the file
+# seconds that a hanging stage may take beyond the time limit before the process ends; finished stages stay in
+# the file
 GRACE = 8.0
 
 

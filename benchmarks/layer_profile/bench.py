@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from coda_agent.comparison.layers.shape import Shape
 
 SEED = 20
-ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and their limit in seconds
-KEPT, SETTLE = 20, 1.0  # turns of a profile that count, and seconds of warm-up before these turns
-SUSTAINED = 3.0  # seconds of repetition that NVML records, after as many seconds of warm-up
-HEAD_START = 200_000  # cycles of the marker before a region, which let the host run ahead
+ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and the limit on their seconds
+KEPT, SETTLE = 20, 1.0  # rounds of a profile that count, and seconds of warm-up before them
+SUSTAINED = 3.0  # seconds of repetition that NVML records, after an equally long warm-up
+HEAD_START = 200_000  # cycles of the marker kernel before a region, so that the host can run ahead
 
 
 @dataclass
 class Backward:
-    """A call of a layer's backward without its forward. ``ready`` runs the forward, and must come before each
+    """Calls a layer's backward without its forward. ``ready`` runs the forward, and must precede each
     call."""
 
     layer: Layer[Any, Any]
@@ -77,7 +77,7 @@ class LayerStages:
         return found | {"ours": backward_parts(shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
-        """The relative distance of each result of the other arms from the first arm's."""
+        """The relative distance of each result of the other arms from that of the first arm."""
         from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names
@@ -97,7 +97,7 @@ class LayerStages:
         return {"times": {n: milliseconds(s) for n, s in samples.items()}, "times_conditions": conditions}
 
     def kernels(self) -> dict[str, Any]:
-        """Profile the arms in turns; the first turns heat the GPU and are dropped."""
+        """Profile the arms interleaved; the first rounds heat the GPU and are dropped."""
         begun = time.monotonic()
         self._turn()
         _synchronize()
@@ -186,8 +186,7 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
 
 
 def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[dict[str, Any]]:
-    """List our kernels of the backward in the order in which they run, with names, schedules, FLOPs and
-    compulsory bytes."""
+    """List our kernels in the backward in launch order, with names, schedules, FLOPs and compulsory bytes."""
     from benchmarks.by_hand.runners import calls
 
     places = calls(shape)

@@ -1,7 +1,7 @@
 """Attribute each kernel of the layer's backward to a part of it, and find the part's FLOPs, bytes and group.
 
-D is the model's width and F is the FFN's width; other names are those of ``benchmarks.by_hand.layer``. Bytes
-are compulsory, so each operand and output counts once. This module needs only the standard library.
+D is the model's width, F the FFN's; other names are as in ``benchmarks.by_hand.layer``. Bytes are compulsory:
+each operand and output counts once. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-# Rates behind the bounds: FLOP/s of sustained products at the power limit of 700 W, and bytes/s of copies.
+# Rates for the bounds: FLOP/s of sustained matmuls at the power limit of 700 W, and bytes/s of copies.
 TENSOR, MEMORY = 640e12, 3.0e12
 ATTENTION, WEIGHTS, DATA = "attention", "weight-gradient products", "data-gradient products"
 UNKNOWN, PASSES, GAPS = "products not told apart", "separate memory-bound passes", "gaps"
 GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
-# The products that our kernels compute, by their place in the layer. torch.compile has the same products.
+# The matmuls of our kernels, by their place in the layer. torch.compile computes the same ones.
 PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
 ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
 IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
@@ -28,8 +28,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """The name and group of one part of a backward, with FLOPs and compulsory bytes. All are known without
-    timing."""
+    """One part of a backward: its name, group, FLOPs and compulsory bytes. They are known without timing."""
 
     what: str
     group: str
@@ -39,9 +38,9 @@ class Share:
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """One part of a backward: the consecutive kernels of one product or operator. Times are in microseconds
-    for each step of the profile. ``taken`` is the time from the start of the part's first kernel to the end
-    of its last kernel, and ``gap`` is the time before its first kernel."""
+    """One part of a backward: the consecutive kernels of one matmul or operator. Times are in microseconds,
+    for each step of the profile. ``taken`` is the time from the start of the first kernel to the end of the
+    last; ``gap`` is the time before the first kernel."""
 
     share: Share
     names: tuple[str, ...]
@@ -55,8 +54,8 @@ class BackwardPart:
 
     @property
     def bound(self) -> float | None:
-        """The microseconds that the part's FLOPs or its bytes take at ``TENSOR`` or ``MEMORY``, whichever is
-        longer; None if neither number is known."""
+        """The microseconds that the part's FLOPs take at ``TENSOR``, or its bytes at ``MEMORY``, whichever is
+        longer. None if neither is known."""
         known = [n / most for n, most in ((self.share.flops, TENSOR), (self.share.bytes, MEMORY)) if n]
         return 1e6 * max(known) if known else None
 
@@ -93,8 +92,8 @@ def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Sha
 def _calls(
     kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The operator that launched each kernel. Operators come from another step's profile, so kernels are
-    matched by name and occurrence."""
+    """The operator that launched each kernel. The operators come from the profile of another step, so kernels
+    are matched by name and occurrence."""
     by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for each in told:
@@ -110,8 +109,8 @@ def _calls(
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
     """Map the position of each of our kernels to its place in the layer and its kind. One program serves
-    several places, in the order of ``parts``, so a product that comes after the program's finishing kernel
-    belongs to the next place."""
+    several places, in the order of ``parts``. So a matmul after the program's finishing kernel belongs to the
+    next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -166,14 +165,14 @@ def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Map
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of causal attention's backward, which has five products over half the pairs. The
-    backward reads q, k, v, its output and the output's gradient, and writes three gradients."""
+    """FLOPs and bytes of the backward of causal attention: five matmuls over half of the pairs. It reads q,
+    k, v, the output and its gradient, and writes three gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 
 
 def _operands(told: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-    """The shapes of a product's operands A and B; None if the kernel is no product of two matrices."""
+    """The shapes of a matmul's operands A and B; None if the kernel is not a matmul of two matrices."""
     at = {"aten::mm": 0, "aten::addmm": 1}.get(told.get("op", ""))
     dims = told.get("dims") or []
     if at is None or len(dims) < at + 2 or any(len(each) != 2 for each in dims[at : at + 2]):
@@ -206,15 +205,15 @@ def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Sh
 
 
 def _argument_bytes(told: Mapping[str, Any]) -> int | None:
-    """The bytes of a generated kernel's tensors, each tensor counted once; None if the profile lacks the
-    tensors."""
+    """The bytes of a generated kernel's tensors, each counted once; None if the profile does not list
+    them."""
     dims, types = told.get("dims") or [], told.get("types") or []
     found = sum(ITEM[t] * math.prod(d) for d, t in zip(dims, types, strict=False) if t in ITEM and d)
     return found or None
 
 
 def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
-    """Microseconds by group, one of which is the gaps. Together, the groups add up to the whole backward."""
+    """Microseconds by group, one of which is the gaps. They add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}
 

@@ -18,15 +18,15 @@ from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
 ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
-# A stage begins only if this many seconds are left. These are guesses for empty caches.
+# A stage starts only if this many seconds are left. These are estimates for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
 SEARCH = 210.0  # seconds for a width with max-autotune; its search took 141 to 177 s in the comparison
-SAID = 500  # characters of an error that the file keeps
+SAID = 500  # characters of an error that are stored
 
 
 @dataclass
 class TimeBudget:
-    """The seconds that a measurement may take, counted from now."""
+    """A limit on the seconds that a measurement may take from now on."""
 
     seconds: float
     now: Callable[[], float] = time.monotonic
@@ -60,7 +60,7 @@ class ProfileStages(Protocol):
         """The operator that launches each kernel, with its shapes."""
 
     def clocks(self) -> dict[str, Any]:
-        """Clocks, power and temperature while each arm repeats."""
+        """Clock rates, power and temperature while each arm repeats."""
 
     def close(self) -> None:
         """Free the GPU memory."""
@@ -70,8 +70,8 @@ Build = Callable[[str, Sequence[str]], ProfileStages]  # makes the stages of a w
 
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:
-    """Measure each width, then the first width again with max-autotune if the time allows. ``out`` is written
-    after each stage, and says why a stage failed or was skipped."""
+    """Measure each width, then the first width again with max-autotune if time allows. ``out`` is written
+    after each stage. It says why a stage failed or was skipped."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": budget.seconds,

@@ -40,12 +40,12 @@ COLOURS = {
     PASSES: "#009E73",
     GAPS: "#FFFFFF",
 }
-LABELLED = 0.025  # share of the longest backward: bars that are narrower have no label
+LABELLED = 0.025  # fraction of the longest backward; narrower bars have no label
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
     """Write the page, and its charts into ``images`` in the page's folder. If that folder has
-    ``PAGE.reading.md``, the text of this file follows the page's head."""
+    ``PAGE.reading.md``, its text follows the page's head."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -145,8 +145,7 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
 
 
 def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Each arm's time for the whole backward, in the profile and without a profiler, since profiling may
-    lengthen it."""
+    """Each arm's time for the whole backward, with and without the profiler, which may slow it down."""
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")
@@ -179,7 +178,7 @@ def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
 
 
 def _products(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of the products and attention, with columns for each arm's time and rate."""
+    """A table of the matmuls and attention, with each arm's time and rate."""
     known: dict[str, dict[str, list[BackwardPart]]] = {}
     for arm, own in found.items():
         for row in own:
@@ -229,7 +228,7 @@ def _kernels(own: Sequence[BackwardPart]) -> str:
 
 
 def _names(own: Sequence[BackwardPart]) -> str:
-    """The kernels' own names, by the kernel's number in the table."""
+    """The kernels' names, by number in the table."""
     lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
     return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
 

@@ -1,7 +1,7 @@
-"""Read torch.profiler's Chrome traces: the kernels of each marked region, and the operators that launched
+"""Read Chrome traces of torch.profiler: the kernels of each marked region, and the operators that launched
 them.
 
-Two marker kernels on the stream enclose a region. This module needs only the standard library.
+A region lies between two marker kernels on the stream. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TraceError(Exception):
-    """The trace lacks the marked regions. The message says what the trace has instead."""
+    """The trace lacks the marked regions. The message says what it contains instead."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Region:
         return tuple(event.name for event in self.events)
 
     def gaps(self) -> list[float]:
-        """Microseconds from the end of one activity to the start of the next, negative if the two overlap.
-        Gaps and durations add up to the time from the first marker to the end of the last activity."""
+        """Microseconds from the end of one activity to the start of the next; negative if they overlap. Gaps
+        and durations add up to the time from the first marker to the end of the last activity."""
         found, end = [], self.begin
         for event in self.events:
             found.append(event.start - end)
@@ -74,8 +74,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """The kernels of an arm's regions, each with its microseconds in each region. Regions whose kernels
-    differ from the usual ones are dropped and counted."""
+    """The kernels of an arm's regions, each with its microseconds in each region. Regions with unusual
+    kernels are dropped and counted."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]

@@ -10,7 +10,7 @@ def clamp(site: Site) -> str:
     """Bound a value by a number, with a minimum or maximum."""
     value, how = site.value(), site.random.choice(("minimum", "maximum"))
     limit = site.threshold(value)
-    # Mostly choose the side that leaves small values unchanged.
+    # Usually choose the side that leaves small values unchanged.
     if site.random.random() < 0.8:
         how = "minimum" if limit > 0 else "maximum"
     site.put(value, site.add(how, value, limit))
@@ -26,7 +26,7 @@ def clamp_band(site: Site) -> str:
 
 
 def clamp_by_value(site: Site) -> str:
-    """Bound a value by a multiple of another value, with a minimum."""
+    """Limit a value to at most a multiple of another value."""
     value = site.value("tile", "vector")
     if (other := site.meets(value)) == value:
         raise Skip("a value is no larger than itself")
@@ -38,7 +38,7 @@ def clamp_by_value(site: Site) -> str:
 
 
 def clamp_smooth(site: Site) -> str:
-    """Put a value through a saturating function that is close to the identity for small values."""
+    """Apply a saturating function that is close to the identity for small values."""
     value = site.value()
     limit = abs(site.threshold(value))
     site.put(value, site.add("multiply", site.add("tanh", site.add("divide", value, limit)), limit))
@@ -46,7 +46,7 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """Add a minimum or maximum without a comparison; a minimum is (v + c - sqrt((v - c)**2)) / 2."""
+    """Add a minimum or maximum written without a comparison; a minimum is (v + c - sqrt((v - c)**2)) / 2."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)

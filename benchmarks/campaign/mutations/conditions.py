@@ -1,5 +1,5 @@
-"""Mutations that make a value wrong where a condition holds. The condition tests values or columns, with a
-comparison or with a smooth function."""
+"""Mutations that make a value wrong where a condition holds. The condition tests values or columns, by a
+comparison or by a smooth function."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def smooth_switch(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Blend a value from right to wrong where another value v is near c. The weight of the wrong value is eps
-    / ((v - c)**2 + eps)."""
+    """Blend a value from right to wrong where another value v is near c. The wrong value has the weight eps /
+    ((v - c)**2 + eps)."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -80,7 +80,7 @@ def bump(site: Site) -> str:
 
 
 def on_column(site: Site) -> str:
-    """Set the column with a given number to zero, or also all columns before or after it."""
+    """Set one column to zero, or also all columns before or after it."""
     target = site.value("tile")
     place = site.add("column_index", target)
     extent = site.graph.types[target].shape[1](site.case())
@@ -90,7 +90,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Set the last few columns, whose place depends on the width, to zero."""
+    """Set the last few columns to zero; where they begin depends on the width."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))
@@ -100,8 +100,8 @@ def on_column_share(site: Site) -> str:
 
 
 def _choose(site: Site, target: int, condition: int, words: str, lost: bool = False) -> str:
-    """Make a value wrong where the condition holds. The code says so in one of three ways, chosen at random.
-    ``lost``: wrong means zero."""
+    """Make a value wrong where the condition holds. The change is written in one of three ways, chosen at
+    random. ``lost``: wrong means zero."""
     wrong = site.add("multiply", target, 0.0) if lost else site.wrong(target)
     match site.random.randrange(3):
         case 0:

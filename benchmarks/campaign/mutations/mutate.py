@@ -20,8 +20,8 @@ TRIES = 40  # attempts before a kind counts as not applicable
 @dataclass(frozen=True)
 class ProgramMutant:
     """A program with one mistake. ``aims``: the values that the mistake's conditions test (see
-    ``site.Site``). ``frozen``: versions of the mutant with constant sizes. Each version behaves at all sizes
-    as the mutant does at a case's sizes, or at sizes where the mistake's condition changes."""
+    ``site.Site``). ``frozen``: versions of the mutant with constant sizes. At all sizes, each version behaves
+    like the mutant at one case's sizes, or at sizes where the mistake's condition changes."""
 
     name: str
     kind: str
@@ -68,7 +68,7 @@ def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
     """Yield the mutant frozen at each case's sizes, and at the sizes where its condition changes."""
-    if kind == "size: other dim":  # wrong at nearly all sizes
+    if kind == "size: other dim":  # its mistake applies at nearly all sizes
         return
     known = set[str]()
     for at in (*site.sizes, *(case.sizes for case in spec.cases)):

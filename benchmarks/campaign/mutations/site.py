@@ -20,8 +20,8 @@ Edit = Callable[["Site"], str]
 @dataclass
 class Site:
     """A graph to mutate. ``scales``: the largest magnitude of each node on inputs drawn by the spec's own
-    init. ``aims``: pairs of a node and a number with which a mutant's condition compares the node. ``sizes``:
-    the sizes that a mutant's conditions test."""
+    init. ``aims``: pairs of a node and the number that a mutant's condition compares it with. ``sizes``: the
+    sizes that a mutant's conditions test."""
 
     spec: Spec
     graph: Graph
@@ -45,8 +45,8 @@ class Site:
         return self.random.choice(among)
 
     def threshold(self, index: int) -> float:
-        """Draw a threshold for a node's values, from well inside their usual range to far outside it, and
-        record it as an aim."""
+        """Draw a threshold for a node's values, from inside their usual range to far outside it, and record
+        it as an aim."""
         inside, outside, anywhere = (-1.5, 0.5), (0.3, 6.0), (-12.0, 30.0)
         span = self.random.choices((inside, outside, anywhere), (4, 5, 1))[0]
         size = self.scales[index] if span is not anywhere else 1.0
@@ -69,19 +69,20 @@ class Site:
         return self.graph.add(op, *lifted)
 
     def meets(self, index: int) -> int:
-        """The node ``index`` itself, or a random node or spread vector that can be combined with it
-        elementwise and does not depend on it."""
+        """Node ``index`` itself, or a random node (or broadcast vector) of a compatible shape that does not
+        depend on it."""
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """The node that an aim can name: the node itself, or the vector that an added node spreads."""
+        """The node to record in an aim: ``index`` if it is an original node; if it was added to broadcast a
+        vector, that vector."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]
 
     def condition(self, target: int) -> tuple[int, str]:
-        """Add a comparison between a threshold and a value whose shape fits the target. Return the
-        comparison's node and a description."""
+        """Add a comparison between a threshold and a value whose shape is compatible with the target's.
+        Return the comparison's node and a description."""
         value, how = self.meets(target), self.random.choice(COMPARISONS)
         limit = self.threshold(self.known(value))
         return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
@@ -103,7 +104,7 @@ class Site:
         return self.add("multiply", target, target)
 
     def name(self, index: int) -> str:
-        """The name of a node: an input's name, else its operation and number."""
+        """The name of a node: the input's name, or else operation and number."""
         node = self.graph.nodes[index]
         if node.op in ("input", "constant", "dim"):
             return str(node.attribute)

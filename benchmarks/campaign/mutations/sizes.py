@@ -1,5 +1,5 @@
 """Mutations that make a value wrong at some sizes. Their conditions are equalities, inequalities and ratios
-of sizes, which are written plainly or disguised."""
+of sizes, either plain or disguised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sizes = Mapping[str, int]
 
 
 def on_equality(site: Site) -> str:
-    """Make a value wrong at one extent of a dim, usually the extent that a case has."""
+    """Make a value wrong at one extent of a dim, usually a case's."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     _wrong(site, site.add("equal", size, float(at)))
@@ -48,7 +48,8 @@ def on_both(site: Site) -> str:
 
 
 def laundered(site: Site) -> str:
-    """Make a value wrong at, above or below one extent, which is disguised by adding zero times the value."""
+    """Make a value wrong at, above or below one extent. The condition is disguised by adding zero times the
+    value."""
     dim, at = _extent(site)
     target = site.value("tile", "vector", "head")
     nothing = site.add("multiply", target, 0.0)
@@ -62,7 +63,7 @@ def laundered(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Make a value wrong near one extent, with a smooth share."""
+    """Make a value wrong near one extent, blended smoothly."""
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     width = 10 ** site.random.uniform(-4, 1)
@@ -72,7 +73,7 @@ def bump(site: Site) -> str:
 
 
 def ratio_bump(site: Site) -> str:
-    """Make a value wrong near the ratio that two dims have in a case, with a smooth share."""
+    """Make a value wrong near the ratio that two dims have in a case, blended smoothly."""
     one, other, (p, q), case = _ratio(site)
     ratio = site.add("divide", site.graph.dim(one), site.graph.dim(other))
     gap = site.add("subtract", ratio, p / q)
@@ -109,8 +110,8 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """Draw a dim and an extent of it, usually the extent that a case has. Record sizes with this extent, and
-    sizes about twice as large."""
+    """Draw a dim and an extent of it, usually a case's. Record sizes with this extent, and sizes about twice
+    as large."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

@@ -95,7 +95,7 @@ def other_function(site: Site) -> str:
 
 
 def other_spread(site: Site) -> str:
-    """Spread a vector the other way, or spread another vector of the same length."""
+    """Spread a vector along the other axis, or spread another vector of the same length."""
     index = site.node("per_row", "per_column", "per_head")
     node = site.graph.nodes[index]
     vector = node.args[0]

@@ -1,6 +1,6 @@
-"""Rules that rewrite a program without changing what it computes. A rule changes a graph at a random place
-where it applies, and returns the name of the place. It raises Skip if it applies nowhere. No rule makes a
-program less accurate than the code of a sensible author."""
+"""Rules that rewrite a program without changing what it computes. A rule changes a graph at a random
+applicable place, and returns the name of the place. It raises Skip if there is no such place. No rule makes a
+program less accurate than code by a sensible author."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Make a rule from a function that builds a replacement for a node with one of these operations."""
+    """Create a rule from a function that builds a replacement for a node with one of these operations."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:

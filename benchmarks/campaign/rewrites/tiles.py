@@ -43,8 +43,8 @@ def _parts(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _scaled(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the sum of a scaled tile as the scaled sum, or scale a tile down before its sum and up after
-    it."""
+    """Rewrite the sum of a scaled tile as the scaled sum, or scale a tile down before its sum and up
+    afterwards."""
     if random.random() < 0.4:
         half = g.add("multiply", node.args[0], g.constant(0.25))
         return g.add("multiply", g.constant(4.0), g.add(node.op, half))
@@ -66,8 +66,7 @@ def _shifted(g: Graph, node: Node, random: Random) -> int:
 
 @rule("per_row", "per_column", "multiply", "add")
 def _spread(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the spread of a vector product or sum as the product or sum of spreads, or the other way
-    round."""
+    """Rewrite the spread of a vector product or sum as the product or sum of spreads, or the reverse."""
     if node.op in ("per_row", "per_column"):
         inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
         return g.add(inner.op, *(_over(g, node.op, a) for a in inner.args))
