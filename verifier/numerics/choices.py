@@ -3,7 +3,8 @@
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: some inputs must make the
 program pass the error gate as it is, and fail if the other side is forced. A sigmoid counts as a choice too,
-because it is constant far from zero. Inputs must need its bend near zero.
+because it is constant far from zero and straight near zero: 1e9 * tanh(v / 1e9) is a clamp. Inputs must need
+what it is near zero, and that it is not its tangent there.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
 The gate may pass even the form that cancels, because its limits allow for larger values' errors, or because
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Operation, Program
 
 SHARE = 1 / 256  # the smallest share of a choice's elements that the error gate sees
 SIDES = {
@@ -38,6 +39,9 @@ SIDES = {
 OFF = 9 / 8  # the error gate must notice that a side's values are multiplied by this
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
+STRAIGHT = 2.0**-8  # up to this, such functions are nearly their tangents at zero
+STEP = 2.0**-16  # for the slope of a tangent, in fp64
+LIMITED = ("its argument is always far from zero", "its argument is always near zero, where it is straight")
 COMPARED = ("it never holds", "it always holds")
 
 
@@ -50,9 +54,7 @@ class Side(NamedTuple):
     def unused(self, program: Program) -> str:
         """A message for the author: why this side decides nothing."""
         op = program.nodes[self.node].op
-        if OPERATIONS[op].limit:
-            return "its argument is always far from zero"
-        return SIDES.get(op, COMPARED)[self.side]
+        return (LIMITED if OPERATIONS[op].limit else SIDES.get(op, COMPARED))[self.side]
 
 
 class Count(NamedTuple):
@@ -88,9 +90,7 @@ class Coverage:
         self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
 
     def _of(self, node: int) -> list[Side]:
-        """A choice's sides. A function with a limit has one side: its bend."""
-        bends = OPERATIONS[self.program.nodes[node].op].limit
-        return [Side(node, side) for side in ((0,) if bends else (0, 1))]
+        return [Side(node, 0), Side(node, 1)]
 
     @property
     def open(self) -> list[Side]:
@@ -208,8 +208,15 @@ def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
     operation = OPERATIONS[program.nodes[index].op]
     if operation.limit:
         (value,) = arguments
-        near = value.abs() < BEND
-        return (near, value), (~near, operation.limit(torch, value))
+        size = value.abs()
+        return (size < BEND, _tangent(operation, value)), (size > STRAIGHT, operation.limit(torch, value))
     sides = operation.sides
     assert sides is not None  # callers ask only about choices
     return sides(torch, *arguments)
+
+
+def _tangent(operation: Operation, value: Tensor) -> Tensor:
+    """The tangent at zero of a function with a limit."""
+    assert operation.torch is not None
+    low, middle, high = operation.torch(torch, torch.tensor([-STEP, 0.0, STEP], dtype=torch.float64)).tolist()
+    return middle + (high - low) / (2 * STEP) * value

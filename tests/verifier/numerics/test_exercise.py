@@ -236,7 +236,15 @@ def test_a_sigmoid_that_never_bends_is_refused_and_one_that_does_is_needed() -> 
     spec = spec_of("gemm_swiglu")
     figures = interpreted(spec, program_of(spec, (KERNELS / "gemm_swiglu.py").read_text()))
     (bend,) = figures["choices"]
-    assert bend["op"] == "silu" and [side["needed"] for side in bend["sides"]] == [True]
+    assert bend["op"] == "silu" and [side["needed"] for side in bend["sides"]] == [True, True]
+
+
+@pytest.mark.parametrize("limit", ["3e5", "2e9", "1e25", "1e37"])
+@pytest.mark.parametrize("clamp", ["tanh(rstd / {0}) * {0}", "(sigmoid(rstd / {0}) - 0.5) * (4 * {0})"])
+def test_a_bend_far_beyond_what_is_typical_is_refused(limit: str, clamp: str) -> None:
+    with pytest.raises(Failed) as failed:
+        interpreted(spec_of("gemm_rmsnorm"), normed(clamp.format(limit)))
+    assert failed.value.code in ("numerics", "idle_choice")
 
 
 def test_a_program_without_choices_has_nothing_open() -> None:
