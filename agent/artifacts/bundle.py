@@ -198,13 +198,13 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """The tuned schedules of the spec's accepted kernel, if its lowered code is the same. Tuning then only
-    times these schedules again."""
+    """The tuned schedules of the spec's accepted kernel, if its program is the same. Tuning then only times
+    these schedules again, also after a change of the lowering."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files
         return {}
-    if before is None or before.report.identity.lowered_hash != identity.lowered_hash:
+    if before is None or before.report.identity.program_hash != identity.program_hash:
         return {}
     return {timing.case: timing.finalists for timing in before.report.timings}
 
