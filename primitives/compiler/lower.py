@@ -25,9 +25,10 @@ from coda_agent.primitives.lang.partition import cut
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
-def lower(program: Program) -> Lowered:
-    """Lower a checked program. Raises ProgramError if QuACK's resources cannot express it."""
-    return _lowered(program)
+def lower(program: Program, *, early: bool = False) -> Lowered:
+    """Lower a checked program. ``early``: each kernel after a GEMM starts before the GEMM ends, and waits for
+    its end. Raises ProgramError if QuACK's resources cannot express the program."""
+    return _lowered(program, early=early)
 
 
 def lower_edited(program: Program, text: str) -> Lowered:
@@ -43,9 +44,9 @@ def editable(program: Program) -> str:
     return _lowered(program, hashed=False).text
 
 
-def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
+def _lowered(program: Program, *, hashed: bool = True, early: bool = False) -> Lowered:
     operations = tuple(OPERATIONS.get(node.op) for node in program.nodes)
-    header, body, gemms, vectors = _written(program, program.hash, operations)
+    header, body, gemms, vectors = _written(program, program.hash, operations, early)
     digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])
     suffix = f"_{digest[:12]}" if hashed else ""
     text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
@@ -59,13 +60,13 @@ def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
 
 @lru_cache(maxsize=64)
 def _written(
-    program: Program, program_hash: str, operations: tuple[Operation | None, ...]
+    program: Program, program_hash: str, operations: tuple[Operation | None, ...], early: bool
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
     only for the cache's key: 0.0 equals -0.0, and a proposed primitive changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
-    bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps)
+    bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)
     vectors = [(w.text(), w.kernel()) for w in bounds] + [(w.text(), w.kernel()) for w in finishes]
     body = "\n\n".join([w.text() for w in writers] + [text for text, _ in vectors])
     return _header(body), body, tuple(w.kernel() for w in writers), tuple(kernel for _, kernel in vectors)

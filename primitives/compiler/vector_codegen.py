@@ -10,11 +10,17 @@ from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.ir import Program, reduction
 from coda_agent.primitives.lang.partition import Steps
 
+WAIT = (
+    "        # It starts before its predecessor ends, and waits for that here: "
+    "nothing above touches memory.\n"
+    "        cute.arch.griddepcontrol_wait()\n"
+)
 
-def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
+
+def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[FinishWriter]:
     """The kernels between GEMM steps, ordered by stage, then by length. Stage -1 runs before all steps."""
     return [
-        FinishWriter(program, steps, stage, roots)
+        FinishWriter(program, steps, stage, roots, early)
         for stage, members in sorted(steps.finishes.items())
         for roots in _by_length(steps, members)
     ]
@@ -60,11 +66,19 @@ class BoundsWriter(Writer):
 
 class FinishWriter(Writer):
     """One kernel for all vectors of one stage and length. For each value, a group of threads reduces the
-    partial results and then does the arithmetic."""
+    partial results and then does the arithmetic.
 
-    def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
+    ``early``: launch it by programmatic dependent launch. Its blocks start when the GEMM's blocks have no
+    more tiles, and each thread waits for the end of the GEMM before it touches memory. Since every thread
+    waits, the kernel ends after the GEMM, which itself ends after all that it waited for, so a successor of
+    this kernel needs no further wait. It never signals its own successor. The next kernel on the stream, also
+    the next call's GEMM, therefore starts when all blocks of this one have ended, and cannot overwrite
+    partial results that they still read.
+    """
+
+    def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):
         super().__init__(program, steps)
-        self.stage, self.roots = stage, roots
+        self.stage, self.roots, self.early = stage, roots, early
         self.stored = {i for members in steps.finishes.values() for i in members}
         self.order: list[int] = []
         self.reductions: list[int] = []
@@ -113,20 +127,21 @@ class FinishWriter(Writer):
         names = ", ".join(a.name for a in self.arguments)
         lines = "".join(f"        {line}\n" for line in self.row())
         length = f"o{self.roots[0]}.shape[0]"
+        how, wait = (", use_pdl=True", WAIT) if self.early else ("", "")
         return (
             f"class @@{self.name}:\n"
             "    @cute.jit\n"
             f"    def __call__(self, {names}, stream):\n"
             f"        blocks = cute.ceil_div({length} * LANES, BLOCK)\n"
             f"        launched = self.kernel({names})\n"
-            "        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)\n\n"
+            f"        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream{how})\n\n"
             "    @cute.kernel\n"
             f"    def kernel(self, {names}):\n"
             "        thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]\n"
             "        lane = thread % LANES\n"
             "        # Past the end, the last value again: shuffles want whole warps.\n"
             f"        at = cutlass.min(thread // LANES, {length} - 1)\n"
-            f"{lines}"
+            f"{wait}{lines}"
         )
 
     def row(self) -> Iterator[str]:

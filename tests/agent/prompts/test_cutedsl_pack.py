@@ -69,15 +69,18 @@ from coda_agent.primitives.lang.ir import Schedule
 from coda_agent.primitives.compiler.jit import compile_kernel
 from coda_agent.primitives.compiler.lower import lower
 from test_cutedsl_pack import SUFFIX, TOY
-own = lower(TOY)
+own, early = lower(TOY), lower(TOY, early=True)
 def sass(example, text, kernel, schedule):
     edited = replace(own, text=text, hash=f"{example}{own.hash}")
-    compile_kernel(edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), schedule, {})
+    compiled(example, edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), schedule)
+def compiled(example, lowered, kernel, schedule):
+    compile_kernel(lowered, kernel, schedule, {})
     (cubin,) = pathlib.Path.cwd().rglob("*.cubin")
     answer[example] = cubins.tool("nvdisasm", "-c", str(cubin))
     cubin.unlink()
 sass("step", step, own.gemms[0], Schedule(128, 128, True, 2, 1))
 sass("finish", finish, own.vectors[0], None)
+compiled("early", early, early.vectors[0], None)
 print(json.dumps(answer))
 """
 NAMES = sorted(set(DOTTED.findall(TEXT)))
@@ -86,7 +89,8 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Names that are ``missing``, and the SASS of the ``step`` and the ``finish`` that examples edit."""
+    """Names that are ``missing``, and the SASS of the ``step`` and the ``finish`` that examples edit, and
+    of the toy's ``early`` finishing kernel."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),
@@ -164,6 +168,14 @@ def test_the_first_example_compiles_to_what_it_claims(compiled: dict[str, Any]) 
     assert len(re.findall(r"\bMUFU\.RCP\b", found)) == 128
     assert not re.findall(r"\b(?:CALL|FFMA)\b", found)
     assert len(re.findall(r"\bHGMMA\b", found)) > 0
+
+
+def test_a_gemm_signals_and_an_early_finishing_kernel_waits_before_it_touches_memory(
+    compiled: dict[str, Any],
+) -> None:
+    assert re.findall(r"\b(ACQBULK|PREEXIT)\b", compiled["step"]) == ["ACQBULK", "PREEXIT"]
+    order = re.findall(r"\b(ACQBULK|LDG|STG|PREEXIT)\b", compiled["early"])
+    assert order[0] == "ACQBULK" and order.count("ACQBULK") == 1 and {"LDG", "STG"} == set(order[1:])
 
 
 def test_the_second_example_compiles_to_what_it_claims(compiled: dict[str, Any]) -> None:

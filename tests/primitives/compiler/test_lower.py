@@ -403,6 +403,27 @@ def test_every_identifier_and_string_is_known() -> None:
         assert imported == {"Float32"} | {n for n in names(body) if n in OFFERED}
 
 
+def test_an_early_finishing_kernel_is_the_ordinary_one_with_a_wait_before_it_touches_memory() -> None:
+    seen = 0
+    wait, launched = "        cute.arch.griddepcontrol_wait()\n", ", use_pdl=True"
+    for program in everything():
+        early, usual = lower(program, early=True), lower(program)
+        finishes = [v for v in early.vectors if v.name.startswith("Finish")]
+        assert (early.hash != usual.hash) == bool(finishes) == (launched in early.text)
+        bare = re.sub(rf"        #[^\n]*\n{re.escape(wait)}", "", early.text).replace(launched, "")
+        assert bare.replace(early.hash[:12], "") == usual.text.replace(usual.hash[:12], "")
+        for kernel in finishes:
+            text = early.text.partition(f"class {kernel.name}:")[2].partition("\nclass ")[0]
+            launch, body = text.split("@cute.kernel")
+            before, waits, after = body.partition(wait)
+            assert launch.count(launched) == 1 and waits and "griddepcontrol" not in after
+            tensors = "|".join(a.name for a in kernel.arguments if a.rank)
+            assert not re.search(rf"\b(?:{tensors})\[|finish_", before)
+            assert re.search(rf"\b(?:{tensors})\[", after)
+            seen += 1
+    assert seen > 20
+
+
 def test_the_machine_knows_every_word_of_device_code() -> None:
     assert set(LANGUAGE) >= OFFERED
 
