@@ -129,40 +129,52 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def sampled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check has a third of the interpreter's runs, and one in three compiles, on one of two schedules, by
-    the test's name; with --thorough all have all. A corpus of kernels meets runs of every kind."""
-    from authoring import resources
-
-    from coda_agent.primitives.compiler.probe_schedules import PROBES
+def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check has a third of the interpreter's runs, by the test's name; with --thorough all. A corpus of
+    kernels meets runs of every kind."""
     from coda_agent.verifier.numerics import cpu_numerics
 
-    if request.config.getoption("thorough"):
-        return
-    turn, every = zlib.crc32(request.node.name.encode()), cpu_numerics.runs
-    monkeypatch.setattr(cpu_numerics, "runs", lambda *given: [*every(*given)][turn % 3 :: 3])
-    if turn // 3 % 3 == 0:
-        monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (PROBES[turn // 9 % len(PROBES)],))
-    else:
-        monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", resources)
+    if not request.config.getoption("thorough"):
+        turn, every = _turn(request), cpu_numerics.runs
+        monkeypatch.setattr(cpu_numerics, "runs", lambda *given: [*every(*given)][turn % 3 :: 3])
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compile gate's compiler gives the same account of every program, at once. The gates before it
-    are real, but on the same inputs each time: so the interpreter's verdict on a program that passed stands
-    for later tests of the process."""
+def some_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One check in six compiles, on one of two schedules, by the test's name; with --thorough all do."""
+    from coda_agent.primitives.compiler.probe_schedules import PROBES
+
+    if request.config.getoption("thorough"):
+        return
+    turn = _turn(request) // 3
+    if turn % 6:
+        request.getfixturevalue("told_resources")
+    else:
+        monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (PROBES[turn // 6 % len(PROBES)],))
+
+
+def _turn(request: pytest.FixtureRequest) -> int:
+    return zlib.crc32(request.node.name.encode())
+
+
+@pytest.fixture
+def told_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compile gate's compiler gives the same account of every program, at once."""
     from authoring import resources
 
     import coda_agent.primitives.runtime.compile
+
+    report: Callable[..., object] = resources
+    monkeypatch.setattr(coda_agent.primitives.runtime.compile, "report", report)
+
+
+@pytest.fixture
+def interpreted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's verdict on a program that passed stands for later tests of the process."""
     from coda_agent.primitives.system import deadline
     from coda_agent.verifier import verify
     from coda_agent.verifier.numerics import cpu_numerics
 
-    report: Callable[..., object] = resources
-    monkeypatch.setattr(coda_agent.primitives.runtime.compile, "report", report)
-    seeds = itertools.count(1)
-    monkeypatch.setattr("coda_agent.verifier.verify.secrets.randbits", lambda bits: next(seeds))
     real = verify._interpret
 
     def interpret(spec: Any, program: Any, figures: dict[str, Any], lines: Sequence[int | None] = ()) -> None:
@@ -174,6 +186,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         figures |= copy.deepcopy(PASSED[what])
 
     monkeypatch.setattr(verify, "_interpret", interpret)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, told_resources: None, interpreted_once: None) -> None:
+    """No compiler runs. The gates before it are real, but on the same inputs each time."""
+    seeds = itertools.count(1)
+    monkeypatch.setattr("coda_agent.verifier.verify.secrets.randbits", lambda bits: next(seeds))
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.primitives.runtime import compile
-
 # The language check is gone: ``trace`` executes the source with every builtin, and sends back its ``answer``,
 # or what it leaves in ``said``. What stops it then is the operating system and the parent.
 BARE = """
@@ -46,9 +44,7 @@ def children() -> set[int]:
 
 @contextmanager
 def nothing_left(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, we work and keep temporary files in ``directory``: no process, descriptor or file stays, but
-    for the compiler's child, which is there before."""
-    compile._child()
+    """Within, we work and keep temporary files in ``directory``: no process, descriptor or file stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     monkeypatch.chdir(directory)
     processes, descriptors = children(), set(os.listdir("/proc/self/fd"))

@@ -10,7 +10,7 @@ import pytest
 import small_models
 import torch
 import torch._dynamo
-from layer_parts import Counted, Where, loss_of
+from layer_parts import CPU, Counted, Where, loss_of
 from small_models import FAMILIES, accumulated, faults, tokens, trained
 from torch import Tensor
 
@@ -105,17 +105,17 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
         assert loss_of(parameter.grad, torch.stack([found[name] for found in each]).sum(0)) < 1e-6, name
 
 
-@pytest.mark.parametrize(
-    ("backend", "stack"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
-)
-def test_a_model_compiles_whole_for_any_length(backend: str, stack: bool, where: Where) -> None:
+@pytest.mark.parametrize("stack", [False, True])
+def test_a_model_compiles_whole_for_any_length(stack: bool, where: Where) -> None:
+    """Through Inductor on a GPU alone: on a CPU its C++ takes half a minute, and test_functional has it."""
+    backend = "aot_eager" if where is CPU else "inductor"
     model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1 + stack)
     plain = copy.deepcopy(model)
     fused.patch(model, stack=stack)
     torch._dynamo.reset()
     counted = Counted(backend)
     model.compile(backend=counted, fullgraph=True)
-    for length in (8, 12, 16, 20, 28):
+    for length in (8, 12, 20):
         ids = tokens(2, length)
         found, usual = (trained(each, ids, use_cache=False) for each in (model, plain))
         assert max(loss_of(found[name], usual[name]) for name in usual) < 10 * where.close

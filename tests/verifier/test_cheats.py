@@ -39,7 +39,7 @@ def verdict(twin: Twin, source: str, taken_over: bool, monkeypatch: pytest.Monke
     return check(twin.spec, source)
 
 
-@pytest.mark.usefixtures("sampled")
+@pytest.mark.usefixtures("some_runs", "told_resources")
 @pytest.mark.parametrize(("twin", "sent"), TWINS.values(), ids=TWINS)
 def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     report, program = verdict(twin, twin.sent if sent else twin.source, sent, monkeypatch)
@@ -47,6 +47,8 @@ def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.M
     assert program == twin.program
 
 
+# What a contained cheat leaves is its twin's program.
+@pytest.mark.usefixtures("interpreted_once", "told_resources")
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_a_cheat(cheat: Cheat, monkeypatch: pytest.MonkeyPatch) -> None:
     report, program = verdict(cheat.twin, cheat.source, cheat.taken_over, monkeypatch)

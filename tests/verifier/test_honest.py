@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((TESTS / "honest").glob("*/*.py"))}
 
 
-@pytest.mark.usefixtures("sampled")
+@pytest.mark.usefixtures("some_runs", "some_compiles")
 @pytest.mark.parametrize("path", KERNELS.values(), ids=KERNELS)
 def test_an_honest_kernel_is_checked(path: Path) -> None:
     spec = load(ROOT / "specs" / f"{path.parent.name}.yaml", check=False)

@@ -9,6 +9,7 @@ from kernels import signature, tensor, trace
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.derive import Derived, derive
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.errors import ProgramError
@@ -82,5 +83,5 @@ def test_a_buffer_for_an_experts_gradient_is_refused(experts: tuple[Program, Der
 def test_it_compiles(experts: tuple[Program, Derived]) -> None:
     _, derived = experts
     assert derived.program
-    found = report(KernelSource(derived.program), {})
+    found = report(KernelSource(derived.program), {}, PROBES[:1])
     assert {r.kernel[:5] for r in found} >= {"Step0", "Step1", "Step2", "Step3", "Bound", "Finis"}

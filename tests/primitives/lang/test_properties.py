@@ -26,6 +26,7 @@ from programs import Made, make, random_program
 from coda_agent import primitives
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
@@ -202,7 +203,8 @@ def test_random_programs_compile(
     program = made.trace()
     lowered = lower(program)
     sizes = made.sizes(program, Random(seed), large=True)
-    compiled = report(KernelSource(program), sizes)  # on the gate's own schedules
+    probe = PROBES if count > 3 else (PROBES[nth % len(PROBES)],)
+    compiled = report(KernelSource(program), sizes, probe)
     steps = [r for r in compiled if r.schedule]
     assert {r.kernel for r in steps} == {g.name for g in lowered.gemms}
     assert all(r.hgmma for r in steps)

@@ -114,7 +114,6 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
     spec = spec_of(name)
     program = program_of(spec, kernel_of(name))
     drawn = list(between(spec, 4))
-    assert drawn == list(between(spec, 4)) and drawn != list(between(spec, 5))
     for dim in set(spec.dims) - set(spec.static):
         cases = {case.sizes[dim] for case in spec.cases}
         found = [sizes[dim] for d, sizes in drawn if d == dim]
@@ -137,12 +136,14 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
 
 def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
     spec = spec_of("gemm_residual_partial_rmsnorm")
-    found = [sizes["N"] for seed in range(200) for dim, sizes in between(spec, seed) if dim == "N"]
+    drawn = [list(between(spec, seed)) for seed in range(120)]
+    assert drawn[:2] == [list(between(spec, seed)) for seed in range(2)] and drawn[0] != drawn[1]
+    by_seed = [{sizes["N"] for dim, sizes in once if dim == "N"} for once in drawn]
+    found = [n for once in by_seed for n in once]
     for low, high in ((1504, 2040), (2100, 2400), (3800, 4090), (4100, 5000), (7000, 8190)):
-        assert sum(low < n < high for n in found) > 20, (low, high)
+        assert sum(low < n < high for n in found) > 12, (low, high)
     assert {512, 1024, 3072, 5120, 6144} <= set(found)
-    seeds = [{n for d, sizes in between(spec, seed) if d == "N" for n in [sizes["N"]]} for seed in range(200)]
-    assert all(any(2048 < n < 4096 for n in once) for once in seeds)  # a whole octave is never missed
+    assert all(any(2048 < n < 4096 for n in once) for once in by_seed)  # a whole octave is never missed
 
 
 def test_sizes_that_cannot_be() -> None:
