@@ -4,6 +4,7 @@ be a pass over memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -25,12 +26,15 @@ def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     own = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
-    compiled = torch.compile(own)
+
+    @cache  # torch.compile imports Dynamo and Inductor, which take longer than PyTorch itself
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(own)
 
     def run(first: Any, *more: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first[0]
         traced = torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
-        return (compiled if tensor.is_cuda and not traced else function)(first, *more)
+        return (compiled() if tensor.is_cuda and not traced else function)(first, *more)
 
     return run
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import peft
 import pytest
 import small_models
 import torch
@@ -103,6 +102,8 @@ def unpatched_neighbour(model: Any) -> None:
 
 def adapted(model: Any) -> None:
     target = "model.layers.1.self_attn.q_proj"
+    import peft
+
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[target]))
 
 

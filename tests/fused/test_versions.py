@@ -43,6 +43,7 @@ from coda_agent import fused
 from coda_agent.fused import functional, ops
 from coda_agent.primitives.compiler.lower import lower
 
+assert not {"torch._dynamo", "torch._inductor.compile_fx"} & sys.modules.keys()  # longer than PyTorch itself
 x, up, down = (torch.randn(shape).requires_grad_() for shape in ((8, 16), (24, 16), (16, 24)))
 norm = functional.Norm(torch.ones(16), 1e-5)
 functional.feed_forward(x, norm, up, down, "gelu").sum().backward()

