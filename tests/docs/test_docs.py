@@ -86,7 +86,7 @@ def test_commands_run(here: Path, no_keys: None, block: str) -> None:
 
 
 def test_python_runs(here: Path) -> None:
-    """All blocks in one process, since each would import PyTorch; each without the names of those before it."""
+    """All blocks in one process, as each would import PyTorch; each without the names of those before it."""
     alone = dict[str, str]()
     for name, block in (each for page in PAGES for each in blocks_of(page, "python")):
         if "from primitives" in block:
