@@ -32,6 +32,7 @@ from coda_agent.comparison.layers.layer import Gradients
 from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
 from coda_agent.fused.rotation import rotated_back
 from coda_agent.primitives.derive import Derived, chains, derive
+from coda_agent.primitives.derive.chains import Chain
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import write_atomic
@@ -105,21 +106,23 @@ class ByDerivation(OnePass):
         }  # fmt: skip
 
 
+def beside_stream(rotates: bool) -> Chain:
+    """A norm and projection of the residual stream, which is itself another output."""
+    inner = chains.attention_in(rotates=rotates)
+    return inner._replace(
+        outputs=inner.outputs | {"stream": "M, D"},
+        body=lambda out, **others: inner.body(out=out, **others) | {"stream": out},
+    )
+
+
 def backwards(shape: Shape) -> dict[str, Derived]:
     """Derive the backwards of the layer's two operator chains that begin with a norm. The residual stream
     continues past the projection, so the projection's backward adds the stream's gradient."""
     sizes = {"M": shape.tokens, "D": shape.width, "F": shape.ffn, "H": 3 * shape.heads, "P": shape.pairs}
-    inner = chains.attention_in()
-    beside = inner._replace(
-        outputs=inner.outputs | {"stream": "M, D"},
-        body=lambda out, **others: inner.body(out=out, **others) | {"stream": out},
-    )
-    mlp, projection = chains.mlp().program("mlp"), beside.program("attention_in")
+    mlp, projection = chains.mlp().program("mlp"), beside_stream(rotates=True).program("attention_in")
     return {
         "mlp": derive(mlp, sizes, wrt=("h", "gamma", "w_up", "w_down"), of=("out",)),
-        "projection": derive(
-            projection, sizes, wrt=("out", "gamma_in", "w_qkv"), of=("qkv", "stream")
-        ),
+        "projection": derive(projection, sizes, wrt=("out", "gamma_in", "w_qkv"), of=("qkv", "stream")),
     }
 
 

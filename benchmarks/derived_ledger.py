@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.by_hand.runners import accepted_programs, calls
-from benchmarks.derived_layer import backwards
+from benchmarks.derived_layer import backwards, beside_stream
 from benchmarks.layer_profile.ledger import ATTENTION, rows
 from benchmarks.programs import forward
 from coda_agent.agent.backward import pair
@@ -178,15 +178,6 @@ def loss() -> Chain:
     return Chain(inputs, {"lse": "M: fp32", "loss": "M: fp32"}, body)
 
 
-def beside_stream() -> Chain:
-    """A norm and projection of the residual stream, which is itself another output."""
-    inner = chains.attention_in(rotates=False)
-    return inner._replace(
-        outputs=inner.outputs | {"stream": "M, D"},
-        body=lambda out, **others: inner.body(out=out, **others) | {"stream": out},
-    )
-
-
 def by_hand() -> Iterator[ByHand]:
     """Yield each hand-authored backward at its spec's first case."""
     for kernel, build in HANDS.items():
@@ -212,7 +203,7 @@ def _norm(kernel: str, case: Sizes) -> ByHand:
     m, k, n = case["M"], case["K"], case["N"]
     sizes = {"M": m, "D": n, "N": k}
     wrt = ["out", "gamma_in", "w_qkv"]
-    derived = derive(beside_stream().program("norm"), sizes, wrt=wrt, of=["qkv", "stream"])
+    derived = derive(beside_stream(rotates=False).program("norm"), sizes, wrt=wrt, of=["qkv", "stream"])
     return ByHand(kernel, case, ((k, m, n),), 2 * 2 * m * k + 4 * m, derived, sizes)
 
 

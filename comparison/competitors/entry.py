@@ -11,7 +11,7 @@ from coda_agent.verifier.baselines.quack_epilogue import Given
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Implementation", "Given", "Prepared", "followed", "multiplied"]
+__all__ = ["Implementation", "Given", "Prepared", "followed", "gated_mlp"]
 
 
 class Prepared(NamedTuple):
@@ -32,8 +32,19 @@ class Prepared(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self.arranged)
 
 
+def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Multiply with cuBLAS into ``out``."""
+    import torch
+
+    torch.mm(a, b, out=out)
+
+
 def followed(
-    first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
+    first: Prepared,
+    w: Tensor,
+    rows: int,
+    name: str,
+    multiply: Callable[[Tensor, Tensor, Tensor], Any] = multiplied,
 ) -> Prepared:
     """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. a [rows, K] is
     the second result of ``first``, and w is [N, K]. ``name``: the name of the matmul's output."""
@@ -47,11 +58,15 @@ def followed(
     return Prepared(call, lambda found: first.read(found) | {name: out}, first.arranged)
 
 
-def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Multiply with cuBLAS into ``out``."""
-    import torch
-
-    torch.mm(a, b, out=out)
+def gated_mlp(
+    g: Given,
+    swiglu: Callable[[Given], Prepared],
+    multiply: Callable[[Tensor, Tensor, Tensor], Any] = multiplied,
+) -> Prepared:
+    """Return an arm of a whole MLP: the library's ``swiglu``, then the product with the second weight."""
+    x = g.inputs["x"]
+    first = swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiply)
 
 
 @dataclass(frozen=True)

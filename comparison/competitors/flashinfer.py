@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors.apart import SCALED, columns_together, rows_apart, scaled_rows, tables
-from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, multiplied
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, gated_mlp
 from coda_agent.comparison.competitors.toolkit import BUILD, last_words, prepare
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def _geglu(g: Given) -> Prepared:
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
-    x = g.inputs["x"]
-    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
+    return gated_mlp(g, _swiglu)
 
 
 # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +85,7 @@ def _residual_partial_rmsnorm(g: Given) -> Prepared:
 
 def _residual_rmsnorm_gemm(g: Given) -> Prepared:
     first = _added(g, g.inputs["w_o"])
-    return _afresh(g, followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied))
+    return _afresh(g, followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z"))
 
 
 # ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────

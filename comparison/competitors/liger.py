@@ -20,7 +20,7 @@ from coda_agent.comparison.competitors.apart import (
     scaled_rows,
     tables,
 )
-from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, multiplied
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, gated_mlp
 from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def _swiglu(g: Given) -> Prepared:
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
-    x = g.inputs["x"]
-    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
+    return gated_mlp(g, _swiglu)
 
 
 def _geglu(g: Given) -> Prepared:
@@ -138,7 +136,7 @@ def _residual_partial_rmsnorm(g: Given) -> Prepared:
 
 def _residual_rmsnorm_gemm(g: Given) -> Prepared:
     first = _added(g, g.inputs["w_o"])
-    return followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied)
+    return followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z")
 
 
 def _residual_partial_layernorm(g: Given) -> Prepared:

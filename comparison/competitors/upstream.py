@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors.apart import SCALED, scaled_rows
-from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed
+from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, gated_mlp
 from coda_agent.comparison.competitors.tuner import TIMED, prepare
 from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 
@@ -41,9 +41,7 @@ def _swiglu(g: Given) -> Prepared:
 def _swiglu_mlp(g: Given) -> Prepared:
     from coda.core.gemm.functional import gemm
 
-    x = g.inputs["x"]
-    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    return followed(first, g.inputs["w_down"], x.shape[0], "out", gemm)
+    return gated_mlp(g, _swiglu, gemm)
 
 
 def act_and_dots(z: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,36 +29,18 @@ Sets = Sequence[Mapping[str, "Tensor"]]
 Builder = Callable[[Spec, Sets, Mapping[str, int]], Sequence[Callable[[], object]]]
 
 
-def compiled_call(
-    spec: Spec,
-    inputs: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
-    mode: str = "default",
-    *,
-    backend: str = "inductor",
-) -> Callable[[], dict[str, Tensor]]:
-    """The ``formulation`` under ``torch.compile``, with fullgraph and static shapes. The first call compiles
-    it.
-
-    ``mode`` is "default" or "max-autotune" (without CUDA graphs).
-    """
-    return _bind(_compiled_step(spec, sizes, mode, backend), spec, inputs)
-
-
 _steps: dict[tuple[Any, ...], Step] = {}
 
 
-def _compiled_step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
-    """Compile a spec's function for these sizes, once per process; all sets of inputs share the result."""
+def compiled(
+    spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str = "default", backend: str = "inductor"
+) -> list[Callable[[], dict[str, Tensor]]]:
+    """Calls of the ``formulation`` under ``torch.compile``, one per set of inputs. The first call compiles it
+    for these sizes, once per process. ``mode``: "default" or "max-autotune" (without CUDA graphs)."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
-        _steps[key] = _step(spec, sizes, mode, backend)
-    return _steps[key]
-
-
-def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step:
-    step: Step = under_compile(formulation(spec, sizes), mode, backend)
-    return step
+        _steps[key] = under_compile(formulation(spec, sizes), mode, backend)
+    return [_bind(_steps[key], spec, inputs) for inputs in sets]
 
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
@@ -145,21 +127,14 @@ def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
     return outs
 
 
-def _compiled_once(
-    spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str
-) -> list[Callable[[], dict[str, Tensor]]]:
-    step = _compiled_step(spec, sizes, mode)
-    return [_bind(step, spec, inputs) for inputs in sets]
-
-
 def _eager_each(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], dict[str, Tensor]]]:
     return [eager(spec, inputs, sizes) for inputs in sets]
 
 
 CUBLAS, MAX_AUTOTUNE = "cuBLAS matmul", "torch.compile max-autotune"
 BASELINES: dict[str, Builder] = {
-    "torch.compile": partial(_compiled_once, mode="default"),
-    MAX_AUTOTUNE: partial(_compiled_once, mode="max-autotune"),
+    "torch.compile": compiled,
+    MAX_AUTOTUNE: partial(compiled, mode="max-autotune"),
     "eager": _eager_each,
     CUBLAS: matmuls,
 }

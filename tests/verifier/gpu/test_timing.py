@@ -16,7 +16,7 @@ from simulated_clock import SimulatedClock
 from coda_agent.verifier.baselines.pytorch import (
     BASELINES,
     calls,
-    compiled_call,
+    compiled,
     eager,
     formulation,
     matmul,
@@ -357,7 +357,7 @@ def test_eager_is_the_formulation_by_hand(inputs: dict[str, torch.Tensor]) -> No
 
 
 def test_compiled_gives_the_same_numbers(inputs: dict[str, torch.Tensor]) -> None:
-    out = compiled_call(tiny(), inputs, SIZES, backend="aot_eager")()  # inductor takes 25 s on a CPU
+    out = compiled(tiny(), [inputs], SIZES, backend="aot_eager")[0]()  # inductor takes 25 s on a CPU
     for name, want in eager(tiny(), inputs, SIZES)().items():
         assert out[name].dtype == want.dtype
         torch.testing.assert_close(out[name], want)
@@ -373,7 +373,7 @@ def test_compiled_is_one_graph_of_the_inputs_dtypes_with_the_casts_inside(
         assert sorted(str(t.dtype) for t in example) == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
         return graph.forward
 
-    call = compiled_call(tiny(), inputs, SIZES, backend=spy)  # type: ignore[arg-type]
+    (call,) = compiled(tiny(), [inputs], SIZES, backend=spy)  # type: ignore[arg-type]
     call()
     call()
     assert len(text) == 1 and text[0].count("bfloat16") == 2
@@ -410,7 +410,8 @@ def test_sizes_are_those_given(inputs: dict[str, torch.Tensor]) -> None:
 def test_many_sizes_compile_in_one_process(inputs: dict[str, torch.Tensor]) -> None:
     spec = tiny(outputs=ONLY_S, reference="s = rstd * F")
     for f in range(2, 14):  # torch.compile stops after eight results for one function
-        out = compiled_call(spec, inputs, SIZES | {"F": f}, backend="eager")()
+        (call,) = compiled(spec, [inputs], SIZES | {"F": f}, backend="eager")
+        out = call()
         torch.testing.assert_close(out["s"], inputs["rstd"] * f)
 
 
@@ -450,12 +451,12 @@ def updating() -> tuple[Spec, dict[str, torch.Tensor]]:
     return tiny(**UPDATE), inputs
 
 
-@pytest.mark.parametrize("build", [eager, partial(compiled_call, backend="aot_eager")])
-def test_an_update_is_written_into_the_input_s_buffer(build: Callable[..., Callable[[], Any]]) -> None:
+@pytest.mark.parametrize("build", [BASELINES["eager"], partial(compiled, backend="aot_eager")])
+def test_an_update_is_written_into_the_input_s_buffer(build: Callable[..., list[Callable[[], Any]]]) -> None:
     spec, inputs = updating()
     first = inputs["dw"].clone()
     step = 0.5 * (inputs["dy"].mT @ inputs["x"])
-    call = build(spec, inputs, SIZES)
+    (call,) = build(spec, [inputs], SIZES)
     for turn in (1, 2, 3):
         before = first + (turn - 1) * step
         out = call()
@@ -476,7 +477,7 @@ def test_the_compiler_sees_an_update_in_place() -> None:
         return graph.forward
 
     spec, inputs = updating()
-    compiled_call(spec, inputs, SIZES, backend=spy)()  # type: ignore[arg-type]
+    compiled(spec, [inputs], SIZES, backend=spy)[0]()  # type: ignore[arg-type]
     assert len(graphs) == 1 and graphs[0].count("copy_(") == 1
 
 
@@ -518,7 +519,7 @@ def test_baseline_mistakes_are_named(inputs: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="no matmul"):
         matmul(tiny(outputs=ONLY_S, reference="s = rstd + 1"), inputs, SIZES)
     with pytest.raises(ValueError, match="'reduce-overhead' is unknown"):
-        compiled_call(tiny(), inputs, SIZES, mode="reduce-overhead")
+        compiled(tiny(), [inputs], SIZES, mode="reduce-overhead")
     with pytest.raises(ValueError, match="torch.compile"):
         calls("fastest", tiny(), [inputs], SIZES)
     assert "cuBLAS matmul" in BASELINES
