@@ -55,7 +55,7 @@ class MeasuringOptions:
         ),
     ] = False
     rounds: Annotated[
-        int, typer.Option(min=8, help="The most interleaved rounds of a measurement in each process.")
+        int, typer.Option(min=8, help="Limit on the interleaved rounds of a measurement in each process.")
     ] = 40
     processes: Annotated[
         int, typer.Option(min=1, max=20, help="Processes that time a kernel; acceptance requires 3 or more.")
@@ -84,17 +84,17 @@ class BudgetOptions:
 
     budget_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="The most tokens of the run: input, output and cached."),
+        typer.Option(min=1, help="Limit on the run's tokens: input, output and cached."),
     ] = None
     budget_dollars: Annotated[
-        float | None, typer.Option(min=0.0, help="The most US dollars of the run.")
+        float | None, typer.Option(min=0.0, help="Limit on the run's US dollars.")
     ] = None
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no measurement begins."),
+        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new one starts."),
     ] = None
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds after which this command makes no further request.")
+        float | None, typer.Option(min=0.0, help="Seconds after which this command makes no new requests.")
     ] = None
 
     def limits(self) -> RunLimits:
@@ -105,7 +105,7 @@ class BudgetOptions:
 
 ATTEMPTS = typer.Option(min=1, max=50, help="The most attempts.")
 IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
-MAX_TOKENS = typer.Option(min=1024, help="The most tokens of one answer, thinking included.")
+MAX_TOKENS = typer.Option(min=1024, help="Limit on the tokens of one answer, including thinking.")
 TIME_LIMIT = typer.Option(
     min=0.1, max=1e7, help=f"Seconds to wait for an answer, for {_users('--time-limit')}."
 )

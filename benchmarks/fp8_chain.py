@@ -36,8 +36,8 @@ from coda_agent.verifier.timing import Arm
 
 WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # widths of the model and of the FFN
 TOKENS, ROUNDS, LONGEST = 16384, 40, 10.0
-# Schedules to race in place of a search: cooperative tiles, which won the last races of both
-# accepted fp8 kernels at these rows, since fp32 sums leave a pingpong tile too few registers.
+# Schedules to time instead of a search: cooperative tiles. They won the last tuning rounds of both accepted
+# fp8 kernels at these rows, because fp32 sums leave a pingpong tile too few registers.
 KNOWN = [
     *(Schedule(128, 192, False, 2, 1, group) for group in (8, 16, 32)),
     *(Schedule(128, 160, False, 2, 1, group) for group in (16, 32)),

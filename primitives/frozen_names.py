@@ -19,7 +19,7 @@ _lock = RLock()
 
 @contextmanager
 def frozen_names() -> Iterator[None]:
-    """Within the ``with`` block, make ``primitives`` mean ``coda_agent.primitives``."""
+    """Within the ``with`` block, ``primitives`` means ``coda_agent.primitives``."""
     with _lock:
         before = sys.modules.get("primitives")
         sys.modules["primitives"] = sys.modules[__package__]

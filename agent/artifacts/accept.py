@@ -168,7 +168,7 @@ def accept(
     name, edited = report.identity.spec, kernel.edited is not None
     if edited and not looked:
         raise Refused(
-            f"{name}: this is edited CuTeDSL, code that no one vouches for: read it (coda-agent review "
+            f"{name}: this is edited CuTeDSL, which a person has to vouch for: read it (coda-agent review "
             f"{given}), then say --looked"
         )
     lowered = kernel.lowered

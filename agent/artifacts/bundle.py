@@ -353,7 +353,7 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
         steps = {str(gemm.step) for gemm in kernel.lowered.gemms}
         for case in (case.name for case in spec.cases if case.bench):
             if steps - entry.kept.schedules.get(case, {}).keys():
-                raise ValueError(f"it has no schedule of every step at case {case}")
+                raise ValueError(f"it lacks a schedule for some step at case {case}")
         return Incumbent.parsed(kernel, entry.kept.schedules, entry.kept.finalists)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.history import Past
     from coda_agent.agent.run.runs import Run
 
-Directory = Annotated[Path | None, typer.Option(help="Folder for a handoff's files. Default: the run's.")]
+Directory = Annotated[Path | None, typer.Option(help="Folder for handoff files. Default: the run's own.")]
 Improve = Annotated[int, IMPROVE]
 
 
@@ -113,11 +113,12 @@ def primitive(
     gpu: Gpu = None,
     directory: Directory = None,
     reference: Annotated[
-        str | None, typer.Option(help="Propose it: its meaning in torch's names, such as 'x / (1 + abs(x))'.")
+        str | None,
+        typer.Option(help="Propose the primitive: its definition in torch, such as 'x / (1 + abs(x))'."),
     ] = None,
-    arguments: Annotated[str, typer.Option(help="With --reference: its arguments, such as x,y.")] = "x",
+    arguments: Annotated[str, typer.Option(help="With --reference: the arguments, such as x,y.")] = "x",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write the patch of its last run, for git apply.")
+        bool, typer.Option("--merge", help="Write a patch from the primitive's last run, for git apply.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
     as_json: Json = False,

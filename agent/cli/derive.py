@@ -40,16 +40,17 @@ class DeriveOptions:
     ] = None
     save_bytes: Annotated[
         int | None,
-        typer.Option(help="The most bytes per row to store for the backward, besides the inputs."),
+        typer.Option(help="Limit on the bytes per row that are stored for the backward, without the inputs."),
     ] = None
     save: Annotated[
-        str | None, typer.Option(help="Stored whatever it costs: outputs, or nodes as 'node 3', with commas.")
+        str | None,
+        typer.Option(help="Values that must be stored: outputs, or nodes as 'node 3', with commas."),
     ] = None
     recompute: Annotated[
-        str | None, typer.Option(help="Computed again whatever it costs: outputs, as act,z.")
+        str | None, typer.Option(help="Outputs that must be recomputed, such as act,z.")
     ] = None
     accumulate: Annotated[
-        str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, as w.")
+        str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, such as w.")
     ] = None
 
     def arguments(self) -> dict[str, Any]:
@@ -65,11 +66,11 @@ def derive(
     kernel: Annotated[Path, typer.Argument(metavar="KERNEL_OR_SPEC", help=KERNEL_OR_SPEC)],
     options: DeriveOptions,
     spec: Annotated[
-        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+        Path | None, typer.Option(help="The kernel's spec. Default: NAME.yaml next to NAME.py, or in specs/.")
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Judge it with its forward against fp64 autograd, as verify does."),
+        typer.Option("--check", help="Compare forward and backward with fp64 autograd, as verify does."),
     ] = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path(),
     weak_jail: WeakJail = False,

@@ -62,7 +62,7 @@ def verify(
     measuring: MeasuringOptions,
     gpu: Gpu = None,
     spec: Annotated[
-        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+        Path | None, typer.Option(help="The kernel's spec. Default: NAME.yaml next to NAME.py, or in specs/.")
     ] = None,
     weak_jail: WeakJail = False,
     again: Annotated[

@@ -64,7 +64,7 @@ def show(
     ],
     options: ShowOptions,
     spec: Annotated[
-        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+        Path | None, typer.Option(help="The kernel's spec. Default: NAME.yaml next to NAME.py, or in specs/.")
     ] = None,
     weak_jail: WeakJail = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,

@@ -43,11 +43,11 @@ Ray = Annotated[
         help="Run on this Ray cluster; auto finds or starts one. Default: this machine.",
     ),
 ]
-AT_ONCE = typer.Option(min=1, max=10_000, help="Runs under way at once. Default: 4 for each core and GPU.")
+AT_ONCE = typer.Option(min=1, max=10_000, help="Runs in progress at once. Default: 4 for each core and GPU.")
 AtOnce = Annotated[int | None, AT_ONCE]
 Readmit = Annotated[
     list[str] | None,
-    typer.Option("--readmit", metavar="GPU", help="Use a GPU again that its sweep left out, by UUID."),
+    typer.Option("--readmit", metavar="GPU", help="UUID of a GPU that the sweep excluded, to use it again."),
 ]
 GRACE = 20.0  # seconds after Ctrl-C in which requests in flight may finish
 TICK = 0.5  # seconds between two updates of the live table

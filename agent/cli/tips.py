@@ -77,7 +77,7 @@ def listing(
 def propose(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
     lesson: Annotated[
-        str | None, typer.Option(help="The lesson of the run's failure, in the imperative. Default: asks.")
+        str | None, typer.Option(help="The lesson from the failure, in the imperative. Default: ask.")
     ] = None,
     failed: Annotated[
         str | None, typer.Option(metavar="GATE/REASON", help="The failure, if the run has several.")

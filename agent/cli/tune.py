@@ -35,10 +35,10 @@ Sizes = Annotated[
     list[str],
     typer.Argument(
         metavar="SIZES...",
-        help="Such as M=4096,D=5120,F=13824; for a model 8x2048, sequences and their length.",
+        help="Sizes such as M=4096,D=5120,F=13824; for a model, sequences and their length, such as 8x2048.",
     ),
 ]
-Stack = Annotated[bool, typer.Option("--stack", help="What a model calls that is patched with stack=True.")]
+Stack = Annotated[bool, typer.Option("--stack", help="For a model that is patched with stack=True.")]
 
 
 def tune(what: What, sizes: Sizes, stack: Stack = False) -> None:

@@ -80,4 +80,4 @@ def _measured(
         voids += 1
         if voids == VOIDS:
             return found
-    raise GivenUp(f"{entry.run}: {LOSSES} GPUs were lost under it; measure the bundle again to continue")
+    raise GivenUp(f"{entry.run}: {LOSSES} GPUs were lost while measuring; measure the bundle again")

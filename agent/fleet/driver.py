@@ -75,8 +75,8 @@ class Driver:
     bug: BaseException | None = None
 
     def unfinished(self, names: Sequence[str]) -> list[str]:
-        """The runs that can continue: those that have not ended, those that ended early, and those whose
-        kernel this session can still measure. If the command gave new options, all runs can continue."""
+        """The runs that can continue: unfinished runs, runs that ended early, and runs whose kernel this
+        session can still measure. If the command gave new options, all runs can continue."""
         last: dict[str, str | None] = dict.fromkeys(names)
         for event in self.sweep.journal.events():
             if event.kind == "ended":

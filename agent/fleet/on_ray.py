@@ -150,7 +150,7 @@ class RaySlot:
         while True:
             ready, _ = ray.wait([stream], timeout=SILENT, fetch_local=False)
             if not ready:
-                raise SlotLost(f"it gave no sign of life for {SILENT:.0f} s")
+                raise SlotLost(f"it sent no heartbeat for {SILENT:.0f} s")
             try:
                 reference = next(stream)
             except StopIteration:

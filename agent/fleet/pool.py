@@ -135,7 +135,7 @@ class Pool:
                 if lost:
                     raise
         raise GivenUp(
-            f"{piece}: {LOSSES} slots were lost under it; look at their nodes, and resume the sweep"
+            f"{piece}: {LOSSES} slots were lost while they ran it; check their nodes, and resume the sweep"
         )
 
     def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:

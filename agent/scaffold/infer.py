@@ -143,9 +143,9 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: SpecDraft, found: Found) -> tuple[str, int] | None:
-    """The dim of which an output's extent is a fraction, as with ``chunk(3)``, and the number of parts; None
-    if there is none. The extent may be rounded up or down, because the trial sizes need not be divisible by 3
-    or 4."""
+    """Find the dim that an output's extent is a fraction of, as with ``chunk(3)``; return it with the number
+    of parts, or None. The extent may be rounded up or down, because the trial sizes need not be divisible by
+    3 or 4."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

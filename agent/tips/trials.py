@@ -52,7 +52,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class TipMeasurement:
-    """The result of measuring a tip. ``first``: runs that passed at the first attempt; these decide the
+    """The result of measuring a tip. ``first``: runs that passed at the first attempt; they decide the
     verdict. ``within``: runs that passed at any attempt within the limit."""
 
     tip: str

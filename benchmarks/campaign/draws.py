@@ -194,7 +194,7 @@ def _whole(
 
 
 def _few(spec: Spec) -> set[str]:
-    """The dims of which small sizes have a few: heads, blocks of columns and experts."""
+    """The dims that are only a few in small sizes: heads, blocks of columns and experts."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     terms = [term for t in tensors for d in t.shape for term in d.terms]
     heads = {n for m, times in terms if set(m) & set(spec.static) or times > WIDE for n in m}

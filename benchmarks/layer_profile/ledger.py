@@ -213,7 +213,7 @@ def _argument_bytes(told: Mapping[str, Any]) -> int | None:
 
 
 def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
-    """Microseconds by group, one of which is the gaps. They add up to the whole backward."""
+    """Microseconds by group. The gaps are a group too, so the groups add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}
 

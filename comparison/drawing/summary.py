@@ -123,7 +123,7 @@ class RowRatio:
 
 @dataclass(frozen=True)
 class Tally:
-    """Rows of one or more operators, with the geometric mean of their ratios."""
+    """The geometric mean of the ratios of one or more operators' rows."""
 
     name: str
     rows: tuple[RowRatio, ...]

@@ -33,7 +33,7 @@ class KernelSource:
 
     @property
     def text(self) -> str:
-        """The CuTeDSL from which an author starts an edit."""
+        """The CuTeDSL that an author starts to edit."""
         return editable(self.program) if self.edited is None else self.edited
 
     @property

@@ -119,7 +119,7 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape (an input if possible), to replace an argument of which only the shape is
+        """A tile of the same shape (an input if possible). It replaces an argument whose shape alone is
         used."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):

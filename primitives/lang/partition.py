@@ -208,7 +208,7 @@ class _Cutter:
         return "bf16"
 
     def check_updates(self) -> None:
-        """Check that only the kernel that computes an output reads the input which that output overwrites."""
+        """Check the use of an overwritten input: only the kernel that computes the output may read it."""
         for output, name in self.program.signature.updates.items():
             target = self.program.outputs[output]
             readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]

@@ -108,8 +108,7 @@ class Kernel:
         return found
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Jobs that compile the schedules that the kernel uses at these sizes, or that tuning would try
-        first."""
+        """Compile jobs for the kernel's schedules at these sizes, or for those that tuning tries first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
             step = gemm.step

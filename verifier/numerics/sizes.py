@@ -50,8 +50,8 @@ def hidden(
 
     All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
     all cases are aligned here too. Other dims are as ragged as allowed, and none equals a case's. Static dims
-    are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size that a dim
-    may have.
+    have the sizes of one case. ``rows`` sets the row dims; ``least`` is the smallest fraction of its largest
+    size that a dim may have.
     """
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
