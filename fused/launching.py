@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from coda_agent.fused.programs import Typed
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.runtime.executable import Plan
-from coda_agent.primitives.runtime.launch import NONE, on_device
+from coda_agent.primitives.runtime.executable import Plan, on_device
+from coda_agent.primitives.runtime.familiar import FamiliarPlans
+from coda_agent.primitives.runtime.launch import NONE
 from coda_agent.primitives.runtime.launchable import (
     ALIGNMENT,
-    Familiar,
     LaunchError,
     check_offsets,
     check_sizes,
@@ -30,8 +31,6 @@ from coda_agent.primitives.runtime.launchable import (
 from coda_agent.primitives.target import TARGET
 
 MOST_PLANS = 256
-# how many recent combinations of shapes, dtypes and devices an operator recognises without checking again
-FAMILIAR = 4
 
 
 class Plans:
@@ -115,21 +114,22 @@ def launchable(tensor: Tensor) -> Tensor:
 
 
 class Launcher:
-    """Launches the operator of a program. ``names``: the names of its tensors. Tensors like those of recent
-    calls are not checked again."""
+    """Launches the operator of a program. ``order``: the names of its arguments, which the dims that no shape
+    determines follow. Arguments like those of recent calls are not checked again."""
 
-    def __init__(self, program: Program, names: Sequence[str], outputs: Sequence[str]):
-        self.names, self.outputs = tuple(names), tuple(outputs)
-        self._overwritten = tuple(program.signature.updates.values())
-        self._last: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
+    def __init__(self, program: Program, order: Sequence[str], outputs: Sequence[str]):
+        signature = program.signature
+        self.order, self.outputs, inputs = order, outputs, signature.inputs
+        self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
+        self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
+        self._overwritten = [[*inputs].index(n) for n in signature.updates.values()]
+        self._in_order = itemgetter(*map(order.index, inputs))  # a tuple: a GEMM has two inputs
+        self._familiar = FamiliarPlans()
 
-    def again(self, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE) -> list[Tensor] | None:
-        """New outputs if tensors and dims are like those of a recent call; otherwise None."""
-        tensors = [inputs[n] for n in self.names]
-        for familiar, known, plan in self._last:
-            if known == dims and familiar(tensors):
-                return self._run(plan, inputs)
-        return None
+    def again(self, arguments: Sequence[Any]) -> list[Tensor] | None:
+        """New outputs if the arguments are like those of a recent call; otherwise None."""
+        plan = self._familiar.get(arguments)
+        return None if plan is None else self._run(plan, arguments)
 
     def __call__(
         self, how: Typed, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE
@@ -148,16 +148,15 @@ class Launcher:
         with on_device(device):
             plan = plans.get(program, taken, names, dims)
             check_offsets(program, {n: taken[n] for n in names}, dims)
-        if (familiar := Familiar([taken[n] for n in names]))([inputs[n] for n in names]):
-            self._last = ((familiar, dims, plan), *self._last[: FAMILIAR - 1])
-        return self._run(plan, taken)
+        given, passed = ([*map(each.get, self.order), *dims.values()] for each in (inputs, taken))
+        self._familiar.add(given, passed, plan)
+        return self._run(plan, passed)
 
-    def _run(self, plan: Plan, inputs: Mapping[str, Any]) -> list[Tensor]:
-        if len(inputs) > len(self.names):
-            inputs = {
-                n: v if isinstance(v, Tensor) else _scalar(float(v), plan.device) for n, v in inputs.items()
-            }
-        with on_device(plan.device):
-            own = {n: inputs[n].clone() for n in self._overwritten}  # an operator must not change its inputs
-            made = plan({**inputs, **own} if own else inputs)
+    def _run(self, plan: Plan, arguments: Sequence[Any]) -> list[Tensor]:
+        inputs = [*self._in_order(arguments)]
+        for i in self._numbers:
+            inputs[i] = _scalar(float(inputs[i]), plan.device)
+        for i in self._overwritten:  # an operator must not change its inputs
+            inputs[i] = inputs[i].clone()
+        made = plan.call(*inputs)
         return [made[name] for name in self.outputs]

@@ -45,7 +45,7 @@ class _Op:
         self.rows, signature = rows, program.signature
         together = {**signature.inputs, **signature.outputs}
         self.by_row = {n for n, t in together.items() if t.shape and t.shape[0] == ROWS}
-        self.launch = launching.Launcher(program, self.tensors, self.outputs)
+        self.launch = launching.Launcher(program, self.order, self.outputs)
         self._typed: dict[programs.Dtypes, Typed] = {}
         self.dims = signature.named
         said = [f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs]
@@ -87,9 +87,9 @@ class _Op:
         return self.results(self.in_parts(partial(self.interpreted, dims=dims), *self.checked(inputs)))
 
     def on_cuda(self, *arguments: Any) -> Any:
-        inputs, dims = self.named(arguments)
-        found = self.launch.again(inputs, dims)
+        found = self.launch.again(arguments)
         if found is None:
+            inputs, dims = self.named(arguments)
             found = self.in_parts(partial(self.launch, dims=dims), *self.checked(inputs))
         return self.results(found)
 

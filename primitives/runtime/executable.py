@@ -5,8 +5,8 @@ The host decides everything when it builds the plan, so that calling the plan on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import reduction
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.calls import CallWriter
 from coda_agent.primitives.runtime.compile import compile_gemm, compile_vector
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.runtime.turns import CudaStreams, Turns
@@ -28,91 +29,43 @@ if TYPE_CHECKING:
 
 NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
 GAP = 4096  # unused bytes before and after each tensor of a workspace, in which a check finds stray writes
+HERE = nullcontext()  # for the case that PyTorch's current device is already the right one
 
 
-class _Slots:
-    """The tensors and numbers that launches use, by position. First come a call's inputs and outputs, then
-    fixed values, then views of any of these."""
-
-    def __init__(self, names: Sequence[str]):
-        self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
-        self.fixed: list[Any] = []
-        self.derived: list[tuple[int, Callable[[Any], Any]]] = []
-        self._given = len(names)
-        self.nothing = self.fix(None, None)
-
-    def fix(self, key: Hashable, value: Any) -> int:
-        """Add a value that is the same in all calls; return its slot. All fixed values must be added before
-        the first derived one."""
-        self._index[key] = self._given + len(self.fixed)
-        self.fixed.append(value)
-        return self._index[key]
-
-    def at(self, key: Hashable) -> int:
-        """The slot of a named or fixed value."""
-        return self._index[key]
-
-    def value(self, key: Hashable) -> Any:
-        """A fixed value."""
-        return self.fixed[self._index[key] - self._given]
-
-    def derive(self, source: int, change: Callable[[Any], Any]) -> int:
-        """The slot of a view of another slot. Each call takes the view again, but a view of a fixed slot is
-        taken once, here."""
-        if (source, change) not in self._index:
-            self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
-            once = 0 <= source - self._given < len(self.fixed)
-            view = _always(change(self.fixed[source - self._given])) if once else change
-            self.derived.append((source, view))
-        return self._index[source, change]
-
-
-def _always(value: Any) -> Callable[[Any], Any]:
-    return lambda _: value
-
-
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which ``device`` is PyTorch's current device, so that a kernel is launched on that
+    device's current stream."""
     import torch
 
-    return tensor.view(torch.float32)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)
 
 
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.mT
+def _on_its_device(device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
+    def there(*inputs: torch.Tensor) -> Any:
+        with on_device(device):
+            return call(*inputs)
+
+    return there
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr()
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """itemgetter that returns a tuple even for one name."""
+    return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
 
 
-def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[0]
+def _strided(shape: list[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """The size, strides and dtype of a fresh tensor."""
+    import torch
+
+    like = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+    return tuple(like.shape), like.stride(), like.dtype
 
 
-def _listed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(1)
-
-
-@dataclass(frozen=True)
-class _Span:
-    """A range along an axis of a tensor."""
-
-    axis: int
-    first: int
-    past: int
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.axis == 0:
-            return tensor[self.first : self.past]  # half the host time of narrow
-        return tensor.narrow(self.axis, self.first, self.past - self.first)
-
-
-def _picker(keys: Sequence[int | str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Like itemgetter, but it returns a tuple even for one item."""
-    if len(keys) > 1:
-        return itemgetter(*keys)
-    (only,) = keys
-    return lambda values: (values[only],)
+def _span(axis: int, first: int, past: int) -> str:
+    """The text of a range along an axis."""
+    return f"{{}}[{':, ' * axis}{first}:{past}]"
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -124,7 +77,6 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
 
 
-Launch = Callable[[Sequence[Any]], None]
 # a part of a program: a step's GEMM, or the vector kernels after it
 Part = tuple[Literal["gemm", "vector"], int]
 
@@ -132,12 +84,14 @@ Part = tuple[Literal["gemm", "vector"], int]
 class Plan:
     """A kernel with a schedule for each of its steps, bound to sizes and a device.
 
-    ``plan(inputs)`` returns fresh outputs. ``plan.run(inputs, outputs)`` writes into the given outputs and
-    allocates nothing. Tensors must have the shapes, dtypes and device of the plan. All calls share the
-    workspace, a tensor of bytes. The plan allocates it if the caller gives none, or one that is too small.
-    Any threads and streams may call a plan; its calls run one after another on the GPU (``turns``). But
-    different plans that share a workspace do not wait for each other. ``parts``: the parts of the program, in
-    launch order. ``gaps``: the unused bytes of the workspace.
+    ``plan.call(*inputs)`` takes inputs in the signature's order and returns outputs by name. They are fresh,
+    but an output that updates an input is that input's tensor, overwritten. ``plan.run(inputs, outputs)``
+    writes into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and
+    device of the plan. All calls share the workspace, a tensor of bytes. The plan allocates it if the caller
+    gives none, or one that is too small. Any threads and streams may call a plan; its calls run one after
+    another on the GPU (``turns``). But different plans that share a workspace do not wait for each other.
+    ``parts``: the parts of the program, in launch order. ``kept``: the tensors and numbers that calls share,
+    by role and node. ``gaps``: the unused bytes of the workspace.
     """
 
     def __init__(
@@ -156,34 +110,36 @@ class Plan:
         self._steps = cut(program)
         self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
         self._names |= {index: name for name, index in program.outputs.items()}
-        self._inputs, self._outputs = tuple(program.signature.inputs), tuple(program.signature.outputs)
-        self._slots = _Slots([*self._inputs, *self._outputs])
-        self._in_order, self._out_order = _picker(self._inputs), _picker(self._outputs)
-        self._empty = _allocator(self.device)
-        self._like: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
-        self._updates = tuple(program.signature.updates.items())
-        for name, t in program.signature.outputs.items():
-            like = torch.empty([d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device="meta")
-            self._like[name] = tuple(like.shape), like.stride(), like.dtype
-        self._fresh = [(n, like) for n, like in self._like.items() if n not in program.signature.updates]
+        signature = program.signature
+        self._in_order, self._out_order = _picker(tuple(signature.inputs)), _picker(tuple(signature.outputs))
+        shapes = {n: [d(self.sizes) for d in t.shape] for n, t in signature.outputs.items()}
+        self._like = {n: _strided(shapes[n], t.dtype) for n, t in signature.outputs.items()}
+        self._updates, self._empty = signature.updates, _allocator(self.device)
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
-        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in NUMBERS}
-        fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
-        for key, value in fixed.items():
-            self._slots.fix(key, value)
-        tensors = [self.workspace, *(v for v in fixed.values() if isinstance(v, torch.Tensor))]
-        streams = CudaStreams(self.device) if self.device.type == "cuda" else None
-        self._turns = Turns(streams, tensors)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
-        self._launches: list[tuple[Part, Launch]] = []
+        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in NUMBERS}
+        self.kept = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
+        streams = CudaStreams(self.device) if self.device.type == "cuda" else None
+        tensors = [v for v in self.kept.values() if isinstance(v, torch.Tensor)]
+        turns = Turns(streams, [self.workspace, *tensors])
+        current = torch._C._cuda_getDevice if streams else lambda: None
+        known = {"lock": turns.lock, "take": turns.take, "current": current}
+        known |= {"empty": self._empty, "float32": torch.float32}
+        given = [*signature.inputs, *signature.outputs]
+        self._calls = CallWriter(len(given), known)
+        self._values: dict[Hashable, str] = dict(zip(given, self._calls.given, strict=True))
+        self._values |= {key: self._calls.constant(value) for key, value in self.kept.items()}
+        self._launches: list[tuple[Part, str]] = []  # as text
         for k in kernels:
             if isinstance(k, GemmKernel):
                 self._launches += [(("gemm", k.step), launch) for launch in self._gemm(k)]
             else:
                 self._launches.append((("vector", k.step), self._vector(k)))
         self.parts = list(dict.fromkeys(part for part, _ in self._launches))
+        self._running: dict[tuple[Part, ...], Callable[..., Any]] = {}
+        self.call = self._fresh_call()
         added = {self._names[k.adds] for k in self.lowered.gemms if k.adds is not None}
-        self._added = [(o, name) for o, name in program.signature.updates.items() if name in added]
+        self._added = [(o, name) for o, name in self._updates.items() if name in added]
 
     def _shape(self, index: int) -> list[int]:
         return [d(self.sizes) for d in self._steps.types[index].shape]
@@ -261,27 +217,25 @@ class Plan:
         )
         return Float32(float(size(self.sizes)))
 
-    def _value(self, node: int) -> int:
-        return self._slots.at(self._names.get(node) or ("value", node))
+    def _value(self, node: int) -> str:
+        return self._values[self._names.get(node) or ("value", node)]
 
-    def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
-        """The slot of an argument. ``pointer`` turns a tensor of one number into the argument that the kernel
-        takes."""
+    def _argument(self, argument: Argument | None, pointer: str = "{}.data_ptr()") -> str:
+        """The text of an argument. ``pointer`` turns a tensor that holds one number into the argument that
+        the kernel takes."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
-            return self._slots.nothing
-        if argument.role in NUMBERS:
-            return self._slots.at((argument.role, argument.node))
+            return "None"
+        if argument.role in (*NUMBERS, "bounds"):
+            return self._values[argument.role, argument.node]
         if argument.role == "partial":
-            slot = self._slots.at(("partial", argument.node, argument.part))
-            return self._slots.derive(slot, _unbatched) if argument.rank == 2 else slot
-        if argument.role == "bounds":
-            return self._slots.at(("bounds", argument.node))
-        slot = self._value(argument.node)
+            value = self._values["partial", argument.node, argument.part]
+            return self._calls.view(value, "{}[0]") if argument.rank == 2 else value
+        value = self._value(argument.node)
         if argument.role == "pointer":
-            return self._slots.derive(slot, pointer)
-        return self._slots.derive(slot, _packed) if argument.packed else slot
+            return self._calls.view(value, pointer)
+        return self._calls.view(value, "{}.view(float32)") if argument.packed else value
 
-    def _gemm(self, kernel: GemmKernel) -> list[Launch]:
+    def _gemm(self, kernel: GemmKernel) -> list[str]:
         from quack.cute_dsl_utils import get_max_active_clusters
 
         schedule = self.schedules[kernel.step]
@@ -305,50 +259,45 @@ class Plan:
 
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
-    ) -> Launch:
-        """A function that launches a step, or only some of its ``rows``. At most ``clusters`` clusters run at
-        a time."""
+    ) -> str:
+        """The text that launches a step, or only some of its ``rows``, with at most this many clusters at a
+        time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-        compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
+        constant, view = self._calls.constant, self._calls.view
         made = self._epilogue_arguments(kernel.step)
         own = {a.name: self._rows(a, schedule, rows) for a in kernel.arguments}
-        epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
-        make = made._make
-        a = self._value(kernel.a)
-        a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
-        a = self._slots.derive(a, _Span(0, *rows)) if rows else a
-        tiles = [self._rows(each, schedule, rows) for each in (kernel.d, kernel.c)]
-        b = self._value(kernel.b)
-        b = self._slots.derive(b, _transposed) if kernel.own else b  # [N, K], as QuACK takes it
-        operands = _picker([a, b, *tiles])
-        scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
-        varlen = make_varlen_args(None, None, None)
-        if kernel.offsets is not None:
-            bounds = self._slots.value(("bounds", kernel.offsets))
-            varlen = make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)
+        a, b = self._value(kernel.a), self._value(kernel.b)
+        a = view(a, "{}.mT") if kernel.a_transposed else a
+        a = view(a, _span(0, *rows)) if rows else a
+        b = view(b, "{}.mT") if kernel.own else b  # [N, K], as QuACK takes it
+        bounds = None if kernel.offsets is None else self.kept["bounds", kernel.offsets]
+        arguments = [
+            *(a, b, self._rows(kernel.d, schedule, rows), self._rows(kernel.c, schedule, rows)),
+            f"{constant(made._make)}(({''.join(f'{own.get(field)}, ' for field in made._fields)}))",
+            constant(make_scheduler_args(clusters, schedule.swizzle, None)),
+            constant(make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)),
+            *("None", "None"),
+        ]
+        compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
+        return f"{constant(compiled)}({', '.join(arguments)})"
 
-        def launch(slots: Sequence[Any]) -> None:
-            compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
-
-        return launch
-
-    def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
-        """The slot of an argument; for a launch of only some rows, the slot of that part."""
-        slot = self._slot(argument)
+    def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
+        """The text of an argument, or of the part of it that a launch of only some rows uses."""
+        value = self._argument(argument)
         if argument is None or rows is None:
-            return slot
+            return value
         first, past = rows
         match argument.role:
             case "partial" if not argument.picks:
                 if self._along_columns(argument.node):
                     first, past = first // schedule.tile_m, -(-past // schedule.tile_m)
-                return self._slots.derive(slot, _Span(1, first, past))
+                return self._calls.view(value, _span(1, first, past))
             case "load" | "store" | "range" | "table" | "row" | "index" | "partial":
-                return self._slots.derive(slot, _Span(0, first, past))
+                return self._calls.view(value, _span(0, first, past))
             case "memory" if argument.rank == 2:
-                return self._slots.derive(slot, _Span(0, first, past))
-        return slot
+                return self._calls.view(value, _span(0, first, past))
+        return value
 
     def _epilogue_arguments(self, step: int) -> Any:
         """The class of a step's epilogue arguments. Edited code uses the class of the unedited code."""
@@ -356,23 +305,44 @@ class Plan:
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
 
-    def _vector(self, kernel: VectorKernel) -> Launch:
-        compiled = compile_vector(self.lowered, kernel)
-        arguments = _picker([self._slot(a, _listed) for a in kernel.arguments])
-        return lambda slots: compiled(*arguments(slots))
+    def _vector(self, kernel: VectorKernel) -> str:
+        compiled = self._calls.constant(compile_vector(self.lowered, kernel))
+        return f"{compiled}({', '.join(self._argument(a, '{}.view(1)') for a in kernel.arguments)})"
+
+    def _launching(self, wanted: Collection[Part]) -> list[str]:
+        """Text that launches some parts, in a turn of its own."""
+        launches = (f"    {text}" for part, text in self._launches if part in wanted)
+        return ["with lock:", "    take()", *launches]
+
+    def _fresh_call(self) -> Callable[..., dict[str, torch.Tensor]]:
+        """A function of the inputs that allocates the outputs, launches everything on the plan's device, and
+        returns the outputs by name."""
+        inputs = [self._values[name] for name in self.program.signature.inputs]
+        lines = []
+        for name, (shape, strides, dtype) in self._like.items():
+            fresh = f"empty({shape}, {strides}, {self._calls.constant(dtype)})"
+            updated = self._updates.get(name)
+            lines.append(f"{self._values[name]} = {self._values[updated] if updated else fresh}")
+        made = [f"{self._calls.constant(name)}: {self._values[name]}" for name in self._like]
+        lines += [*self._launching(self.parts), f"return {{{', '.join(made)}}}"]
+        elsewhere = self._calls.constant(_on_its_device(self.device, self._calls.function(inputs, lines)))
+        switch = f"if current() != {self.device.index}: return {elsewhere}({', '.join(inputs)})"
+        return self._calls.function(inputs, [switch, *lines])
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Fresh, uninitialised tensors for all outputs, including those that update an input."""
         return {name: self._empty(*like) for name, like in self._like.items()}
 
+    def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs for a ``run``: fresh tensors, except that an output which updates an input is that
+        input's tensor."""
+        updated = {output: inputs[name] for output, name in self._updates.items()}
+        return {n: updated[n] if n in updated else self._empty(*like) for n, like in self._like.items()}
+
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch on the current stream. The caller guarantees shapes, dtypes and device. An output that
-        updates an input may be that input's tensor, and then overwrites it."""
-        with self._turns.lock:
-            self._turns.take()
-            slots = self._fill(inputs, outputs)
-            for _, launch in self._launches:
-                launch(slots)
+        updates an input may be that input's tensor, which is then overwritten."""
+        self.run_parts(self.parts, inputs, outputs)
 
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
@@ -386,32 +356,11 @@ class Plan:
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Launch some of ``parts`` in order, using results of an earlier ``run``."""
-        with self._turns.lock:
-            self._turns.take()
-            slots = self._fill(inputs, outputs)
-            for part, launch in self._launches:
-                if part in wanted:
-                    launch(slots)
-
-    def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+        """Launch some of ``parts``, in order, on the results of an earlier ``run``."""
         for output, name in self._added:
             if outputs[output] is not inputs[name]:  # the kernel adds to the output's contents
                 outputs[output].copy_(inputs[name])
-        slots = [*self._in_order(inputs), *self._out_order(outputs), *self._slots.fixed]
-        for source, change in self._slots.derived:
-            slots.append(change(slots[source]))
-        return slots
-
-    def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs of a call: an output that updates an input is that input's tensor, and the others are
-        fresh."""
-        outputs = {name: self._empty(*like) for name, like in self._fresh}
-        for output, name in self._updates:
-            outputs[output] = inputs[name]
-        return outputs
-
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        outputs = self.in_place(inputs)
-        self.run(inputs, outputs)
-        return outputs
+        key = tuple(wanted)
+        if key not in self._running:
+            self._running[key] = self._calls.function(self._calls.given, self._launching(key))
+        self._running[key](*self._in_order(inputs), *self._out_order(outputs))

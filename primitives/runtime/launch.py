@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -19,24 +18,20 @@ from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
-from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.runtime.executable import Plan, on_device
+from coda_agent.primitives.runtime.familiar import FamiliarPlans
 from coda_agent.primitives.runtime.launchable import (
-    Familiar,
     LaunchError,
     check_offsets,
     check_sizes,
     check_tensors,
-    check_updates,
     dense,
 )
 from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedules
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
-# how many recent combinations of shapes, dtypes and strides a kernel recognises without checking again
-FAMILIAR = 8
 NONE: Mapping[str, int] = MappingProxyType({})
-HERE = nullcontext()  # for the case that PyTorch's current device is already the right one
 
 
 class Kernel:
@@ -68,12 +63,11 @@ class Kernel:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._planning = threading.Lock()
         signature = self.program.signature
-        self._named = signature.named
-        self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        self._in_order = itemgetter(*signature.inputs)  # a tuple, because a GEMM has at least two inputs
-        # The shapes, dtypes and devices of tensors, the given dims and the plans of the last calls, newest
-        # first.
-        self._familiar: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
+        self._number, self._names = len(signature.inputs), {*signature.inputs, *signature.named}
+        self._updates = tuple(signature.updates.items())
+        # a tuple, because a GEMM has at least two inputs
+        self._in_order = itemgetter(*signature.inputs, *signature.named)
+        self._familiar = FamiliarPlans([[*signature.inputs].index(n) for n in signature.updates.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), known=self.known), (self.source,)
@@ -145,44 +139,29 @@ class Kernel:
         """Run the kernel; return its outputs by name. An output that updates an input is that input's tensor,
         overwritten. Pass as integers the static dims that no input's shape determines. Raises LaunchError if
         the kernel cannot run on the inputs."""
-        given = {dim: inputs.pop(dim) for dim in self._named if dim in inputs} if self._named else NONE
-        plan, taken = self._known_plan(inputs, given), inputs
+        plan = None
+        if inputs.keys() == self._names:
+            arguments = self._in_order(inputs)
+            plan = self._familiar.get(arguments)
         if plan is None:
-            plan, taken = self._checked_plan(inputs, given)
-        with on_device(plan.device):
-            outputs = plan.in_place(taken)
-            plan.run(taken, outputs)
+            plan, arguments = self._checked_plan(inputs)
+        outputs = plan.call(*arguments[: self._number])
         for output, name in self._updates:
             outputs[output] = inputs[name]
         return outputs
 
-    def _known_plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]) -> Plan | None:
-        """The plan of an earlier call whose tensors had the same shapes, dtypes and devices; None if there is
-        none."""
-        if len(inputs) != self._number:
-            return None
-        try:
-            tensors = self._in_order(inputs)
-        except KeyError:
-            return None
-        for familiar, dims, plan in self._familiar:
-            if dims == given and familiar(tensors):
-                if self._updates:
-                    check_updates(self.program.signature, inputs)
-                return plan
-        return None
-
-    def _checked_plan(
-        self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]
-    ) -> tuple[Plan, dict[str, torch.Tensor]]:
-        """The plan for tensors unlike those of recent calls, and the tensors with the strides that the plan
-        needs."""
-        taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+    def _checked_plan(self, inputs: Mapping[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
+        """The plan for arguments unlike those of recent calls, and the arguments in order, with the strides
+        that the plan needs."""
+        named = self.program.signature.named
+        given = {dim: inputs[dim] for dim in named if dim in inputs}
+        passed = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+        taken = {name: t for name, t in passed.items() if name not in named}
         plan = self.plan(taken, given)
         check_offsets(self.program, taken, given)
-        if (familiar := Familiar(self._in_order(taken)))(self._in_order(inputs)):
-            self._familiar = ((familiar, given, plan), *self._familiar[: FAMILIAR - 1])
-        return plan, taken
+        arguments = self._in_order(passed)
+        self._familiar.add(self._in_order(inputs), arguments, plan)
+        return plan, arguments
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
@@ -192,11 +171,3 @@ def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}
     return all_by_step(by_step(timing["schedules"]) for timing in report["timings"])
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which ``device`` is PyTorch's current device, so that kernels run on that device's current
-    stream."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return HERE
-    return torch.cuda.device(device)

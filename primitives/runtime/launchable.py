@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -110,31 +110,6 @@ def check_offsets(
             rising(inputs[name].tolist(), types[a if types[a].kind == "tile" else b].shape[0](sizes))
         except ValueError as error:
             raise LaunchError(f"input {name!r}: {error}") from None
-
-
-class Familiar:
-    """Recognises, in about a microsecond, tensors like the ``passed`` ones, which ``check_tensors`` has
-    accepted.
-
-    The guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides, in C++. False only
-    means that the tensors must be checked. For example, a call that passes one tensor twice is never
-    recognised.
-    """
-
-    def __init__(self, passed: Collection[torch.Tensor]):
-        import torch
-        from torch._C._dynamo.guards import TensorGuards
-
-        guards = TensorGuards(*passed, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self._alike: Callable[..., bool] = guards.check
-        self._needs_no_grad = any(t.requires_grad for t in passed)
-        self._grad_enabled = torch.is_grad_enabled
-
-    def __call__(self, tensors: Collection[torch.Tensor]) -> bool:
-        if not self._alike(*tensors) or (self._needs_no_grad and self._grad_enabled()):
-            return False
-        # a list, because a generator takes longer
-        return not any([t.data_ptr() % ALIGNMENT for t in tensors])
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -94,10 +94,12 @@ class Counted:
         self.made.append(dict(sizes))
         self.signature, self.device = kernel.program.signature, torch.device("cpu")
 
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def call(self, *given: torch.Tensor) -> dict[str, torch.Tensor]:
+        inputs = dict(zip(self.signature.inputs, given, strict=True))
         for name in self.signature.updates.values():
             inputs[name].fill_(1)
-        return {n: inputs[self.signature.updates.get(n, next(iter(inputs)))] for n in self.signature.outputs}
+        updates, first = self.signature.updates, next(iter(inputs))
+        return {n: inputs[updates.get(n, first)] for n in self.signature.outputs}
 
 
 def drawn(rows: int) -> dict[str, torch.Tensor]:
@@ -121,15 +123,16 @@ def launcher(program: Program) -> launching.Launcher:
 def test_tensors_like_the_last_ones_are_launched_without_checks(counted: list[dict[str, int]]) -> None:
     program = ops.defined["gemm_rmsnorm_swiglu"]
     launch, first = launcher(program), drawn(8)
-    assert launch.again(first) is None
+    assert launch.again([*first.values()]) is None
     launch(Typed(program, False), first)
-    assert launch.again(drawn(8)) is not None
+    assert launch.again([*drawn(8).values()]) is not None
     flat = torch.zeros(8 * 64 + 1).bfloat16()
     others = (drawn(16), drawn(8) | {"w": torch.zeros(128, 64)}, drawn(8) | {"x": flat[1:].view(8, 64)})
     for other in (*others, drawn(8) | {"x": torch.zeros(64, 8).bfloat16().mT}):
-        assert launch.again(other) is None
+        assert launch.again([*other.values()]) is None
     with torch.enable_grad():
-        assert launch.again(drawn(8) | {"w": torch.zeros(128, 64).bfloat16().requires_grad_()}) is None
+        wanting = drawn(8) | {"w": torch.zeros(128, 64).bfloat16().requires_grad_()}
+        assert launch.again([*wanting.values()]) is None
     assert len(counted) == 1
 
 

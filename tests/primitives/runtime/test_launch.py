@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -126,12 +128,12 @@ def test_everything_between_kernels_lies_in_one_workspace_without_overlap(calls)
     plan, inputs, outputs = planned(kernels.CHAIN.program)
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize)
-        for t in plan._slots.fixed
+        for t in plan.kept.values()
         if isinstance(t, torch.Tensor)
     )
     assert len(spans) >= 2
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    storages = {t.untyped_storage().data_ptr() for t in plan._slots.fixed if isinstance(t, torch.Tensor)}
+    storages = {t.untyped_storage().data_ptr() for t in plan.kept.values() if isinstance(t, torch.Tensor)}
     assert len(storages) == 1
     assert all(start % 256 == spans[0][0] % 256 for start, _ in spans)
 
@@ -165,7 +167,7 @@ def test_a_workspace_s_gaps_are_all_of_it_in_which_nothing_lies(calls):
     wide = Plan(wider, first.sizes, "cpu", first.workspace)
     none, _, _ = planned(kernels.ACCUMULATE.program)
     for plan in (first, wide, none):
-        lies = [t for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
+        lies = [t for t in plan.kept.values() if isinstance(t, torch.Tensor)]
         plan.workspace.fill_(0)
         for tensor in (*lies, *plan.gaps):
             tensor.view(-1).view(torch.uint8).add_(1)
@@ -173,6 +175,20 @@ def test_a_workspace_s_gaps_are_all_of_it_in_which_nothing_lies(calls):
         assert len(plan.gaps) == len(lies) + 1
         assert all(gap.numel() >= GAP for gap in plan.gaps[:-1] or plan.gaps)
     assert none.workspace.numel() == GAP
+
+
+def test_a_plan_s_workspace_is_freed_with_it(calls):
+    plan, inputs, outputs = planned(kernels.CHAIN.program)
+    plan.run(inputs, outputs)
+    plan.call(*inputs.values())
+    calls.clear()
+    workspace = weakref.ref(plan.workspace)
+    gc.disable()  # a GPU's memory cannot wait for a collection
+    try:
+        del plan
+        assert workspace() is None
+    finally:
+        gc.enable()
 
 
 def test_a_second_call_takes_its_own_tensors(calls):
@@ -247,7 +263,7 @@ def test_partials_of_columns_are_a_row_a_tile_and_two_for_twice_as_many(calls):
     # 208 columns of the gemm in tiles of 128, 100 rows in one: three along rows, three along columns
     assert shapes == [(1, 1, 208)] * 3 + [(1, 100, 2)] * 3
     plan, inputs, outputs = planned(kernels.NORM_BACKWARD.program)
-    (partial,) = (t for t in plan._slots.fixed if isinstance(t, torch.Tensor))
+    (partial,) = (t for t in plan.kept.values() if isinstance(t, torch.Tensor))
     assert partial.shape == (1, 1, 200)
 
 
@@ -311,7 +327,7 @@ def test_one_row_and_vectors_of_it(calls):
     program = kernels.CROSS_ENTROPY.program
     plan = Plan(KernelSource(program, {0: Schedule()}), {"M": 1, "D": 64, "V": 136}, "cpu")
     assert [tuple(t.shape) for t in plan.outputs().values()] == [(1, 136), (1,), (1,)]
-    assert (1, 1, 2) in [tuple(t.shape) for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
+    assert (1, 1, 2) in [tuple(t.shape) for t in plan.kept.values() if isinstance(t, torch.Tensor)]
 
 
 def test_one_row_gets_the_strides_of_a_row_and_stays_where_it_is(calls, anywhere):

@@ -14,14 +14,10 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.runtime import launch
+from coda_agent.primitives.runtime import executable
+from coda_agent.primitives.runtime.familiar import recognizer
 from coda_agent.primitives.runtime.launch import Kernel
-from coda_agent.primitives.runtime.launchable import (
-    Familiar,
-    LaunchError,
-    check_sizes,
-    check_tensors,
-)
+from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes, check_tensors
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
@@ -220,22 +216,25 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
         yield
         entered.pop()
 
-    class OnTheSecond:
-        def __init__(self, kernel: KernelSource, sizes: Any, where: torch.device):
-            self.device, self.made = where, entered[-1]
+    def compiled(*_: Any) -> Callable[..., None]:
+        made = entered[-1]
+        return lambda *given: ran.append((made, entered[-1], len(entered)))
 
-        def in_place(self, inputs: dict[str, Any]) -> dict[str, Any]:
-            return {}
-
-        def run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-            ran.append((self.made, entered[-1], len(entered)))
+    class NoStreams:
+        __init__ = current = handle = lambda *_: None
 
     ran: list[tuple[int, int, int]] = []
+    on_cpu = executable._allocator(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: entered[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
-    inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.ALPHA.program).items()}
-    monkeypatch.setattr(launch, "Plan", OnTheSecond)
-    Kernel(KernelSource(kernels.ALPHA.program, {0: Schedule()}))(**inputs)
+    monkeypatch.setattr(executable, "CudaStreams", NoStreams)
+    monkeypatch.setattr(executable, "_allocator", lambda _: on_cpu)
+    monkeypatch.setattr(executable.Plan, "_allocate", lambda plan, _: vars(plan).update(workspace=None) or {})
+    monkeypatch.setattr(executable, "compile_gemm", compiled)
+    monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
+    inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.SWIGLU.program).items()}
+    Kernel(KernelSource(kernels.SWIGLU.program, {0: Schedule()}))(**inputs)
     assert ran == [(1, 1, 2 - current)]  # a device that is current already is not set again
     assert entered == [current]
 
@@ -291,14 +290,33 @@ STRANGERS: dict[str, Callable[[list[torch.Tensor]], list[Any]]] = {
 
 @pytest.mark.parametrize("change", STRANGERS.values(), ids=STRANGERS)
 def test_only_tensors_of_the_same_kind_are_familiar(change):
-    familiar = Familiar(passed())
-    assert familiar(passed())
-    assert not familiar(change(passed()))
+    familiar = recognizer(passed())
+    assert familiar(*passed())
+    assert not familiar(*change(passed()))
+
+
+@pytest.mark.parametrize("first", [-8, 0, 8, 100 * 64 - 8])
+def test_a_tensor_that_is_written_over_must_be_apart_from_all_others(first):
+    memory = zeros(4 * 100 * 64)
+    start = 100 * 64 * 2
+    kept, before, behind, over = (
+        memory[at : at + 100 * 64].view(100, 64)
+        for at in (start, start - 100 * 64, start + 100 * 64, start + first)
+    )
+    familiar = recognizer([kept, before], written=[0])
+    assert familiar(kept, before) and familiar(kept, behind)
+    assert not familiar(kept, over)
+    assert recognizer([kept, before])(kept, over)  # reading both is fine
+
+
+def test_integers_must_be_equal_and_floats_may_differ():
+    familiar = recognizer([*passed(), 4, 1e-6])
+    assert familiar(*passed(), 4, 1e-5) and not familiar(*passed(), 5, 1e-6)
 
 
 def test_parameters_are_familiar_only_where_no_gradient_is_recorded():
     tensors = [each.requires_grad_(each.ndim == 2) for each in passed()]
-    familiar = Familiar(tensors)
-    assert not familiar(tensors)
+    familiar = recognizer(tensors)
+    assert not familiar(*tensors)
     with torch.no_grad():
-        assert familiar(tensors)
+        assert familiar(*tensors)

@@ -24,7 +24,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.runtime import launch, tune
+from coda_agent.primitives.runtime import executable, launch, tune
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.runtime.turns import Turns
@@ -175,10 +175,12 @@ def test_no_call_of_another_thread_comes_between_a_call_s_launches(launched: lis
     assert whole > 1 and len(calls) == 4 * CALLS and all(len(set(call)) == 1 for call in calls)
 
 
-def test_every_launch_is_of_a_stream_that_waited(launched: list[int]) -> None:
-    plan = Plan(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())), TUNED_SIZES, "cpu")
+def test_every_launch_is_of_a_stream_that_waited(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     streams = Streams()
-    plan._turns = Turns(streams, [])
+    monkeypatch.setattr(executable, "Turns", lambda *_: Turns(streams, []))
+    plan = Plan(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())), TUNED_SIZES, "cpu")
     inputs, outputs = inputs_of(PROGRAM, TUNED_SIZES), plan.outputs()
     for number in (0, 1, 1):
         streams.now = streams.every[number]
