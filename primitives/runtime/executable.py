@@ -329,6 +329,10 @@ class Plan:
         switch = f"if current() != {self.device.index}: return {elsewhere}({', '.join(inputs)})"
         return self._calls.function(inputs, [switch, *lines])
 
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``call`` with inputs by name."""
+        return self.call(*self._in_order(inputs))
+
     def outputs(self) -> dict[str, torch.Tensor]:
         """Fresh, uninitialised tensors for all outputs, including those that update an input."""
         return {name: self._empty(*like) for name, like in self._like.items()}

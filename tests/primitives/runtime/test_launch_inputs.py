@@ -230,7 +230,7 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(executable, "CudaStreams", NoStreams)
     monkeypatch.setattr(executable, "_allocator", lambda _: on_cpu)
-    monkeypatch.setattr(executable.Plan, "_allocate", lambda plan, _: vars(plan).update(workspace=None) or {})
+    monkeypatch.setattr(executable.Plan, "_allocate", lambda plan, _: setattr(plan, "workspace", None) or {})
     monkeypatch.setattr(executable, "compile_gemm", compiled)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.SWIGLU.program).items()}
