@@ -220,6 +220,10 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
         made = entered[-1]
         return lambda *given: ran.append((made, entered[-1], len(entered)))
 
+    def nowhere(plan: Any, _: Any) -> dict[Any, Any]:
+        plan.workspace = torch.empty(0)
+        return {}
+
     class NoStreams:
         __init__ = current = handle = lambda *_: None
 
@@ -230,7 +234,7 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(executable, "CudaStreams", NoStreams)
     monkeypatch.setattr(executable, "_allocator", lambda _: on_cpu)
-    monkeypatch.setattr(executable.Plan, "_allocate", lambda plan, _: setattr(plan, "workspace", None) or {})
+    monkeypatch.setattr(executable.Plan, "_allocate", nowhere)
     monkeypatch.setattr(executable, "compile_gemm", compiled)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.SWIGLU.program).items()}
