@@ -1,6 +1,6 @@
 """Simulate where a sweep stops scaling: ``python -m benchmarks.fleet_simulation --driver SECONDS``.
 
-A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page and a chart to the folder
+A discrete-event simulation runs sweeps on 1 to 1,024 GPUs. It writes a page and a chart to the folder
 ``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
 the numbers of attempts from the recorded runs. Simulated runs are drawn from these with replacement. A run
 authors one kernel. From its first question to its end it occupies one of the driver's places for runs in

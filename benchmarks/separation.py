@@ -75,9 +75,9 @@ def separation(name: str) -> dict[str, Any]:
 
 
 def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
-    """The largest ratio of an output's error to its limit; infinite if a bit, a NaN, a kind or a shape is
-    wrong. ``spoken``: a program could express the mutant, so the error of the interpreter's unrounded outputs
-    counts too."""
+    """The largest ratio of an output's error to its limit. It is infinite if a bit, a NaN, a kind or a shape
+    is wrong. ``spoken``: a program could express the mutant, so the error of the interpreter's unrounded
+    outputs counts too."""
     if got is None:
         return math.inf
     factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0

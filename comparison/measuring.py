@@ -258,8 +258,8 @@ class _Measuring:
         return found
 
     def _outdone(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether another arm of the same column was clearly faster in an earlier process, so that no cell
-        will show this arm."""
+        """Whether an earlier process has shown another arm of the same column to be clearly faster. Then no
+        cell will show this arm."""
         row, keys = turn.row, self._keys(turn.row)
         column = next(column.arms for column in COLUMNS if arm in column.arms)
         for s in self.results.of(row.operator, row.case):

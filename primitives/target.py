@@ -33,8 +33,8 @@ class Target(NamedTuple):
     device name.
 
     ``architecture``: the compilers' name. ``environment``: variables that make compilers target this
-    architecture on any machine. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong), clusters are CTAs
-    along M and N, swizzles are sizes of a rasterisation group.
+    architecture on any machine. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong). Clusters are CTAs
+    along M and N. Swizzles are sizes of a rasterisation group.
     """
 
     machine: Machine

@@ -1,5 +1,5 @@
-"""Decide on a measurement: compute ratios with confidence intervals, then accept or reject the kernel, or
-find the measurement invalid."""
+"""Decide on a measurement: compute ratios with confidence intervals, then accept the kernel, reject it, or
+declare the measurement invalid."""
 
 from __future__ import annotations
 

@@ -328,8 +328,8 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
 
 
 def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden sizes, with the families, schedules
-    and repeats that the gates use."""
+    """Check that numerics and stability cover every case and the hidden sizes, with the same families,
+    schedules and repeats as the gates."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]

@@ -358,8 +358,8 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
 
 
 def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
-    """Lower an entry's program again on this machine, and compare the hashes with those of the machine that
-    checked it. Raises InvalidInput if they differ."""
+    """Lower an entry's program again on this machine. Raises InvalidInput if its hashes differ from those of
+    the machine that checked it."""
     spec = _spec(path, entry)
     with _refusing(path, entry, "its program"):
         kernel = KernelSource.from_json(dict(entry), spec.signature())

@@ -93,9 +93,9 @@ class Pool:
         self, gpu: bool, piece: str, deadline: float | None = None, *, prefer: str = ""
     ) -> Iterator[Slot]:
         """In the block, hold a slot: the one named ``prefer`` if it is free. Slots are given out in the order
-        of requests. Raises TimeoutError if no slot is free at ``deadline``, and GivenUp if the pool is closed
-        or has had no slot of this kind for a long time. If the block fails and no kernel caused it, raises
-        Suspect for the piece's first failure, and GivenUp for the second."""
+        of requests. Raises TimeoutError if no slot is free at ``deadline``. Raises GivenUp if the pool is
+        closed, or has had no slot of this kind for a long time. If the block fails and no kernel caused it,
+        raises Suspect for the piece's first failure, and GivenUp for the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"

@@ -95,7 +95,7 @@ class Prompt:
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
     """The prompt for a spec, whose YAML is ``text``. Tips come from tips_log.md by default. Only accepted
-    tips are used; the least helpful tips are dropped if the budget is too small for all."""
+    tips are used. If the budget is too small for all, the least helpful ones are dropped."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)

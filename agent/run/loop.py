@@ -1,5 +1,5 @@
-"""The loop of a run: draft, verify and feed back, until a kernel is accepted or attempts or budget are used
-up.
+"""The loop of a run: draft, verify and feed back. It ends when a kernel is accepted, or attempts or budget
+are used up.
 
 Every step goes through the journal. So a run that was killed continues where it stopped, and never asks again
 for an answer that it has received.
@@ -107,8 +107,8 @@ class Loop:
         self.desk = tools.Tools(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Run until one of these ends it: a kernel is accepted and its improvement rounds are over, a kernel
-        is checked but not measured here, attempts or budget are used up, or the provider fails. A faster
+        """Run until a kernel is accepted and its improvement rounds are over, until a kernel is checked that
+        is not measured here, until attempts or budget are used up, or until the provider fails. A faster
         kernel replaces the accepted one. Raises ProviderError if the provider fails before a kernel is
         accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
         first = self.opening()

@@ -44,7 +44,7 @@ class ScaffoldError(InvalidInput):
 
 @dataclass(frozen=True)
 class TensorParameter:
-    """A parameter that is an input, with the shape and dtype of its jaxtyping annotation, if any:
+    """A parameter that is an input. It has the shape and dtype of its jaxtyping annotation, if any, such as
     ``BFloat16[Tensor, "M K"]``."""
 
     name: str

@@ -128,8 +128,8 @@ def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Fou
 
 
 def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
-    """The simplest formula over the dims that gives each of the extents at its trial sizes; None if no
-    formula does."""
+    """The simplest formula over the dims that gives these extents at the trial sizes; None if there is
+    none."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
     known = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))

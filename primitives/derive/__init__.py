@@ -39,9 +39,9 @@ def derive(
     columns of one tile count as that tile; its name joins theirs, as in ``q_k_v``. ``save_bytes``: the limit
     on the bytes per row that the forward stores for the backward, without the forward's inputs. ``sizes``:
     the sizes at which bytes are compared. ``positive``: inputs that are never zero. ``accumulate``: inputs
-    whose gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save`` and ``recompute``: outputs,
-    or nodes such as ``node 3``, that must be stored, or that must not be stored. Raises ProgramError for a
-    program without a derivable backward.
+    whose gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save``: outputs, or nodes such as
+    ``node 3``, that must be stored. ``recompute``: the same, that must not be stored. Raises ProgramError for
+    a program without a derivable backward.
     """
     wanted, whole = _wanted(program, wrt), joined(program)
     for name in accumulate:

@@ -1,5 +1,5 @@
-"""Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue, and the
-vector arithmetic that becomes possible once the step's reductions are final.
+"""Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue. It also
+includes the vector arithmetic that becomes possible once its reductions are final.
 
 If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores it once and the later
 step reads it back. This module refuses programs that no kernel can run, and names the line of the kernel
@@ -75,7 +75,7 @@ class _Cutter:
         self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
-        """Make an error at a node's line, or at the line of its ``reader`` if the node has no line."""
+        """Create an error at a node's line; if the node has none, at the line of its ``reader``."""
         line = self.lines[index]
         if line is None and reader is not None:
             line = self.lines[reader]
@@ -406,7 +406,8 @@ class _Cutter:
         self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a step loads a tile: an input, or a tile that an earlier step computes and then stores."""
+        """Whether a step loads a tile. It loads inputs, and tiles that an earlier step computes and
+        stores."""
         if self.nodes[index].op == "input":
             return True
         home = self.placed.home[index]

@@ -1,4 +1,4 @@
-"""Run GPU work in an expendable process, so that a kernel that hangs or writes out of bounds kills only a
+"""Run GPU work in an expendable process. A kernel that hangs or writes out of bounds then kills only a
 worker.
 
 The user's command itself holds no CUDA context. It gives tasks to a ``Worker``. If that worker is lost, the

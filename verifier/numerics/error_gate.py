@@ -65,12 +65,12 @@ def compare(
 
     ``got``: the candidate's outputs. ``truth``: the outputs of ``reference.oracle``. ``yard``: the outputs of
     ``reference.yardstick``. All must come from one kind of device, because fp32 sums lose more on tensor
-    cores than on a CPU. Three ratios of the candidate's error to the yardstick's are limited for each output:
-    the RMS error; the RMS error of the worst 128x128 tile, over the yardstick's in the same tile; and the
-    largest error, over the yardstick's largest. For outputs narrower than fp32 the slope of the output
-    regressed on the truth is limited too. A value must be finite if the truth is finite and fits the output's
-    dtype. In each row, as many values may break this rule as in the yardstick: an fp32 overflow of an
-    intermediate value may hit one value here and its neighbour there.
+    cores than on a CPU. For each output, three ratios of the candidate's error to the yardstick's are
+    limited: of the RMS errors, of the largest errors, and of the RMS errors in the worst 128x128 tile. For
+    outputs narrower than fp32 the slope of the output regressed on the truth is limited too. A value must be
+    finite if the truth is finite and fits the output's dtype. In each row, as many values may break this rule
+    as in the yardstick: an fp32 overflow of an intermediate value may hit one value here and its neighbour
+    there.
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
     two independent RMS errors over n elements scatters by about 1/sqrt(n), so each limit is multiplied by 1 +

@@ -94,8 +94,8 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield sizes for a CPU in which one dim has an extent from 1 to its largest in a case, and all others
-    are short. They detect programs that behave differently between the cases' extents.
+    """Yield sizes for a CPU in which one dim has an extent between 1 and its largest case, and all others are
+    short. They detect programs that behave differently between the cases' extents.
 
     In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as the rows' alignment allows. From
     64 on it also has one that is a multiple of 64 or of a larger power of two. The two lie in different
