@@ -18,6 +18,7 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
+CONFIDENCE = 0.95  # of every interval
 POWER = 0.8  # the probability that a measurement finds a difference which is called detectable
 # fraction of rounds dropped at each end (Yuen's choice), so that a few delays of the host do not decide
 TRIM = 0.2
@@ -42,7 +43,7 @@ class Interval:
         return asdict(self)
 
 
-def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
+def ratio(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Interval:
     """The median over rounds i of a[i] / b[i], two samples in the same unit.
 
     If ``a`` is a baseline's time and ``b`` a candidate's, the median is the speedup, and ``low`` is the
@@ -50,22 +51,20 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
     Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive
     samples.
     """
-    logs = _logs(a, b, confidence)
-    bootstrap = _bootstrap((tuple(logs),), confidence, seed)
-    student = _student(logs, confidence)
+    logs = _logs(a, b)
+    bootstrap = _bootstrap((tuple(logs),), seed)
+    student = _student(logs)
     return Interval(
         estimate=math.exp(median(logs)),
         low=min(bootstrap[0], student[0]),
         high=max(bootstrap[1], student[1]),
-        confidence=confidence,
+        confidence=CONFIDENCE,
         bootstrap=bootstrap,
         student=student,
     )
 
 
-def across(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0) -> Interval:
     """The geometric mean of several processes' ratios. Each pair has the samples of both arms in one process.
 
     The interval is Student's t on the processes' log ratios. The cross-check is a bootstrap, which resamples
@@ -74,17 +73,17 @@ def across(
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) do not show how processes spread; measure in at least 2")
-    rows = [_logs(a, b, confidence) for a, b in pairs]
+    rows = [_logs(a, b) for a, b in pairs]
     logs = [median(row) for row in rows]
     centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))
-    reach = student_quantile(confidence, len(logs) - 1) * error
+    reach = student_quantile(CONFIDENCE, len(logs) - 1) * error
     student = math.exp(centre - reach), math.exp(centre + reach)
-    bootstrap = _bootstrap(tuple(map(tuple, rows)), confidence, seed)
+    bootstrap = _bootstrap(tuple(map(tuple, rows)), seed)
     return Interval(
         estimate=math.exp(centre),
         low=min(bootstrap[0], student[0]),
         high=max(bootstrap[1], student[1]),
-        confidence=confidence,
+        confidence=CONFIDENCE,
         bootstrap=bootstrap,
         student=student,
     )
@@ -106,15 +105,15 @@ def through(first: Interval, second: Interval) -> Interval:
     return Interval(first.estimate * second.estimate, low, high, first.confidence, bootstrap, student)
 
 
-def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
+def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
     """The smallest relative difference that a measurement like ``pairs`` detects with a power of 80 %."""
-    logs = [median(_logs(a, b, confidence)) for a, b in pairs]
+    logs = [median(_logs(a, b)) for a, b in pairs]
     freedom = len(logs) - 1
-    quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)
+    quantiles = student_quantile(CONFIDENCE, freedom) + student_quantile(2 * POWER - 1, freedom)
     return math.expm1(quantiles * stdev(logs) / math.sqrt(len(logs)))
 
 
-def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[float]:
+def _logs(a: Sequence[float], b: Sequence[float]) -> list[float]:
     """The logarithms of the rounds' ratios."""
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} samples: a ratio pairs rounds, measure both arms together")
@@ -123,18 +122,16 @@ def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[flo
     wrong = [x for x in (*a, *b) if not (math.isfinite(x) and x > 0)]
     if wrong:
         raise ValueError(f"a sample of {wrong[0]} s is no duration; samples are finite and positive")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; it lies between 0 and 1, say 0.95")
     return [math.log(x / y) for x, y in zip(a, b, strict=True)]
 
 
 @lru_cache(1024)  # reports, tables and audits ask for the same ratios again
-def _bootstrap(rows: tuple[tuple[float, ...], ...], confidence: float, seed: int) -> tuple[float, float]:
+def _bootstrap(rows: tuple[tuple[float, ...], ...], seed: int) -> tuple[float, float]:
     """The bootstrap's percentile interval: resample processes, resample each one's rounds, and take the mean
     of the medians."""
     rounds = {len(row) for row in rows}
     means = sorted(_equal_draws(rows, seed) if len(rounds) == 1 else _draws(rows, seed))
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = means[math.floor(tail * RESAMPLES)], means[math.ceil((1 - tail) * RESAMPLES) - 1]
     return math.exp(low), math.exp(high)
 
@@ -164,7 +161,7 @@ def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
     return [fmean(each) for each in medians.tolist()]
 
 
-def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
+def _student(logs: Sequence[float]) -> tuple[float, float]:
     logs = sorted(logs)
     n, cut = len(logs), int(TRIM * len(logs))
     kept = logs[cut : n - cut]
@@ -172,7 +169,7 @@ def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
     winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
     spread = math.sqrt(sum((x - fmean(winsorised)) ** 2 for x in winsorised) / (n - 1))
     error = spread * n / (len(kept) * math.sqrt(n))
-    reach = student_quantile(confidence, len(kept) - 1) * error
+    reach = student_quantile(CONFIDENCE, len(kept) - 1) * error
     return math.exp(centre - reach), math.exp(centre + reach)
 
 

@@ -63,9 +63,9 @@ Answer with the functions in one ```python block, in full each time; only the la
 # Proposing
 
 
-def path_of(name: str, directory: Path | None = None) -> Path:
+def path_of(name: str) -> Path:
     """The path of a primitive's proposal."""
-    return (directory or PROPOSED) / f"{name}.yaml"
+    return PROPOSED / f"{name}.yaml"
 
 
 def proposed(name: str) -> Path:
@@ -266,8 +266,8 @@ def missing_parts(page: str) -> str:
     return f"its page lacks {', '.join(missing)}: complete it in {FAMILY}, in the form of those beside it"
 
 
-def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
-    """A unified diff that adds the primitive to the vocabulary under ``root``, and its run to the recordings.
+def patch(proposal: Proposal, source: str, recording: str = "") -> str:
+    """A unified diff that adds the primitive to the vocabulary, and its run to the recordings.
     The primitive's functions go into a new module, because the reports of accepted kernels are valid only for
     the existing modules as they are. Raises RawError if the source does not define the required functions."""
     name = proposal.name
@@ -275,7 +275,7 @@ def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROO
     device = f"{DEVICE}/{name}.py"
     kept = accept.recording(name, edited=True).relative_to(accept.ROOT).as_posix()
     paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
-    before = {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
+    before = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).exists()}
     after = {
         VOCABULARY: _listed(_listed(before[VOCABULARY], IMPORTED, ")\n", name), EXPORTED, "]\n", f'"{name}"'),
         FAMILY: _entered(before[FAMILY], proposal, form.page, form.fast),

@@ -7,7 +7,6 @@ confidence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from coda_agent.agent.reporting.table_rows import (
 from coda_agent.agent.run.record import recording
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.primitives.system.markdown_table import markdown_table
+from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.report import Accepted
 
@@ -43,7 +42,6 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
 HOST_GOAL = 5.0  # microseconds that a call may take on the host, in addition to torch.mm
 ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -124,17 +122,14 @@ def write(path: Path, tables: Tables) -> None:
             name = begun.partition(" ")[0]
             raise InvalidInput(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
     parts = tables.parts()
-    names = [match[2] for match in _BLOCK.finditer(text) if match[2] not in ELSEWHERE]
+    names = [name for name in places(text) if name not in ELSEWHERE]
     if sorted(names) != sorted(parts):
         wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
         raise InvalidInput(
             f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
             "and its end with <!-- /table -->"
         )
-    write_atomic(
-        path,
-        _BLOCK.sub(lambda m: m[0] if m[2] in ELSEWHERE else m[1] + parts[m[2]] + m[3], text),
-    )
+    write_atomic(path, filled(text, parts))
 
 
 def _rates(runs: Sequence[RunRow]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,6 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import Roofline, StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
-from coda_agent.primitives.target import TARGET, Machine
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 Cases = Mapping[str, Mapping[str, int]]
 
 
-def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) -> dict[str, Roofline]:
+def floors(program: Program, sizes: Cases) -> dict[str, Roofline]:
     """The roofline of each case, by the case's name. Raises ValueError for a case that lacks the size of a
     dim."""
-    return {case: roofline(program, at, machine) for case, at in sizes.items()}
+    return {case: roofline(program, at) for case, at in sizes.items()}
 
 
 def sibling(kernel: Path, suffix: str) -> Path:

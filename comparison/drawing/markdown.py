@@ -50,7 +50,7 @@ from coda_agent.comparison.drawing.summary import (
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.primitives.system.markdown_table import markdown_table
+from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
 
 ABSENT, INDIRECT = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
@@ -61,7 +61,6 @@ HEADLINE = ("operator", "sizes", "`torch.compile`", "QuACK")
 SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
-_PLACE = re.compile("(<!-- table: (comparison|headline) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters with a meaning in Markdown anywhere in a line
 BOLD = (
     f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
@@ -154,15 +153,15 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
     Raises InvalidInput if the file marks neither, or marks one of them twice. Raises OSError.
     """
-    made = {"comparison": brief, "headline": headline}
-    text = marked(path)
-    write_atomic(path, _PLACE.sub(lambda m: m[1] + made[m[2]](results, columns) + m[3], text))
+    text, made = marked(path), {"comparison": brief, "headline": headline}
+    tables = {name: made[name](results, columns) for name in places(text) if name in made}
+    write_atomic(path, filled(text, tables))
 
 
 def marked(path: Path) -> str:
     """The text of a file that marks a place for ``write``. Raises the same errors."""
     text = path.read_text(encoding="utf-8")
-    names = [match[2] for match in _PLACE.finditer(text)]
+    names = [name for name in places(text) if name in ("comparison", "headline")]
     if not names or len(set(names)) < len(names):
         raise InvalidInput(
             f"{path}: mark one place for the comparison with <!-- table: comparison --> (or headline), and "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NONE = "–"  # a cell without a value
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _BAR = re.compile(r"(?<!\\)\|")  # a bar that would end the cell
 
 
@@ -14,6 +15,17 @@ def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]])
     cannot end a cell or line; None becomes a dash."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def places(text: str) -> list[str]:
+    """The names of the tables that a page has places for, each between ``<!-- table: NAME -->`` and
+    ``<!-- /table -->``."""
+    return [name for _, name, _ in _PLACE.findall(text)]
+
+
+def filled(text: str, tables: Mapping[str, str]) -> str:
+    """The page with each table in its place. Places of other tables stay as they are."""
+    return _PLACE.sub(lambda m: m[1] + tables[m[2]] + m[3] if m[2] in tables else m[0], text)
 
 
 def _cell(value: object) -> str:
