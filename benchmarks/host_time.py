@@ -43,7 +43,7 @@ LARGEST = 128
 
 
 def main(arguments: list[str]) -> None:
-    names = [a for a in arguments if a != "--json"] or accepted()
+    names = [a for a in arguments if a != "--json"] or list(programs.accepted())
     on_gpu = torch.cuda.is_available()
     with nullcontext() if on_gpu else stand_ins(), torch.no_grad():
         rows = {name: measured(name, "cuda" if on_gpu else "cpu") for name in names}
@@ -58,15 +58,6 @@ def main(arguments: list[str]) -> None:
         lines.append([f"`{name}`", row["steps"], *taken, f"{times:.2f} [{low:.2f}, {high:.2f}]", more])
     titles = ["kernel", "steps", "call, us", "operator, us", "torch.mm, us", "over torch.mm"]
     print(markdown_table([*titles, "more, us a step"], lines), end="")
-
-
-def accepted() -> list[str]:
-    """Names of the accepted kernels."""
-    return sorted(
-        p.name.removesuffix(".program.json")
-        for p in KERNELS.glob("*.program.json")
-        if not p.name.endswith(".raw.program.json")
-    )
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
