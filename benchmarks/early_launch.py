@@ -1,10 +1,10 @@
 """Time finishing kernels that start early against the same ones launched in the ordinary way:
 ``python -m benchmarks.early_launch FILE [--cases decode,1B] [KERNEL ...]``, on an H100.
 
-All accepted kernels that have a finishing kernel, or the named ones, run on their reports' schedules. The two
-texts come from the lowering, and their GEMMs differ only in names. They take turns in one process from a cold
-L2, and must leave the same bits. The table has the ordinary launch's time over the early one's, and the early
-one's over its own, repeated.
+All accepted kernels that have a finishing kernel, or the named ones, run on their reports' schedules. Both
+versions come from the lowering, and their GEMMs differ only in names. They are interleaved in one process,
+from a cold L2, and must give bitwise equal outputs. The table has the ordinary launch's time over the early
+one's, and the early one's over its own repeated time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continue a text with what train.py trained: ``python examples/generate.py FOLDER PROMPT``.
+"""Continue a text with the model that train.py trained: ``python examples/generate.py FOLDER PROMPT``.
 
 The decoder layers are fused, with Hugging Face's own cache and ``generate``.
 """
@@ -18,7 +18,7 @@ from coda_agent import fused
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
-    """The prompt and what follows it."""
+    """Return the prompt with its continuation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("prompt")
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
     fused.patch(model)
 
     ids = torch.tensor([[number[character] for character in given.prompt]], device=model.device)
-    padding = [[i] for i in range(len(characters), model.config.vocab_size)]  # rows of no character
+    # vocabulary entries without a character
+    padding = [[i] for i in range(len(characters), model.config.vocab_size)]
     more = {"temperature": given.temperature, "bad_words_ids": padding or None}
     found = model.generate(ids, max_new_tokens=given.tokens, do_sample=True, **more)
     text = "".join(characters[i] for i in found[0].tolist())

@@ -1,7 +1,8 @@
 """Train a small Llama from scratch on a text: ``python examples/train.py TEXT FOLDER``.
 
-Tokens are characters. Decoder layers and the loss are fused: on an H100 in bf16 under autocast, elsewhere in
-PyTorch by the same programs. FOLDER becomes an ordinary Hugging Face checkpoint, which generate.py reads.
+Tokens are characters. Decoder layers and the loss are fused: on an H100 they run in bf16 under autocast,
+elsewhere PyTorch runs the same programs. FOLDER becomes an ordinary Hugging Face checkpoint, which
+generate.py reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coda_agent import fused
 
 
 def small_llama(vocabulary: int, width: int, layers: int) -> Any:
-    """Widths are multiples of 8, as kernels want them."""
+    """A small random Llama, whose widths are multiples of 8, as the kernels require."""
     config = LlamaConfig(
         vocab_size=-(-vocabulary // 8) * 8,
         hidden_size=width,
@@ -34,7 +35,7 @@ def small_llama(vocabulary: int, width: int, layers: int) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """The loss of each step."""
+    """Train the model; return the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
