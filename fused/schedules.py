@@ -1,5 +1,5 @@
-"""Choose schedules at any sizes without tuning: the nearest ones in this machine's tables and the shipped
-reports.
+"""Choose schedules at any sizes without tuning: the nearest ones in this machine's tables, in the tables of
+this package (``fused/tuned``), and in the shipped reports.
 
 A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are
 preferred, and among them rows of the same program and step. Of these the nearest is used. The distance is by
@@ -9,11 +9,13 @@ the ratios of N and K, and by the ratio of M rounded to a power of two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock
 
 from coda_agent.fused.programs import KERNELS
 from coda_agent.primitives.compiler.lower import GemmKernel, lower
@@ -23,6 +25,8 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
+
+TUNED = Path(__file__).resolve().parent / "tuned"  # tables as ``keep`` writes them
 
 
 class TunedStep(NamedTuple):
@@ -83,19 +87,24 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
 
 @cache
 def known() -> list[TunedStep]:
-    """The rows of this machine's tables, followed by those of the shipped reports."""
-    return [*_tables(), *_shipped()]
+    """The rows of this machine's tables, then those of the package's tables, and then those of the shipped
+    reports."""
+    tables = [path for folder in (_own_tables(), TUNED) for path in sorted(folder.glob("*.json"))]
+    return [*(row for path in tables for row in _rows(path)), *_reports()]
 
 
-def _tables() -> Iterator[TunedStep]:
-    for path in sorted((cache_dir() / "schedules").glob("*.json")):
-        for row in read_json(path) or ():
-            yield TunedStep(
-                row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"])
-            )
+def _own_tables() -> Path:
+    return cache_dir() / "schedules"
 
 
-def _shipped() -> Iterator[TunedStep]:
+def _rows(path: Path) -> Iterator[TunedStep]:
+    for row in read_json(path) or ():
+        yield TunedStep(
+            row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"])
+        )
+
+
+def _reports() -> Iterator[TunedStep]:
     for path in sorted(KERNELS.glob("*.report.json")):
         name = path.name.removesuffix(".report.json")
         report = read_json(path)
@@ -115,11 +124,14 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
     return Schedule.from_json(fields)
 
 
-def keep(name: str, rows: list[TunedStep]) -> Path:
-    """Write this machine's table for one kernel. Later processes read it before the shipped reports."""
-    path = cache_dir() / "schedules" / f"{name}.json"
+def keep(name: str, rows: Iterable[TunedStep]) -> Path:
+    """Add rows to this machine's table for one kernel, and return the table. They replace those of the same
+    step and sizes on the same GPU. Other processes may add rows at the same time."""
+    path = _own_tables() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = [row._asdict() | {"schedule": row.schedule.to_json()} for row in rows]
-    write_atomic(path, json.dumps(said, indent=1))
+    with FileLock(path.with_suffix(".lock")):
+        whole = {row[:4]: row for row in (*_rows(path), *rows)}
+        said = [row._asdict() | {"schedule": row.schedule.to_json()} for row in whole.values()]
+        write_atomic(path, json.dumps(said, indent=1))
     known.cache_clear()
     return path

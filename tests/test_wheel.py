@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-m", "coda_agent.agent.cli.main"]
 DATA = (
     *("generated_kernels/*.json", "generated_kernels/*.py", "specs/*.yaml", "specs/primitives/*"),
     *("agent/recordings/*.jsonl", "agent/prompts/pack/*", "agent/prompts/examples/*", "tips_log.md"),
-    "agent/reporting/templates/*",
+    *("agent/reporting/templates/*", "fused/tuned/*.json"),
 )
 
 

@@ -39,11 +39,13 @@ Sizes = Annotated[
     ),
 ]
 Stack = Annotated[bool, typer.Option("--stack", help="For a model that is patched with stack=True.")]
+Training = Annotated[bool, typer.Option("--training", help="Only what a model calls in training.")]
 
 
-def tune(what: What, sizes: Sizes, stack: Stack = False) -> None:
-    """Find the fastest schedules of what fused calls at these sizes, on this GPU, and keep them for fused."""
-    wanted = _wanted(what, sizes, stack)
+def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
+    """Find the fastest schedules of what fused calls at these sizes, on this GPU, and keep them for fused.
+    Each program's schedules are kept when they are found."""
+    wanted = _wanted(what, sizes, stack, training)
     setup.use_gpu(True)
     import torch
 
@@ -51,18 +53,17 @@ def tune(what: What, sizes: Sizes, stack: Stack = False) -> None:
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.runtime.tune import tuned_schedules
 
-    rows, gpu = dict[str, list[schedules.TunedStep]](), torch.cuda.get_device_name()
+    gpu = torch.cuda.get_device_name()
     for program, each in wanted:
         shapes, name = schedules.products(program, each), program.signature.name
-        for step, schedule in tuned_schedules(KernelSource(program), _drawn(program, each), each).items():
-            rows.setdefault(name, []).append(schedules.TunedStep(gpu, name, step, shapes[step], schedule))
-    for name, found in rows.items():
-        echo(f"{len(found)} schedules in {schedules.keep(name, found)}")
+        found = tuned_schedules(KernelSource(program), _drawn(program, each), each)
+        rows = [schedules.TunedStep(gpu, name, step, shapes[step], one) for step, one in found.items()]
+        echo(f"{len(rows)} schedules in {schedules.keep(name, rows)}")
 
 
-def build(what: What, sizes: Sizes, stack: Stack = False) -> None:
+def build(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
     """Compile what fused calls at these sizes, so that its first call loads it. Needs no GPU."""
-    wanted = _wanted(what, sizes, stack)
+    wanted = _wanted(what, sizes, stack, training)
     from coda_agent.fused import ahead
     from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -77,9 +78,9 @@ def build(what: What, sizes: Sizes, stack: Stack = False) -> None:
         raise typer.Exit(REJECTED)
 
 
-def _wanted(what: Path, sizes: list[str], stack: bool) -> list[Bound]:
+def _wanted(what: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
     model = (what / "config.json").is_file()
-    return _of_model(what, sizes, stack) if model else _of_kernel(what, sizes)
+    return _of_model(what, sizes, stack, training) if model else _of_kernel(what, sizes)
 
 
 def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
@@ -90,8 +91,9 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
     return [Bound(program, each) for each in wanted]
 
 
-def _of_model(folder: Path, sizes: list[str], stack: bool) -> list[Bound]:
-    """The programs that a patched model runs, with 16-bit weights, in training and in inference."""
+def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
+    """The programs that a patched model with 16-bit weights runs in training and, unless ``training``, in
+    inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
         raise InvalidInput(f"sizes {' '.join(sizes)} of a model are sequences x length, such as 8x2048")
@@ -113,7 +115,8 @@ def _of_model(folder: Path, sizes: list[str], stack: bool) -> list[Bound]:
     shapes = [(int(each[1]), int(each[2])) for each in found if each]
     return [
         bound
-        for how in (ahead.training, ahead.inference)
+        # A program of training has the same name with more outputs; tuned last, its schedules are kept.
+        for how in (*[ahead.inference] * (not training), ahead.training)
         for shape in shapes
         for bound in ahead.called(how(model, *shape))
     ]
@@ -151,4 +154,6 @@ def _drawn(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         shape, dtype = [d(sizes) for d in tensor.shape], torch_dtype(tensor.dtype)
         made = torch.zeros if tensor.dtype in INDICES else torch.randn
         drawn[name] = made(shape, device="cuda").to(dtype)
+        if not shape:
+            drawn[name].abs_()  # such as eps, of which a negative one makes every result NaN
     return drawn

@@ -85,6 +85,26 @@ def test_a_tuned_table_comes_first() -> None:
     assert chosen("gemm_rmsnorm_swiglu", WIDE)[0] == wanted
 
 
+def test_a_table_grows_and_the_last_row_of_a_step_and_sizes_counts() -> None:
+    one, other = Schedule(128, 192, False, 1, 2), Schedule(128, 128, False, 1, 2)
+    rows = [schedules.TunedStep(H100, "k", 0, (m, 64, 64), one) for m in (128, 256)]
+    for found in (rows[:1], rows[1:], [rows[0]._replace(schedule=other)]):
+        schedules.keep("k", found)
+    assert [r for r in schedules.known() if r.kernel == "k"] == [rows[0]._replace(schedule=other), rows[1]]
+
+
+def test_the_tables_of_the_package_come_before_the_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted, own = Schedule(128, 192, False, 1, 2), Schedule(128, 128, False, 1, 2)
+    row = schedules.TunedStep(H100, "gemm_rmsnorm_swiglu", 0, (16384, 22016, 4096), wanted)
+    schedules.keep(row.kernel, [row]).rename(tmp_path / "shipped.json")
+    monkeypatch.setattr(schedules, "TUNED", tmp_path)
+    assert chosen(row.kernel, WIDE)[0] == wanted
+    schedules.keep(row.kernel, [row._replace(schedule=own)])
+    assert chosen(row.kernel, WIDE)[0] == own
+
+
 class Counted:
     """Stands for a plan, which takes a GPU."""
 

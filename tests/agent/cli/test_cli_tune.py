@@ -65,6 +65,7 @@ def test_the_schedules_of_a_model_are_kept_by_program(
         tune, "tuned_schedules", lambda source, *_: {g.step: Schedule() for g in source.lowered.gemms}
     )
     assert command("tune", tmp_path, "2x12").status == 0
+    assert len(command("tune", tmp_path, "2x12", "--training").out.splitlines()) == 6
     rows = [row for row in schedules.known() if row.gpu == "H"]
     schedules.known.cache_clear()
     names = {"attention_in_rotated", "block_swiglu", "loss", "block_swiglu_backward", "loss_backward"}
