@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from coda_agent.fused import loss
 from coda_agent.fused.chains import NORMED, Begun, Link, begun
+from coda_agent.fused.loss import IGNORED
 from coda_agent.primitives.derive import chains
-
-LOSS_ROWS = 4096  # the backward of a loss stores the logits' gradients of this many rows at a time
-IGNORED = -100  # targets of rows without a loss
 
 GATED = ("swiglu", "geglu")
 MLP = {name: Link(f"mlp_{name}", chains.mlp(name), ("out",)) for name in chains.ACTIVATIONS}
@@ -48,7 +47,7 @@ ATTENTION_IN = {
     )
     for bias, rotates in ((False, True), (False, False), (True, False))
 }
-LOSS = Link("loss", chains.loss(), ("lse", "target_logit"), rows=LOSS_ROWS)
+LOSS = Link("loss", chains.loss(), ("lse", "target_logit"), rows=loss.ROWS)
 
 
 class Norm(NamedTuple):
@@ -158,8 +157,19 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The loss of each token in fp32, [...]. The logits ``h @ weight'`` are never stored. The loss is 0 where
     the target [...] is -100. Any other target outside the rows of ``weight`` fails an assertion, as in
     PyTorch."""
+    flat = _targets(target, weight)
+    lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
+    return torch.where(flat == IGNORED, 0.0, lse - chosen).view_as(target)
+
+
+def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The sum of ``cross_entropy``, a scalar. Its gradients are computed in the forward, which takes one
+    product of the size of the logits less."""
+    return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
+
+
+def _targets(target: Tensor, weight: Tensor) -> Tensor:
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is no row of the weight")
-    lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
-    return torch.where(flat == IGNORED, 0.0, lse - chosen).view_as(target)
+    return flat

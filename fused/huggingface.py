@@ -377,6 +377,6 @@ def _loss(
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]
     target = target.to(h.device)
-    each = functional.cross_entropy(h.to(_dtype(h)), weight.to(_dtype(weight)), target)
+    total = functional.summed_cross_entropy(h.to(_dtype(h)), weight.to(_dtype(weight)), target)
     number = (target != functional.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    return each.sum() / (number.to(each.device) if isinstance(number, Tensor) else number)
+    return total / (number.to(total.device) if isinstance(number, Tensor) else number)

@@ -115,14 +115,17 @@ def launchable(tensor: Tensor) -> Tensor:
 
 class Launcher:
     """Launches the operator of a program. ``order``: the names of its arguments, which the dims that no shape
-    determines follow. Arguments like those of recent calls are not checked again."""
+    determines follow. Arguments like those of recent calls are not checked again. Unless it
+    ``overwrites``, inputs that the program updates are copied first."""
 
-    def __init__(self, program: Program, order: Sequence[str], outputs: Sequence[str]):
+    def __init__(
+        self, program: Program, order: Sequence[str], outputs: Sequence[str], overwrites: bool = False
+    ):
         signature = program.signature
         self.order, self.outputs, inputs = order, outputs, signature.inputs
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
-        self._overwritten = [[*inputs].index(n) for n in signature.updates.values()]
+        self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
         self._in_order = itemgetter(*map(order.index, inputs))  # a tuple: a GEMM has two inputs
         self._familiar = FamiliarPlans()
 
@@ -156,7 +159,7 @@ class Launcher:
         inputs = [*self._in_order(arguments)]
         for i in self._numbers:
             inputs[i] = _scalar(float(inputs[i]), plan.device)
-        for i in self._overwritten:  # an operator must not change its inputs
+        for i in self._copied:  # a functional operator changes no input
             inputs[i] = inputs[i].clone()
         made = plan.call(*inputs)
         return [made[name] for name in self.outputs]

@@ -36,16 +36,24 @@ class NoBackward(RuntimeError):
     """An operator was called on a tensor that requires grad while PyTorch records gradients."""
 
 
-class _Op:
-    """The operator of a program. ``rows``: the most rows at a time, to limit the tensors between matmuls."""
+class Op:
+    """The operator of a program. ``rows``: the most rows at a time, to limit the tensors between matmuls.
+    ``overwrites``: on a GPU, outputs that update an input are written into that input."""
 
-    def __init__(self, program: Program, order: Order, declared: Mapping[str, TensorType], rows: int):
+    def __init__(
+        self,
+        program: Program,
+        order: Order,
+        declared: Mapping[str, TensorType],
+        rows: int = 0,
+        overwrites: bool = False,
+    ):
         self.program, (self.order, self.outputs) = program, order
         self.tensors = tuple(n for n in self.order if n in program.signature.inputs and declared[n].shape)
         self.rows, signature = rows, program.signature
         together = {**signature.inputs, **signature.outputs}
         self.by_row = {n for n, t in together.items() if t.shape and t.shape[0] == ROWS}
-        self.launch = launching.Launcher(program, self.order, self.outputs)
+        self.launch = launching.Launcher(program, self.order, self.outputs, overwrites)
         self._typed: dict[programs.Dtypes, Typed] = {}
         self.dims = signature.named
         said = [f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs]
@@ -81,6 +89,11 @@ class _Op:
 
     def results(self, found: Sequence[Tensor]) -> Any:
         return tuple(found) if len(self.outputs) > 1 else found[0]
+
+    def run(self, *arguments: Any) -> Any:
+        """Compute without the dispatcher, as part of another operator."""
+        on_gpu = next(t for t in arguments if isinstance(t, Tensor)).is_cuda
+        return (self.on_cuda if on_gpu else self.on_cpu)(*arguments)
 
     def on_cpu(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)
@@ -152,7 +165,7 @@ def define(
     declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:
-            op = _Op(program, programs.arranged(program, order, declared), declared, rows)
+            op = Op(program, programs.arranged(program, order, declared), declared, rows)
             library.define(name + op.schema)
             library.impl(name, op.on_cpu, "CPU")
             library.impl(name, op.on_cuda, "CUDA")

@@ -141,9 +141,9 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
         how = how._replace(next_norm=following.input_layernorm)
     layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
-    before = f"attention_in{'_bias' * bias}{'_rotated' * turned}"
+    before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
-    after += "_next_norm" * (how.next_norm is not None)
+    after += "_next_norm" * (how.next_norm is not None) + " (derived)"
     unturned = "a head's norm precedes it" if not bias else "a bias precedes it"
     return [
         _row(layer, "norm, queries, keys, values", before, why["in"]),
@@ -158,12 +158,12 @@ def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
     versions.expect("transformers")
     why = huggingface.loss_refusal(model, sharded)
     model.forward = PatchedForward(model, huggingface.causal_forward, None)
-    return [_row(model, "loss in training, without logits", "loss", why)]
+    return [_row(model, "loss in training, without logits", "summed_loss", why)]
 
 
 def _row(module: nn.Module, part: str, program: str, why: str) -> PatchedPart:
     name = type(module).__name__
-    return PatchedPart(name, part, "PyTorch" if why else "fused", "" if why else f"{program} (derived)", why)
+    return PatchedPart(name, part, "PyTorch" if why else "fused", "" if why else program, why)
 
 
 def _together(names: list[str]) -> str:

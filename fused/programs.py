@@ -44,9 +44,9 @@ def _order(name: str) -> Order:
 
 
 def matrices(program: Program) -> str:
-    """The dtype of a program's first input matrix that is not fp8; bf16 if there is none."""
-    kinds = (t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES)
-    return next(kinds, "bf16")
+    """The dtype of a program's first 16-bit input matrix; without one, fp32 if a matrix has it, else bf16."""
+    kinds = [t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES]
+    return next((kind for kind in kinds if kind in NARROW), kinds[0] if kinds else "bf16")
 
 
 class Typed(NamedTuple):

@@ -12,7 +12,7 @@ from layer_parts import PARTS, Counted, Where, gradients, loss_of
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from coda_agent.fused import chains, functional, ops
+from coda_agent.fused import chains, functional, loss, ops
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import chains as derive_chains
 
@@ -30,6 +30,7 @@ SOME = [
     "between attentions swiglu",
     "before attention, rotated",
     "loss",
+    "summed loss",
 ]
 EVERY_PART = pytest.mark.parametrize("name", PARTS)
 
@@ -53,12 +54,12 @@ def test_in_bf16_it_loses_no_more_than_pytorch(name: str, where: Where) -> None:
     found, exact = gradients(PARTS[name].ours, given), truth(name, given)
     usual = gradients(PARTS[name].plain, given)
     for each in exact:
-        assert found[each].dtype == usual[each].dtype or name == "loss"
+        assert found[each].dtype == usual[each].dtype or "loss" in name
         assert loss_of(found[each], exact[each]) < max(1.2 * loss_of(usual[each], exact[each]), 2e-3), each
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp swiglu", "between attentions geglu", "before attention, rotated", "loss"]
+    "name", ["mlp swiglu", "between attentions geglu", "before attention, rotated", "loss", "summed loss"]
 )
 def test_each_input_may_be_frozen(name: str, where: Where) -> None:
     for frozen in PARTS[name].shapes:
@@ -107,6 +108,51 @@ def test_a_loss_does_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch, where: W
         assert loss_of(parts[each], whole[each]) < where.close
 
 
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_a_summed_loss_does_its_rows_in_parts(
+    monkeypatch: pytest.MonkeyPatch, where: Where, scale: float
+) -> None:
+    """With logits up to 200, some exponentials overflow at first."""
+    given = PARTS["summed loss"].drawn(30, where.dtype, where.device)
+    given["w"].data *= scale
+    monkeypatch.setattr(loss, "ROWS", 8)
+    asked: list[bool] = []
+    overflows = loss._overflows
+    monkeypatch.setattr(loss, "_overflows", lambda *a: asked.append(overflows(*a)) or asked[-1])
+    found, exact = gradients(PARTS["summed loss"].ours, given), truth("summed loss", given)
+    assert len(asked) == 4 and any(asked) == (scale > 1)
+    for each in exact:
+        assert loss_of(found[each], exact[each]) < max(where.close, 4e-6), each
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_a_summed_loss_rounds_less_than_a_derived_backward(dtype: torch.dtype, scale: float) -> None:
+    given = PARTS["summed loss"].drawn(96, dtype)
+    given["w"].data *= scale
+    exact = truth("summed loss", given)
+    found = gradients(PARTS["summed loss"].ours, given)
+    derived = gradients(lambda **inputs: PARTS["loss"].ours(**inputs).sum(), given)
+    for each in ("h", "w"):
+        assert loss_of(found[each], exact[each]) < 1.05 * loss_of(derived[each], exact[each])
+
+
+@pytest.mark.parametrize("op", [loss.EXPONENTIALS, loss.STREAM_GRADIENT], ids=lambda op: op.program.signature.name)
+def test_every_program_of_the_summed_loss_lowers(op: ops.Op) -> None:
+    assert lower(op.program).text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck_passes_for_the_summed_loss(wanted: tuple[bool, bool], where: Where) -> None:
+    given = PARTS["summed loss"].drawn(12, where.dtype, where.device)
+    for leaf, needed in zip(given.values(), wanted, strict=True):
+        leaf.requires_grad_(needed)
+    target = torch.arange(12, device=where.device)
+    rows = loss.targets_logits(given["h"], given["w"], target)
+    torch.library.opcheck(torch.ops.coda_agent.summed_loss.default, (*given.values(), target, *rows, *wanted))
+
+
 def test_second_derivatives_are_refused() -> None:
     given = PARTS["mlp swiglu"].drawn(12)
     with pytest.raises(ops.NoBackward, match="this operator has no backward"):
@@ -142,7 +188,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [each for each in SOME if each != "summed loss"])
 def test_opcheck_passes_with_gradients(name: str, where: Where) -> None:
     given = PARTS[name].drawn(12, where.dtype, where.device)
     seen: list[tuple[Any, tuple[Any, ...]]] = []

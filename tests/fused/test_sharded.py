@@ -29,7 +29,7 @@ WORLD, STEPS = 2, 3
 dist: Any = torch.distributed  # which mypy finds to export next to nothing
 dcp: Any = torch.distributed.checkpoint
 fully_shard: Any = torch.distributed.fsdp.fully_shard
-LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["loss"]
+LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["summed_loss"]
 
 
 def sharded(patched_first: bool, seed: int = 0, stack: bool = False, **more: Any) -> Any:

@@ -155,16 +155,17 @@ def between_attentions(activation: str) -> Part:
     return Part({**first.shapes, "w": last.shapes["w"], "next_gamma": (D,)}, ours, plain)
 
 
-def loss() -> Part:
+def loss(summed: bool) -> Part:
     def target(h: Tensor) -> Tensor:
         rows = torch.arange(h.shape[0], device=h.device)
         return torch.where(rows % 5 == 3, functional.IGNORED, rows * 7 % VOCABULARY)
 
     def ours(h: Tensor, w: Tensor) -> Tensor:
-        return functional.cross_entropy(h, w, target(h))
+        run = functional.summed_cross_entropy if summed else functional.cross_entropy
+        return run(h, w, target(h))
 
     def plain(h: Tensor, w: Tensor) -> Tensor:
-        return nn_f.cross_entropy(h @ w.mT, target(h), reduction="none")
+        return nn_f.cross_entropy(h @ w.mT, target(h), reduction="sum" if summed else "none")
 
     return Part({"h": ("M", D), "w": (VOCABULARY, D)}, ours, plain)
 
@@ -177,7 +178,8 @@ PARTS = {
     "before attention, rotated": before_attention(False, True),
     "before attention, bias": before_attention(True, False),
     **{f"between attentions {each}": between_attentions(each) for each in functional.GATED},
-    "loss": loss(),
+    "loss": loss(False),
+    "summed loss": loss(True),
 }
 
 

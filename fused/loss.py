@@ -1,0 +1,194 @@
+"""The summed cross-entropy of a head, with its gradients computed in the forward.
+
+The logits of some rows exist only between products: the first product stores their exponentials, and two more
+read these, for the gradients of the stream and of the head's weight. A derived backward would compute all
+logits again.
+
+The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the target's
+logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of the
+results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the target's
+weight is added in fp32. If a row's exponentials would overflow, its rows are computed again from their
+log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_agent.fused import ops
+from coda_agent.fused.pointwise import fused_on_gpu
+from coda_agent.fused.programs import Order, accepted
+from coda_agent.primitives import column_index, exp, gemm, per_row, row_logsumexp, where
+from coda_agent.primitives.derive.chains import Chain
+
+ROWS = 4096  # the most rows whose exponentials exist at a time
+IGNORED = -100  # targets of rows without a loss
+# In nats. Exponentials of bf16 reach from -87 to 88, and a softmax below e-47 does not count.
+SHIFT, MOST = 40.0, 80.0
+# The shift's distance below the log-sum-exp for which fp16 suffices too. It makes the factor 2**-7, and a row
+# times that needs no rounding.
+AGAIN = 7 * log(2)
+
+
+def _exponentials(h: Any, w: Any, target: Any, shift: Any) -> dict[str, Any]:
+    logits: Any = gemm(h, w.mT)
+    index: Any = column_index(logits)
+    relative = exp(logits - per_row(shift))
+    others = where(index == per_row(target), 0.0, relative)
+    return {"others": others, "lse": row_logsumexp(logits)}
+
+
+def _stream_gradient(others: Any, w: Any, scale: Any, chosen: Any, pull: Any) -> dict[str, Any]:
+    product: Any = gemm(others, w)
+    return {"dh": product * per_row(scale) + chosen * per_row(pull)}
+
+
+def _op(name: str, chain: Chain) -> ops.Op:
+    program = chain.program(name)
+    order = Order(tuple(chain.inputs), tuple(chain.outputs))
+    return ops.Op(program, order, program.signature.inputs, overwrites=True)
+
+
+ROW = "M: fp32"
+EXPONENTIALS = _op(
+    "loss_exponentials",
+    Chain(
+        {"h": "M, D", "w": "V, D", "target": "M: int64", "shift": ROW},
+        {"others": "M, V", "lse": ROW},
+        _exponentials,
+    ),
+)
+STREAM_GRADIENT = _op(
+    "loss_stream_gradient",
+    Chain(
+        {"others": "M, V", "w": "V, D", "scale": ROW, "chosen": "M, D", "pull": ROW},
+        {"dh": "M, D: fp32"},
+        _stream_gradient,
+    ),
+)
+_program, _order = accepted()["gemm_grad_accumulate"]
+WEIGHT_GRADIENT = ops.Op(_program, _order, _program.signature.inputs, overwrites=True)
+
+
+def targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets' rows of the weight, [M, D], and their logits, [M] in fp32. Row 0 stands for an ignored
+    target. Autograd does not see them."""
+    with torch.no_grad():
+        return _targets_logits(h.detach(), w.detach(), target)
+
+
+@fused_on_gpu
+def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = w[target.clamp(min=0)]
+    return chosen, (h.float() * chosen.float()).sum(-1)
+
+
+def _forward(
+    h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw = torch.zeros(w.shape if weight else (0,), dtype=torch.float32, device=w.device)
+    total, gradients = h.new_zeros((), dtype=torch.float32), list[Tensor]()
+    for at in range(0, len(h), ROWS):
+        own = (t[at : at + ROWS] for t in (h, target, chosen, logit))
+        loss, dh, dw = _some_rows(*own, w=w, dw=dw, stream=stream, weight=weight)
+        total += loss
+        gradients += dh
+    return total, torch.cat(gradients) if gradients else h.new_empty(0, dtype=torch.float32), dw
+
+
+def _some_rows(
+    h: Tensor,
+    target: Tensor,
+    chosen: Tensor,
+    logit: Tensor,
+    *,
+    w: Tensor,
+    dw: Tensor,
+    stream: bool,
+    weight: bool,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The rows' summed loss, the stream's gradient if it is wanted, and ``dw`` plus the weight's gradient."""
+    first = partial(EXPONENTIALS.run, h, w, target)
+    shift = logit + SHIFT
+    others, lse = first(shift)
+    if _overflows(lse - shift, h.dtype):
+        del others
+        shift = lse - AGAIN
+        others, lse = first(shift)
+    counts = target != IGNORED
+    scale = torch.where(counts, (shift - lse).exp(), 0.0)
+    pull = torch.where(counts, torch.expm1(logit - lse), 0.0)
+    dh = [STREAM_GRADIENT.run(others, w, scale, chosen, pull)] if stream else []
+    if weight:
+        dw = WEIGHT_GRADIENT.run(others, (h * scale[:, None]).to(h.dtype), dw)
+        dw.index_add_(0, target.clamp(min=0), h * pull[:, None])
+    return torch.where(counts, lse - logit, 0.0).sum(), dh, dw
+
+
+def _overflows(excess: Tensor, dtype: torch.dtype) -> bool:
+    """Whether exponentials may have overflowed. While a CUDA graph records, no value can be read."""
+    if dtype == torch.float16 or (excess.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return True
+    return bool((excess > MOST).any())
+
+
+def _fake(
+    h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw = w.new_empty(w.shape if weight else (0,), dtype=torch.float32)
+    if ops.watchers:
+        own = (t[:ROWS] for t in (h, target, chosen, logit))
+        some, target, chosen, logit = own
+        others, _ = EXPONENTIALS.fake(some, w, target, logit)
+        if stream:
+            STREAM_GRADIENT.fake(others, w, logit, chosen, logit)
+        if weight:
+            WEIGHT_GRADIENT.fake(others, some, dw)
+    dh = h.new_empty(h.shape if stream else (0,), dtype=torch.float32)
+    return h.new_empty((), dtype=torch.float32), dh, dw
+
+
+_SIGNATURE = (
+    "summed_loss(Tensor h, Tensor w, Tensor target, Tensor chosen, Tensor logit, bool stream, bool weight)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+ops.library.define(_SIGNATURE)
+for _device in ("CPU", "CUDA"):
+    ops.library.impl("summed_loss", _forward, _device)
+torch.library.register_fake(f"{ops.NAMESPACE}::summed_loss", _fake, lib=ops.library)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    h, w = inputs[:2]
+    ctx.dtypes = h.dtype, w.dtype
+    ctx.wanted = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of the sum, times the sum's own."""
+    found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
+    return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
+
+
+def scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``wide * factor``, rounded once, in one pass."""
+    return torch.mul(wide, factor, out=wide.new_empty(wide.shape, dtype=dtype))
+
+
+torch.library.register_autograd(
+    f"{ops.NAMESPACE}::summed_loss", _backward, setup_context=_setup, lib=ops.library
+)
+
+
+def summed(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    """The sum of the rows' losses, a scalar in fp32, for ``h`` [M, D], ``w`` [V, D] and ``target`` [M]."""
+    chosen, logit = targets_logits(h, w, target)
+    wanted = (t.requires_grad and torch.is_grad_enabled() for t in (h, w))
+    total, *_ = torch.ops.coda_agent.summed_loss(h, w, target, chosen, logit, *wanted)
+    return total
