@@ -130,7 +130,7 @@ def stand_ins() -> Iterator[None]:
         patch(f"{executable}.compile_vector", compiled),
         patch("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size),
         patch.object(launch, "check_tensors", checked),
-        patch.object(ops._Op, "on_cpu", ops._Op.on_cuda),
+        patch.object(ops.Op, "on_cpu", ops.Op.on_cuda),
         patch.object(launching.Plans, "plan", planned),
     ):
         yield

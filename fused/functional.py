@@ -16,7 +16,6 @@ from torch import Tensor
 
 from coda_agent.fused import loss
 from coda_agent.fused.chains import NORMED, Begun, Link, begun
-from coda_agent.fused.loss import IGNORED
 from coda_agent.primitives.derive import chains
 
 GATED = ("swiglu", "geglu")
@@ -159,7 +158,7 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     PyTorch."""
     flat = _targets(target, weight)
     lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
-    return torch.where(flat == IGNORED, 0.0, lse - chosen).view_as(target)
+    return torch.where(flat == loss.IGNORED, 0.0, lse - chosen).view_as(target)
 
 
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -169,7 +168,8 @@ def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _targets(target: Tensor, weight: Tensor) -> Tensor:
+    """The flat targets, of which an assertion makes sure that each is a row of the weight or ignored."""
     flat = target.flatten()
-    inside = (flat >= 0) & (flat < len(weight)) | (flat == IGNORED)
+    inside = (flat >= 0) & (flat < len(weight)) | (flat == loss.IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is no row of the weight")
     return flat

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
-from coda_agent.fused import functional, stack
+from coda_agent.fused import functional, loss, stack
 from coda_agent.fused.chains import Begun, kept, remade
 from coda_agent.primitives.target import TARGET
 
@@ -351,7 +351,7 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
         or kwargs.get("labels") is None
         or isinstance(keeps, Tensor)
         or keeps != 0
-        or kwargs.get("ignore_index", functional.IGNORED) != functional.IGNORED
+        or kwargs.get("ignore_index", loss.IGNORED) != loss.IGNORED
         or loss_refusal(model)
         or _unfit(model.lm_head.weight, [model.lm_head.weight])
     )
@@ -360,10 +360,10 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
     own = {n: kwargs.pop(n, None) for n in ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")}
     asked = kwargs.pop("return_dict", None)
     found = model.model(*args, **kwargs)
-    loss = _loss(found.last_hidden_state, model.lm_head.weight, **own)
+    total = _loss(found.last_hidden_state, model.lm_head.weight, **own)
     code = sys.modules["transformers.modeling_outputs"]
     made = code.CausalLMOutputWithPast(
-        loss=loss, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
+        loss=total, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
     )
     return made if (model.config.return_dict if asked is None else asked) else made.to_tuple()
 
@@ -375,8 +375,8 @@ def _loss(
     count."""
     target = shift_labels
     if target is None:
-        target = nn_f.pad(labels, (0, 1), value=functional.IGNORED)[..., 1:]
+        target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]
     target = target.to(h.device)
     total = functional.summed_cross_entropy(h.to(_dtype(h)), weight.to(_dtype(weight)), target)
-    number = (target != functional.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    number = (target != loss.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     return total / (number.to(total.device) if isinstance(number, Tensor) else number)

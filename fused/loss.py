@@ -4,11 +4,11 @@ The logits of some rows exist only between products: the first product stores th
 read these, for the gradients of the stream and of the head's weight. A derived backward would compute all
 logits again.
 
-The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the target's
-logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of the
-results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the target's
-weight is added in fp32. If a row's exponentials would overflow, its rows are computed again from their
-log-sum-exp.
+The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the
+target's logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of
+the results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the
+target's weight is added in fp32. If a row's exponentials would overflow, its rows are computed again from
+their log-sum-exp.
 """
 
 from __future__ import annotations
