@@ -220,8 +220,14 @@ def test_only_a_store_that_ends_with_an_experts_rows_is_compiled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("y", "s"), ("lse", "z"), ("h",), ("e",)], ids=str)
-def test_every_kind_of_load_and_store_compiles_without_spills(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "probe"),
+    zip([("y", "s"), ("lse", "z"), ("h",), ("e",)], PROBES * 2, strict=True),
+    ids=["row sum", "logsumexp", "half as wide", "fp8"],
+)
+def test_every_kind_of_load_and_store_compiles_without_spills(
+    names: tuple[str, ...], probe: Schedule
+) -> None:
     inputs = {"x": X, "w": tensor("E, K, 2*N"), "offsets": OFFSETS, "r": tensor("T, 2*N")}
     inputs |= {"u": tensor("T, N", "fp32"), "b": tensor("2*N"), "gate": GATE, "i": tensor("T", "int32")}
     outputs = {"y": tensor("T, 2*N"), "h": tensor("T, N", "fp32"), "e": tensor("T, N", "fp8_e4m3")}
@@ -237,16 +243,16 @@ def test_every_kind_of_load_and_store_compiles_without_spills(names: tuple[str, 
     )
     (gemm,) = lower(program).gemms
     assert not gemm.admits(Schedule(128, 128, True, 4, 1, split=True), {})
-    found = report(KernelSource(program), {}, PROBES[1:])
+    found = report(KernelSource(program), {}, (probe,))
     assert {r.kernel[:5] for r in found} >= {"Step0", "Bound"}
     assert not any(r.spill_loads or r.spill_stores for r in found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_each_experts_own_product_compiles_without_spills(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "probe"), zip(["bf16", "fp32"], PROBES, strict=True), ids=["bf16", "fp32"])
+def test_each_experts_own_product_compiles_without_spills(dtype: str, probe: Schedule) -> None:
     own = OWN_PRODUCT._replace(outputs={"dw": tensor("E, N, K", dtype)})
     program = trace(own, OWN_LINE)
-    found = report(KernelSource(program), {}, PROBES[:1])
+    found = report(KernelSource(program), {}, (probe,))
     assert [r.kernel[:5] for r in found] == ["Step0", "Bound"] and found[0].hgmma
     assert not any(r.spill_loads or r.spill_stores for r in found)
