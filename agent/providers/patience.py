@@ -133,7 +133,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
     """Limit the time that the block may take to read a response. At the limit, shut down the response's
     connection and raise TookTooLong.
 
-    The reader may be waiting for bytes, or for the end of pings that the SDK hides. In both cases only
+    The reader may be waiting for bytes, or receiving endless pings, which the SDK hides. In both cases only
     closing the connection ends the read.
     """
     import httpx2
