@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from benchmarks.early_launch import Early, accepted, names, words
-from coda_agent.primitives.compiler.kernel_source import KernelSource
+from benchmarks.early_launch import Launched, accepted, names, words
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
@@ -64,8 +63,8 @@ def name(request: pytest.FixtureRequest) -> str:
 def calls(name: str, request: pytest.FixtureRequest) -> Calls:
     spec, program = accepted(name)
     sizes = dict.fromkeys(spec.dims, WIDTH) | {"M": ROWS}
-    schedules = {gemm.step: request.param for gemm in lower(program).gemms}
-    plan, ordinary = (Plan(source(program, schedules), sizes) for source in (Early, KernelSource))
+    kernel = Launched(program, {gemm.step: request.param for gemm in lower(program).gemms})
+    plan, ordinary = Plan(kernel, sizes), Plan(replace(kernel, early=False), sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in range(SETS)]
     expected = []
     for inputs in sets:
