@@ -407,7 +407,7 @@ def test_an_early_finishing_kernel_is_the_ordinary_one_with_a_wait_before_it_tou
     seen = 0
     wait, launched = "        cute.arch.griddepcontrol_wait()\n", ", use_pdl=True"
     for program in everything():
-        early, usual = lower(program, early=True), lower(program)
+        early, usual = (lower(program, early=way) for way in (True, False))
         finishes = [v for v in early.vectors if v.name.startswith("Finish")]
         assert (early.hash != usual.hash) == bool(finishes) == (launched in early.text)
         bare = re.sub(rf"        #[^\n]*\n{re.escape(wait)}", "", early.text).replace(launched, "")
