@@ -1,14 +1,35 @@
-"""The benchmark of host time, without a GPU."""
+"""The benchmark of host time, without a GPU, by a clock that no load of the machine changes."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks import host_time
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmark's clock counts the calls that Python makes, of functions and of builtins."""
+    made = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    monkeypatch.setattr(host_time, "time", SimpleNamespace(perf_counter=lambda: made))
+    before = sys.getprofile()
+    sys.setprofile(count)
+    yield
+    sys.setprofile(before)
+
+
+@pytest.mark.usefixtures("counted")
 def test_every_kernel_is_measured_beside_a_matmul(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(host_time, "ROUNDS", 8)
     host_time.main(["--json", "gemm_swiglu", "gemm_residual_rmsnorm_gemm_bwd"])
