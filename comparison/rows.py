@@ -82,7 +82,7 @@ class OperatorRow:
     case: str
     sizes: Mapping[str, int]
     reference_arm = competitors.REFERENCE_ARM
-    arms = tuple(arm for arm in ARMS if arm not in (competitors.LIGER_APART, competitors.FUSED))
+    arms = tuple(arm for arm in ARMS if arm not in competitors.LAYERS_ONLY)
 
     @property
     def operator(self) -> str:
@@ -174,6 +174,7 @@ class LayerRow:
         return {
             competitors.FUSED: "no model wrote its programs, and nothing is tuned for these sizes",
             competitors.LIGER: "q, k and v of one product",
+            competitors.QUACK: "QuACK's functions for all but attention and the last addition",
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:

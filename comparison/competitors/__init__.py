@@ -17,7 +17,8 @@ from coda_agent.verifier.spec.model import Spec
 
 TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
 APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
-LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second arm exists only for layers
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"
+QUACK = "QuACK's functions"
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
 # Arms of the column LLM. Layers have only the third: the package ``fused``.
@@ -54,7 +55,7 @@ COLUMNS = (
     Column(
         HUMAN,
         "QuACK's fused kernels, written by people, tuned; some we composed from its operators, as notes say",
-        (OWN_TUNER, OUR_SEARCH),
+        (OWN_TUNER, OUR_SEARCH, QUACK),
         ("quack-kernels", "nvidia-cutlass-dsl"),
     ),
     Column(
@@ -72,6 +73,7 @@ COLUMNS = (
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
+LAYERS_ONLY = (LIGER_APART, QUACK, FUSED)  # arms that compute layers and no operator
 REFERENCE_ARM = CUBLAS  # the arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"

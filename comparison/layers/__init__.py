@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, LIGER, LIGER_APART, QUACK
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 if TYPE_CHECKING:
     from coda_agent.comparison.layers.layer import Layer
     from coda_agent.comparison.layers.shape import Drawn, Shape
 
-VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, FUSED)
+VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, QUACK, FUSED)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
@@ -36,6 +36,10 @@ def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
         return Plain(shape, weights, next_norm, partial(under_compile, mode=mode))
     if name in (LIGER, LIGER_APART):
         return Liger(shape, weights, next_norm, apart=name == LIGER_APART)
+    if name == QUACK:
+        from coda_agent.comparison.layers.quack import Quack  # imports the compiler, which takes seconds
+
+        return Quack(shape, weights, next_norm)
     if name == FUSED:
         return Fused(shape, weights, next_norm, partial(under_compile, mode="default"))
     raise ValueError(f"variant {name!r} is unknown; use one of {', '.join(VARIANTS)}")
