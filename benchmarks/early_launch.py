@@ -57,7 +57,7 @@ def accepted(name: str) -> tuple[Spec, Program]:
 
 
 @dataclass(frozen=True)
-class Launched(KernelSource):
+class ChosenLaunch(KernelSource):
     """A kernel whose finishing kernels start ``early`` or not."""
 
     early: bool = True
@@ -70,7 +70,7 @@ class Launched(KernelSource):
 def measured(spec: Spec, program: Program, timing: Timing) -> dict[str, Any]:
     """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if the two ways of
     launching leave different bits."""
-    kernel = Launched(program, by_step(timing.schedules))
+    kernel = ChosenLaunch(program, by_step(timing.schedules))
     plans = {
         EARLY: Plan(kernel, timing.sizes),
         ORDINARY: Plan(replace(kernel, early=False), timing.sizes),

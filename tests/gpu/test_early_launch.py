@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from benchmarks.early_launch import Launched, accepted, names, words
+from benchmarks.early_launch import ChosenLaunch, accepted, names, words
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
@@ -63,7 +63,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def calls(name: str, request: pytest.FixtureRequest) -> Calls:
     spec, program = accepted(name)
     sizes = dict.fromkeys(spec.dims, WIDTH) | {"M": ROWS}
-    kernel = Launched(program, {gemm.step: request.param for gemm in lower(program).gemms})
+    kernel = ChosenLaunch(program, {gemm.step: request.param for gemm in lower(program).gemms})
     plan, ordinary = Plan(kernel, sizes), Plan(replace(kernel, early=False), sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in range(SETS)]
     expected = []
