@@ -5,8 +5,9 @@ parameters. The arms are: the unpatched model, eager and under ``torch.compile``
 kernels; and the model patched by ``fused.patch``, module-local and whole-stack, with and without
 ``torch.compile``. Two more eager arms, with and without the patch, recompute each layer in the backward. All
 arms share one set of parameters and one optimizer, and are interleaved in random order. A step is forward,
-backward and AdamW. Then the unpatched and the patched model train from the same start for some steps. ``draw
-FILE PAGE`` makes a page from FILE, on any machine.
+backward and AdamW. Then the unpatched and the patched model train for some steps, from the same start for
+each of several seeds. FILE is written again after each stage. ``draw FILE... PAGE`` makes a page from files
+of different models, on any machine.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
 SHORT = 1024  # tokens per sequence while losses are compared
 ROUNDS, STEPS = 12, 200
+SEEDS, WARM_UP = 4, 20  # runs whose losses are compared; steps in which the rate rises to RATE
 # no arm is created after the first of these fractions of the time, and no round starts after the second
 PREPARING, TIMING = 0.65, 0.85
 RATE = 1e-4
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
 PARTED = 0.05  # largest difference between the losses of two arms that agree
+RISEN = 0.5  # by which a loss above the lowest so far counts as risen
 SAID = 300  # characters of an error that FILE stores
 
 Step = Callable[[Tensor], Tensor]  # from token ids to the loss
@@ -137,10 +140,17 @@ def _code(kind: str) -> Any:
 class Trainer:
     """A trainer whose arms share one set of parameters and one optimizer."""
 
-    def __init__(self, kind: str, source: nn.Module, vocabulary: int, where: str):
-        self.kind, self.source, self.where = kind, source, where
+    def __init__(self, kind: str, where: str, **changed: Any):
+        """``changed``: values of the model's config."""
+        self.kind, self.where, self.changed = kind, where, changed
+        source = self.source = self.made()
         self.optimizer = torch.optim.AdamW(source.parameters(), lr=RATE, fused=where == "cuda")
-        self.vocabulary = vocabulary
+        self.vocabulary = source.config.vocab_size
+
+    def made(self) -> Any:
+        """A model with parameters of its own."""
+        with torch.device(self.where):
+            return model(self.kind, **self.changed)
 
     def text(self, seed: int, batch: int = BATCH, length: int = LENGTH) -> Tensor:
         """Token ids [batch, length] that follow each other by a rule, so that there is something to learn."""
@@ -191,11 +201,15 @@ class Trainer:
         self.step(each, ids)
         return torch.cuda.max_memory_allocated()
 
-    def losses(self, each: LossArm, start: Mapping[str, Tensor], steps: int, **sizes: int) -> list[float]:
-        """Train from the parameters ``start``, and return the loss of each step."""
-        self.source.load_state_dict(start)
+    def losses(self, each: LossArm, seed: int, steps: int, batch: int, length: int) -> list[float]:
+        """Train from the parameters and on the text of this seed, and return the loss of each step."""
+        torch.manual_seed(seed)
+        self.source.load_state_dict(self.made().state_dict())
         self.optimizer.state.clear()
-        found = [self.step(each, self.text(seed, **sizes)) for seed in range(steps)]
+        found = list[Tensor]()
+        for number in range(steps):
+            self.optimizer.param_groups[0]["lr"] = RATE * min(1.0, (number + 1) / WARM_UP)
+            found.append(self.step(each, self.text(seed * steps + number, batch, length)))
         return torch.stack(found).float().tolist()
 
 
@@ -206,8 +220,8 @@ def measure(
     model's config."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     begun = time.monotonic()
-    with torch.device(where):
-        source = model(kind, **changed)
+    trainer = Trainer(kind, where, **changed)
+    source = trainer.source
     entry: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "where": device() if where == "cuda" else {"gpu": "none"},
@@ -217,20 +231,21 @@ def measure(
         "times": {},
         "peak": {},
         "failed": {},
-        "losses": {},
+        "losses": {},  # of each seed, by arm
+        "warm_up": WARM_UP,
     }
     found[kind] = entry
 
-    def keep(said: str) -> None:
+    def keep(said: str = "") -> None:
         write_atomic(out, json.dumps(found, indent=1))
+        if not said:
+            return
         print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
 
     def left(share: float = 1.0) -> bool:
         """Whether less than this fraction of the time has passed."""
         return time.monotonic() - begun < share * seconds
 
-    trainer = Trainer(kind, source, source.config.vocab_size, where)
-    start = {n: t.cpu().clone() for n, t in source.state_dict().items()}
     if where == "cuda":
         keep(f"{_built(kind, sizes, **changed)} programs are built")
     arms: dict[str, LossArm] = {}
@@ -258,14 +273,17 @@ def measure(
         for name in random.sample(list(arms), len(arms)):
             taken = trainer.timed(arms[name], trainer.text(number, sizes.batch, sizes.length))
             entry["times"][name] += [taken] if number else []  # the first round heats the GPU
+        keep()
     keep(f"{number} rounds of times")
     print(table({kind: entry}), flush=True)
-    for name in (PLAIN, FUSED):  # compiled models would compile again for these lengths
-        if name in arms and left():
-            entry["losses"][name] = trainer.losses(
-                arms[name], start, STEPS, batch=sizes.batch, length=sizes.short
-            )
-            keep(f"losses of {name}")
+    # Compiled models would compile again for these lengths.
+    compared = [name for name in (PLAIN, FUSED) if name in arms]
+    for seed in range(SEEDS):
+        for name in compared:
+            if left():
+                lost = trainer.losses(arms[name], seed, STEPS, sizes.batch, sizes.short)
+                entry["losses"].setdefault(name, []).append(lost)
+                keep(f"losses of {name}, seed {seed}")
 
 
 def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
@@ -305,6 +323,9 @@ def page(found: Mapping[str, Any]) -> str:
         batch=BATCH,
         length=LENGTH,
         short=BATCH * SHORT,
+        warm_up=", ".join(f"{kind}: {e['warm_up']}" for kind, e in found.items()),
+        rate=RATE,
+        risen=RISEN,
         parted=PARTED,
         rounds=" and ".join(sorted({str(len(t)) for e in found.values() for t in e["times"].values()})),
         table=table(found),
@@ -314,19 +335,23 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _losses(found: Mapping[str, Any]) -> str:
-    titles = ["model", "steps", "first loss", "last loss", "agree for"]
-    titles += ["largest difference then", "afterwards"]
+    titles = ["model", "seed", "steps", "first loss", "last loss", "agree for", "largest difference then"]
     lines: list[list[object]] = []
     for kind, entry in found.items():
-        if len(entry["losses"]) == 2:
-            (one, first), (other, second) = entry["losses"].items()
+        for seed, runs in enumerate(zip(*entry["losses"].values(), strict=False)):
+            first, second = (*runs, runs[0])[:2]
             apart = [abs(a - b) for a, b in zip(first, second, strict=True)]
             steps = next((i for i, each in enumerate(apart) if each > PARTED), len(apart))
-            last = f"{one} {first[-1]:.4f}, {other} {second[-1]:.4f}"
+            said = ", ".join(f"{n} {run[-1]:.4f}" for n, run in zip(entry["losses"], runs, strict=True))
+            rises = ", ".join(f"{n} {_risen(run)}" for n, run in zip(entry["losses"], runs, strict=True))
             most = f"{max(apart[:steps], default=0.0):.4f}"
-            after = f"{max(apart[steps:]):.2f}" if steps < len(apart) else None
-            lines.append([kind, len(first), f"{first[0]:.4f}", last, f"{steps} steps", most, after])
-    return markdown_table(titles, lines)
+            lines.append([kind, seed, len(first), f"{first[0]:.4f}", said, f"{steps} steps", most, rises])
+    return markdown_table([*titles, "steps that had risen"], lines)
+
+
+def _risen(losses: Sequence[float]) -> int:
+    """The number of steps whose loss is more than ``RISEN`` above the lowest before."""
+    return sum(each > min(losses[: i + 1]) + RISEN for i, each in enumerate(losses))
 
 
 PAGE = """# Training with fused parts
@@ -342,10 +367,10 @@ Peak memory is the most that PyTorch allocated in a step, parameters and optimiz
 
 ## Losses
 
-Both arms start from the same parameters and see the same {short:,} tokens a step. They count as agreeing
-until their losses differ by more than {parted}. AdamW at this rate, without a warm-up, is unstable where the
-model begins to learn the rule of this text, and small differences grow. A run in which the arms part there
-shows that they agree before; whether one of them is less stable takes several seeds.
+Both arms start from the same parameters and see the same {short:,} tokens a step, and each seed has other
+parameters and another text. AdamW's rate rises over the first steps ({warm_up}), to {rate}. The arms count as
+agreeing until their losses differ by more than {parted}. Small differences grow where the model begins to
+learn the rule of this text. A step had risen if its loss is more than {risen} above the lowest before it.
 
 {losses}
 {failures}"""
@@ -368,13 +393,14 @@ def command(
     measuring.add_argument("--model", choices=("llama", "qwen3"), default="llama")
     measuring.add_argument("--seconds", type=float, default=seconds, help=said)
     drawing = commands.add_parser("draw")
-    drawing.add_argument("file", type=Path)
+    drawing.add_argument("file", type=Path, nargs="+")
     drawing.add_argument("page", type=Path)
     arguments = parser.parse_args(given)
     if arguments.command == "measure":
         run(arguments.model, arguments.seconds, arguments.file)
     else:
-        write_atomic(arguments.page, draw(json.loads(arguments.file.read_text(encoding="utf-8"))))
+        read = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.file]
+        write_atomic(arguments.page, draw({kind: entry for each in read for kind, entry in each.items()}))
 
 
 def main(given: Sequence[str] | None = None) -> None:

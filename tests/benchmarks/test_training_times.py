@@ -18,13 +18,16 @@ EAGER = (training.PLAIN, training.FUSED, training.PLAIN + training.AGAIN, traini
 def test_each_arm_trains_the_same_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "ARMS", EAGER)
     monkeypatch.setattr(training, "STEPS", 4)
+    monkeypatch.setattr(training, "SEEDS", 2)
     out, page = tmp_path / "found.json", tmp_path / "page.md"
     training.measure(kind, 600, out, "cpu", training.StepSizes(2, 32, 16), **TINY)
     found = json.loads(out.read_text())[kind]
     assert found["failed"] == {} and list(found["times"]) == list(EAGER)
     assert {len(each) for each in found["times"].values()} == {training.ROUNDS}
-    plain, ours = (found["losses"][name] for name in (training.PLAIN, training.FUSED))
-    assert plain == pytest.approx(ours, abs=0.05) and len(set(plain)) == training.STEPS
+    both = [found["losses"][name] for name in (training.PLAIN, training.FUSED)]
+    for plain, ours in zip(*both, strict=True):
+        assert plain == pytest.approx(ours, abs=0.05) and len(set(plain)) == training.STEPS
+    assert len({each[0] for each in both[0]}) == 2
     training.main(["draw", str(out), str(page)])
     assert all(f"| {kind} | {name} |" in page.read_text() for name in EAGER)
 
