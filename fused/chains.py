@@ -190,8 +190,8 @@ class Link:
         wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds an element
         ctx.wrt = tuple(n for n, needed in wanted if needed and n in self.floats)
         known = dict(zip(self.inputs, inputs, strict=True))
-        shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in known.items()}
-        ctx.sizes = solve_sizes(self.whole.signature, {n: shapes[n] for n in self.whole.signature.inputs})
+        tensors = {n: known[n] for n in self.whole.signature.inputs}
+        ctx.shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in tensors.items()}
         known |= zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True)
         read = self.derived(ctx.wrt).stored if ctx.wrt else ()
         ctx.scalars = {n: known[n] for n in read if not isinstance(known[n], Tensor)}
@@ -211,7 +211,7 @@ class Link:
             known = dict(zip(ctx.names, read, strict=True)) | ctx.scalars
             for name in self.results:
                 known[f"d_{name}"] = _whole(coming[name], *ctx.like[name])
-            found = self._run(ctx.wrt, known, ctx.sizes)
+            found = self._run(ctx.wrt, known, ctx.shapes)
         made = {n: found[f"d_{n}"].to(ctx.like[n][0]) for n in ctx.wrt if f"d_{n}" in found}
         return tuple(made.get(n) for n in self.inputs)
 
@@ -222,12 +222,13 @@ class Link:
                 self._heads[wrt, dtype] = PointwiseProgram(head, dtype)
             return self._heads[wrt, dtype]
 
-    def _run(self, wrt: tuple[str, ...], known: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    def _run(self, wrt: tuple[str, ...], known: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
         """All gradients by name. The pointwise part runs before the program of matmuls."""
         derived = self.derived(wrt)
         if derived.head:
             matrix = known[f"d_{self.results[0]}"].dtype
-            known |= self._head(wrt, derived.head, matrix)(known, all_sizes(derived, sizes))
+            sizes = all_sizes(derived, solve_sizes(self.whole.signature, shapes))
+            known |= self._head(wrt, derived.head, matrix)(known, sizes)
         if derived.program:
             signature = derived.program.signature
             op = getattr(getattr(torch.ops, ops.NAMESPACE), self.backward_name(wrt)).default

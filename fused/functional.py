@@ -98,7 +98,7 @@ def feed_forward(
     link = _known(MLP if residual else BARE_MLP, activation)
     given = {"h": flat.to(up.dtype), "gamma": norm.weight, "w_up": up, "w_down": down, "eps": norm.eps}
     (out,) = link(**given, **{NORMED: hg, "rstd": rstd})
-    return out.view_as(x)
+    return _shaped(out, x)
 
 
 def after_attention(
@@ -106,7 +106,7 @@ def after_attention(
 ) -> Tensor:
     """The part of a layer after attention, in one program: ``h + mlp(norm(h))`` with ``h = x + a @ out'``."""
     (made,) = _known(BLOCK, activation)(**_block(a, x, norm, out, up, down))
-    return made.view_as(x)
+    return _shaped(made, x)
 
 
 def after_attention_with_next_norm(
@@ -118,7 +118,13 @@ def after_attention_with_next_norm(
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = _known(BLOCK_NEXT_NORM, activation)(**given)
-    return made.view_as(x), Begun(hg, rstd)
+    return _shaped(made, x), Begun(hg, rstd)
+
+
+def _shaped(made: Tensor, stream: Tensor) -> Tensor:
+    """A fresh result in the shape of the stream. To autograd it is no view, because FSDP2 warns of a module
+    that returns one: an in-place operation on a view loses hooks."""
+    return torch.ops.aten._unsafe_view.default(made, stream.shape)
 
 
 def _block(a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor) -> dict[str, Any]:

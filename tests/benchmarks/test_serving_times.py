@@ -33,6 +33,20 @@ def test_a_decoder_computes_what_the_model_does() -> None:
     assert all(usual)
 
 
+def test_a_replay_s_own_logits_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(step: Any) -> Any:
+        """A graph whose replays write other logits than the steps before it."""
+        return lambda: (step(), step.__self__.last.zero_())
+
+    monkeypatch.setattr(serving, "ARMS", (serving.FUSED, serving.FUSED + serving.GRAPH))
+    monkeypatch.setattr(serving, "_recorded", recorded)
+    out = tmp_path / "found.json"
+    serving.measure("llama", 600, out, "cpu", (1,), **TINY)
+    times = json.loads(out.read_text())["llama"]["batches"]["1"]
+    why = "ValueError: its logits are 1.000 from the model's"
+    assert times["failed"] == {serving.FUSED + serving.GRAPH: why}
+
+
 def test_each_arm_is_timed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = (serving.PLAIN, serving.FUSED)
     monkeypatch.setattr(serving, "ARMS", (*arms, serving.FUSED + serving.GRAPH))  # which needs a GPU
