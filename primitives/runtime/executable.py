@@ -122,9 +122,8 @@ class Plan:
         streams = CudaStreams(self.device) if self.device.type == "cuda" else None
         tensors = [v for v in self.kept.values() if isinstance(v, torch.Tensor)]
         turns = Turns(streams, [self.workspace, *tensors])
-        current = torch._C._cuda_getDevice if streams else lambda: None
-        known = {"lock": turns.lock, "take": turns.take, "current": current}
-        known |= {"empty": self._empty, "float32": torch.float32}
+        known = {"lock": turns.lock, "take": turns.take}
+        known |= {"empty": self._empty, "view": torch.Tensor.view, "float32": torch.float32}
         given = [*signature.inputs, *signature.outputs]
         self._calls = CallWriter(len(given), known)
         self._values: dict[Hashable, str] = dict(zip(given, self._calls.given, strict=True))
@@ -233,7 +232,7 @@ class Plan:
         value = self._value(argument.node)
         if argument.role == "pointer":
             return self._calls.view(value, pointer)
-        return self._calls.view(value, "{}.view(float32)") if argument.packed else value
+        return self._calls.view(value, "view({}, float32)") if argument.packed else value
 
     def _gemm(self, kernel: GemmKernel) -> list[str]:
         from quack.cute_dsl_utils import get_max_active_clusters
@@ -317,6 +316,8 @@ class Plan:
     def _fresh_call(self) -> Callable[..., dict[str, torch.Tensor]]:
         """A function of the inputs that allocates the outputs, launches everything on the plan's device, and
         returns the outputs by name."""
+        import torch
+
         inputs = [self._values[name] for name in self.program.signature.inputs]
         lines = []
         for name, (shape, strides, dtype) in self._like.items():
@@ -325,8 +326,12 @@ class Plan:
             lines.append(f"{self._values[name]} = {self._values[updated] if updated else fresh}")
         made = [f"{self._calls.constant(name)}: {self._values[name]}" for name in self._like]
         lines += [*self._launching(self.parts), f"return {{{', '.join(made)}}}"]
-        elsewhere = self._calls.constant(_on_its_device(self.device, self._calls.function(inputs, lines)))
-        switch = f"if current() != {self.device.index}: return {elsewhere}({', '.join(inputs)})"
+        here = self._calls.function(inputs, lines)
+        if self.device.type != "cuda":
+            return here
+        current = self._calls.constant(torch._C._cuda_getDevice)
+        there = self._calls.constant(_on_its_device(self.device, here))
+        switch = f"if {current}() != {self.device.index}: return {there}({', '.join(inputs)})"
         return self._calls.function(inputs, [switch, *lines])
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

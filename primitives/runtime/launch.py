@@ -63,8 +63,7 @@ class Kernel:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._planning = threading.Lock()
         signature = self.program.signature
-        self._number, self._names = len(signature.inputs), {*signature.inputs, *signature.named}
-        self._updates = tuple(signature.updates.items())
+        self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
         # a tuple, because a GEMM has at least two inputs
         self._in_order = itemgetter(*signature.inputs, *signature.named)
         self._familiar = FamiliarPlans([[*signature.inputs].index(n) for n in signature.updates.values()])
@@ -139,10 +138,11 @@ class Kernel:
         """Run the kernel; return its outputs by name. An output that updates an input is that input's tensor,
         overwritten. Pass as integers the static dims that no input's shape determines. Raises LaunchError if
         the kernel cannot run on the inputs."""
-        plan = None
-        if inputs.keys() == self._names:
+        try:
             arguments = self._in_order(inputs)
-            plan = self._familiar.get(arguments)
+        except KeyError:
+            arguments = ()
+        plan = self._familiar.get(arguments) if len(arguments) == len(inputs) else None
         if plan is None:
             plan, arguments = self._checked_plan(inputs)
         outputs = plan.call(*arguments[: self._number])
