@@ -1,5 +1,5 @@
-"""24 operators with a matmul, as PyTorch users write them, for the authoring experiment
-(docs/authoring_experiment.md). None of them has a spec in ``specs/`` or a recorded run.
+"""24 operators around a matrix product, as a PyTorch user writes them, for the authoring experiment
+(docs/authoring_experiment.md). None has a spec in ``specs/`` or a recorded run.
 
 ``coda-agent new benchmarks/authoring/operators.py:NAME --no-input --out NAME.yaml OPTIONS`` drafted the
 specs in ``benchmarks/authoring/specs/``. The fp8 specs' baselines were then given ``torch._scaled_mm``.
@@ -66,7 +66,7 @@ OPTIONS = {
 }
 
 
-# Ordinary operators
+# Ordinary ones
 
 
 def reglu(x, w, bias):
@@ -86,7 +86,7 @@ def softsign(x, w):
 
 
 def highway(x, w, carried):
-    """A highway layer: a gate mixes a transformed value with the untransformed one."""
+    """A highway layer: a gate mixes a transformed value with the one carried past it."""
     z = F.linear(x, w)
     gate = torch.sigmoid(z[:, 0::2])
     return gate * torch.tanh(z[:, 1::2]) + (1 - gate) * carried
@@ -117,7 +117,7 @@ def margin_head(x, w, label, margin: float = 1.0):
 
 
 def paired_scores(x, w, y):
-    """A bilinear score of paired rows: each row x W times its own y."""
+    """A bilinear score of paired rows: each x W against its own y."""
     return (F.linear(x, w) * y).sum(dim=-1)
 
 
@@ -136,7 +136,7 @@ def squared_feature_mlp(x, w1, w2, eps: float = 1e-6):
 
 
 def sigmoid_glu_grad(x, w, grad):
-    """Recompute a GLU's forward, and compute the gradient of its pre-activations."""
+    """A GLU's forward again, and the gradient of its pre-activations."""
     z = F.linear(x, w)
     value, gate = z[:, 0::2], torch.sigmoid(z[:, 1::2])
     d_value = grad * gate
@@ -144,7 +144,7 @@ def sigmoid_glu_grad(x, w, grad):
     return torch.stack((d_value, d_gate), dim=-1).flatten(1)
 
 
-# Operators with numeric traps
+# With numeric traps
 
 
 def log_cosh(x, w, target):
@@ -159,8 +159,7 @@ def tanh_shrink(x, w):
 
 
 def focal_terms(x, w):
-    """A focal loss's terms for a positive label: (1 - p)^2 times -log p, where p is the sigmoid of the
-    logit."""
+    """What a focal loss sums for a positive label: (1 - p)^2 times -log p, p the sigmoid of the logit."""
     z = F.linear(x, w)
     p = torch.sigmoid(z)
     return (1 - p) ** 2 * -F.logsigmoid(z)
@@ -178,12 +177,12 @@ def symlog(x, w):
 
 
 def soft_step(x, w, width):
-    """A smooth step: the difference of two softplus functions, shifted by a width."""
+    """A smooth step: the difference of two softplus, a width apart."""
     z = F.linear(x, w)
     return F.softplus(z + width) - F.softplus(z)
 
 
-# Operators with grouped heads or fp8
+# With grouped heads or fp8
 
 
 def grouped_l2(x, w, H: int, G: int, W: int):
@@ -195,8 +194,7 @@ def grouped_l2(x, w, H: int, G: int, W: int):
 
 
 def grouped_temperature(x, w, bias, temperature, H: int, G: int, W: int):
-    """Query, key and value heads with a bias; query heads are multiplied by one temperature per column of a
-    head."""
+    """Query heads under one temperature for each of a head's columns, beside keys and values, with a bias."""
     z = F.linear(x, w) + bias
     q, kv = z.split([H * W, 2 * G * W], dim=1)
     q = (q.unflatten(1, (H, W)) * temperature).flatten(1)
@@ -204,21 +202,20 @@ def grouped_temperature(x, w, bias, temperature, H: int, G: int, W: int):
 
 
 def grouped_gate(x, w, H: int, G: int, W: int):
-    """Value heads bounded by tanh, and the sigmoid gates of the query heads."""
+    """Value heads that a tanh bounds, and the sigmoid gates of the query heads."""
     gates, v = F.linear(x, w).split([H * W, G * W], dim=1)
     return torch.sigmoid(gates), 5 * torch.tanh(v / 5)
 
 
 def sigmoid_router(x, w, H: int, W: int):
-    """Sigmoid scores of experts in groups: each group's scores over their sum, and the sums."""
+    """Sigmoid scores of experts in groups: each group's scores over their sum, beside the sums."""
     p = torch.sigmoid(F.linear(x, w).unflatten(1, (H, W)))
     total = p.sum(dim=-1)
     return (p / total[..., None]).flatten(1), total
 
 
 def fp8_relu2(x, w, sx, sw, scale):
-    """An fp8 up projection with squared ReLU. The output is fp8 with a delayed scale; each row's peak is also
-    returned."""
+    """An fp8 up projection with squared ReLU that leaves in fp8 by a delayed scale, with its rows' peaks."""
     z = F.linear(x.float(), w.float()) * sx[:, None] * sw
     h = F.relu(z) ** 2
     peak = h.amax(dim=-1)
@@ -226,6 +223,6 @@ def fp8_relu2(x, w, sx, sw, scale):
 
 
 def fp8_gate_residual(x, w, sx, sw, stream):
-    """An fp8 projection, gated by the sigmoid of the adjacent column and added to the stream."""
+    """An fp8 projection that a sigmoid of its neighbour gates, added to the stream."""
     z = F.linear(x.float(), w.float()) * sx[:, None] * sw
     return stream + z[:, 0::2] * torch.sigmoid(z[:, 1::2])

@@ -135,7 +135,7 @@ def norm(spec: Spec) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sampled")
+@pytest.mark.usefixtures("some_runs", "some_compiles")
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
