@@ -242,11 +242,11 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
                 raise Failed("range" if torn else "heads", words, line)
             chosen = program.schedule.get(gemm.step)
             if chosen and not fits(program, gemm, chosen, case.sizes):
-                why = "leaves its mainloop less than two stages of shared memory"
-                if not gemm.admits(chosen, case.sizes):
-                    why = f"does not hold its {gemm.wants(case.sizes)}"
-                words = f"case {case.name}, step {gemm.step}: the schedule's tile of "
-                words += f"{chosen.tile_m}x{chosen.tile_n} {why}; choose another, or none"
+                why = gemm.objection(chosen, case.sizes) or (
+                    f"a tile of {chosen.tile_m}x{chosen.tile_n} leaves its mainloop less than two stages of "
+                    "shared memory"
+                )
+                words = f"case {case.name}, step {gemm.step}: {why}; choose another schedule, or none"
                 raise Failed("schedule", words)
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
 

@@ -105,11 +105,24 @@ class GemmKernel:
     own: bool = False
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-        """Whether a schedule's tile contains whole heads and whole pairs, and each range begins at a subtile.
-        Rows of experts must be one launch. ``sizes`` contains the static dims."""
-        if self.narrow(sizes) or self.torn(sizes) or (schedule.split and self.offsets is not None):
-            return False
-        return not any(schedule.tile_n % grain(sizes) for grain in self.grains)
+        """Whether there is no ``objection`` to a schedule."""
+        return not self.objection(schedule, sizes)
+
+    def objection(self, schedule: Schedule, sizes: Mapping[str, int]) -> str:
+        """Why a schedule does not suit the step, or "". Its tile must contain whole heads and whole pairs,
+        each range must begin at a subtile, and it must be one launch unless the step is ``splittable``.
+        ``sizes`` contains the static dims."""
+        if schedule.split and not self.splittable:
+            return "two launches cannot share rows that belong to experts"
+        cuts = any(schedule.tile_n % grain(sizes) for grain in self.grains)
+        if cuts or self.narrow(sizes) or self.torn(sizes):
+            return f"a tile of {schedule.tile_n} columns does not hold {self.wants(sizes)}"
+        return ""
+
+    @property
+    def splittable(self) -> bool:
+        """Whether two launches can share the rows. They cannot if rows belong to experts."""
+        return self.offsets is None
 
     def torn(self, sizes: Mapping[str, int]) -> dict[int, int]:
         """The nodes of the ranges that begin inside an epilogue subtile, by first column. A bulk store skips

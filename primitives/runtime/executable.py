@@ -238,11 +238,8 @@ class Plan:
         from quack.cute_dsl_utils import get_max_active_clusters
 
         schedule = self.schedules[kernel.step]
-        if not kernel.admits(schedule, self.sizes):
-            raise LaunchError(
-                f"step {kernel.step}: a tile of {schedule.tile_n} columns does not hold "
-                f"{kernel.wants(self.sizes)}"
-            )
+        if objection := kernel.objection(schedule, self.sizes):
+            raise LaunchError(f"step {kernel.step}: {objection}")
         clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
         if not schedule.split:
             return [self._launch(kernel, schedule, clusters)]

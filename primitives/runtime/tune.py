@@ -101,7 +101,7 @@ def refinements(ranked: Sequence[Schedule], gemm: GemmKernel) -> list[Schedule]:
         hints = [(False, False), (False, True)]
     return [
         s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
-        for s in [*leaders(ranked), *map(_on_four, ranked[:1]), *_split(ranked, ranked)]
+        for s in [*leaders(ranked), *map(_on_four, ranked[:1]), *_split(gemm, ranked, ranked)]
         for loads, stores in hints
         for swizzle in SWIZZLES
         if swizzle > 1
@@ -112,10 +112,10 @@ def _on_four(schedule: Schedule) -> Schedule:
     return schedule._replace(cluster_m=2, cluster_n=2)
 
 
-def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches. None if tuning also starts from small tiles, because such an output has
-    less than one wave of tiles."""
-    best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
+def _split(gemm: GemmKernel, ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
+    """The best tiles in two launches, if the step is ``splittable``. None if tuning also starts from small
+    tiles, because such an output has less than one wave of tiles."""
+    best = leaders(ranked)[:SPLIT] if gemm.splittable and not any(map(_small, start)) else []
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
 
@@ -184,7 +184,7 @@ def revisited(
     launches are added, because older tunings lack them, unless the code was edited. ``start``: the first
     schedules of a search."""
     fit = [s for s in known if gemm.admits(s, sizes)]
-    split = [] if edited else _split(fit, start)
+    split = [] if edited else _split(gemm, fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 

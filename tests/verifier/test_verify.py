@@ -12,10 +12,10 @@ import pytest
 from authoring import (
     BROKEN,
     HONEST,
-    KERNELS,
     SPECS,
     TOY_KERNEL,
     UNSCALED,
+    kernel_of,
     measured,
     program_of,
     slow,
@@ -159,21 +159,24 @@ def test_the_contract_gate_has_the_lowerings_words(spec: Spec, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words"),
+    ("name", "chosen", "words"),
     [
-        (Schedule(128, 208), "does not hold its whole heads of"),
-        (Schedule(256, 208, False), "does not hold its whole heads of"),
+        ("gemm_qk_norm_rope", Schedule(128, 208), "208 columns does not hold whole heads of"),
+        ("gemm_qk_norm_rope", Schedule(256, 208, False), "208 columns does not hold whole heads of"),
+        (
+            "gemm_grouped_down",
+            Schedule(128, 128, True, 2, 2, split=True),
+            "two launches cannot share rows that belong to experts; choose another",
+        ),
     ],
 )
 def test_the_contract_gate_refuses_a_schedule_that_does_not_fit(
-    no_compiler: None, chosen: Schedule, words: str
+    no_compiler: None, name: str, chosen: Schedule, words: str
 ) -> None:
-    spec = load(SPECS / "gemm_qk_norm_rope.yaml", check=False)
-    source = (KERNELS / "gemm_qk_norm_rope.py").read_text(encoding="utf-8")
-    report, _ = check(spec, source, schedules={0: chosen})
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    report, _ = check(spec, kernel_of(name), schedules={0: chosen})
     assert isinstance(report, Rejected) and (report.gate, report.code) == ("contract", "schedule")
-    tile = f"{chosen.tile_m}x{chosen.tile_n}"
-    assert f"case 1B, step 0: the schedule's tile of {tile} {words}" in report.message
+    assert report.message.startswith(f"case {spec.cases[0].name}, step 0: ") and words in report.message
 
 
 def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,6 +369,36 @@ def test_a_tile_that_pairs_do_not_fit_is_named(calls):
         planned(kernels.SWIGLU.program, Schedule(128, 208))
 
 
+@pytest.mark.parametrize("line", ["gemm(x, w, offsets)", "gemm(d.mT, x, offsets)"], ids=["rows", "own"])
+def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
+    """A second round with two launches, which these steps refuse, ended the tuning."""
+    shape = kernels.tensor
+    inputs = {"x": shape("T, K"), "offsets": shape("E + 1", "int32")}
+    inputs |= {"w": shape("E, K, N")} if "w" in line else {"d": shape("T, N")}
+    given = kernels.signature(inputs, {"y": shape("T, N" if "w" in line else "E, N, K")})
+    program = kernels.trace(given, f"return {{'y': {line}}}")
+    sizes = {"T": 4096, "K": 2048, "N": 2048, "E": 4}
+    (gemm,) = lower(program).gemms
+    start = candidates(gemm, sizes)
+    assert not any(s.tile_n == 64 for s in start)  # small outputs have no schedule of two launches
+    rounds = []
+
+    def race(running, number):
+        rounds.append([schedule for schedule, _ in running])
+        return [(schedule, float(i)) for i, (schedule, _) in enumerate(running)]
+
+    monkeypatch.setattr(tune, "compile_all", lambda kernel, sizes, asked: [True for _ in asked])
+    monkeypatch.setattr(tune, "race_calls", race)
+    monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
+    tune.tuned_schedules(KernelSource(program), inputs_of(program, sizes), sizes)
+    assert len(rounds) == 3
+    raced = {s for each in rounds for s in each}
+    assert {s.cluster_m * s.cluster_n for s in raced} == {2, 4} and all(gemm.admits(s, sizes) for s in raced)
+    assert not any(s.split for s in tune.within_reach(gemm, sizes, start[:2]))
+    with pytest.raises(LaunchError, match="step 0: two launches cannot share rows that belong to experts"):
+        Plan(KernelSource(program, {0: Schedule(128, 128, True, 2, 2, split=True)}), sizes, "cpu")
+
+
 def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_path):
     """Heads of 96 columns fit no tile but 192: the first step must not be raced beside a default one."""
     shape = kernels.tensor
