@@ -1,10 +1,11 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.two_gpus COMMAND``.
 
 ``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
-every lease, and what ``benchmarks.fleet_simulation`` predicts from the leases' seconds. ``faults`` measures a
-bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times the controls of a measurement on the
-first GPU, while the second GPU idles, while other cores compile, and while the second GPU measures. Each
-command writes FOLDER/NAME.json. ``benchmarks.sharded_training`` tests training on such a host.
+every lease, and what ``benchmarks.fleet_simulation`` predicts from the leases' seconds. ``compare --
+OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``. ``faults`` measures a bundle; meanwhile
+it kills a worker and removes a GPU. ``disturb`` times the controls of a measurement on the first GPU, while
+the second GPU idles, while other cores compile, and while the second GPU measures. Each command writes
+FOLDER/NAME.json. ``benchmarks.sharded_training`` tests training on such a host.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,6 +151,25 @@ def measure_command(asked: argparse.Namespace) -> None:
         pool.close()
     finally:
         executor.close()
+    write(asked.out, asked.name, found)
+
+
+def compare_command(asked: argparse.Namespace) -> None:
+    gpus, begun = len(usable_gpus()), time.monotonic()
+    line = [sys.executable, "-m", "coda_agent.agent.cli.main", "compare", "--ray", "auto"]
+    subprocess.run([*line, "--out", str(asked.results), *asked.options], check=True)
+    seconds = round(time.monotonic() - begun, 2)
+    sittings = json.loads((asked.results / "results.json").read_text())["sittings"]
+    rows = {(each["operator"], each["case"]) for each in sittings}
+    forecast = round(predicted([each["seconds"] for each in sittings], gpus), 2)
+    what = f"{len(rows)} rows compared on {gpus} GPU(s)"
+    keys = ("operator", "case", "process", "seconds")
+    found = {
+        "seconds": seconds,
+        "an_hour": round(3600 * len(rows) / seconds, 2),
+        "compared": [{"run": what, "seconds": seconds, "predicted": forecast}],
+        "pieces": [{key: each[key] for key in keys} for each in sittings],
+    }
     write(asked.out, asked.name, found)
 
 
@@ -321,11 +343,13 @@ def verdict(found: Rows) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_gpus")
     commands = parser.add_subparsers(dest="command", required=True)
+    compare = commands.add_parser("compare")
+    compare.add_argument("--results", type=Path, required=True, help="the folder, as of compare --out")
+    compare.add_argument("options", nargs="*", help="options of coda-agent compare")
+    compare.set_defaults(run=compare_command)
     for name, run in (("measure", measure_command), ("faults", faults_command), ("disturb", disturb_command)):
         command = commands.add_parser(name)
         command.add_argument("bundle", type=Path)
-        command.add_argument("--out", type=Path, required=True, help="the folder of the JSON")
-        command.add_argument("--name", default=name, help="the name of the JSON")
         command.set_defaults(run=run)
         if name == "disturb":
             command.add_argument("--tries", type=int, default=TRIES)
@@ -339,6 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "faults":
             command.add_argument("--kill", type=float, default=10.0, help="seconds until a worker is killed")
             command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is taken")
+    for name, command in commands.choices.items():
+        command.add_argument("--out", type=Path, required=True, help="the folder of the JSON")
+        command.add_argument("--name", default=name, help="the name of the JSON")
     asked = parser.parse_args(arguments)
     asked.run(asked)
 
