@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
-from coda_agent.fused.pointwise import PointwiseProgram, fused_on_gpu
+from coda_agent.fused.pointwise import PointwiseProgram, fused_on_gpu, runs_on_gpu
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.derive import Derived, all_sizes, derive
 from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward
@@ -112,11 +113,16 @@ def forget(*of: Tensor) -> None:
         _kept.pop(weight, None)
 
 
+ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] | None]
+
+
 class Link:
     """A chain's operators. ``results``: the outputs that the caller gets, and whose gradients the backward
     takes. ``rows``: the most rows that the backward processes at a time, to keep the tensors between its
     matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the same
-    chain without them; the backward is the one of ``plain``."""
+    chain without them; the backward is the one of ``plain``. ``by_hand``: by inputs whose gradients are
+    computed, a function that computes the backward's pointwise part on a GPU, as a matrix and a vector, from
+    what the backward reads and all sizes; None if it does not apply."""
 
     def __init__(
         self,
@@ -126,9 +132,10 @@ class Link:
         rows: int = 0,
         beside: tuple[str, ...] = (),
         plain: Link | None = None,
+        by_hand: Mapping[tuple[str, ...], ByHand] = MappingProxyType({}),
     ):
         self.name, self.results, self.rows = name, results, rows
-        self.returned, self.plain = results + beside, plain
+        self.returned, self.plain, self.by_hand = results + beside, plain, by_hand
         self.whole = chain.program(name)
         forward = _forward(self.whole, tuple(self.whole.outputs))
         declared = self.whole.signature.inputs | forward.signature.inputs
@@ -222,13 +229,23 @@ class Link:
                 self._heads[wrt, dtype] = PointwiseProgram(head, dtype)
             return self._heads[wrt, dtype]
 
+    def _pointwise(
+        self, wrt: tuple[str, ...], head: Program, known: dict[str, Any], sizes: dict[str, int]
+    ) -> dict[str, Tensor]:
+        """The outputs of the backward's pointwise part."""
+        gradient = known[f"d_{self.results[0]}"]
+        by_hand = self.by_hand.get(wrt) if runs_on_gpu(gradient) else None
+        if by_hand and (found := by_hand(known, sizes)):
+            types = head.types()
+            return {n: found[types[i].kind != "tile"] for n, i in head.outputs.items()}
+        return self._head(wrt, head, gradient.dtype)(known, sizes)
+
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
         """All gradients by name. The pointwise part runs before the program of matmuls."""
         derived = self.derived(wrt)
         if derived.head:
-            matrix = known[f"d_{self.results[0]}"].dtype
             sizes = all_sizes(derived, solve_sizes(self.whole.signature, shapes))
-            known |= self._head(wrt, derived.head, matrix)(known, sizes)
+            known |= self._pointwise(wrt, derived.head, known, sizes)
         if derived.program:
             signature = derived.program.signature
             op = getattr(getattr(torch.ops, ops.NAMESPACE), self.backward_name(wrt)).default

@@ -38,11 +38,20 @@ BLOCK_NEXT_NORM = {
     )
     for name in GATED
 }
+
+
+def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
+    from coda_agent.fused import rotation  # which imports Triton
+
+    return rotation.of_a_chain(known, sizes)
+
+
 ATTENTION_IN = {
     (bias, rotates): Link(
         "_".join(("attention_in", *["bias"] * bias, *["rotated"] * rotates)),
         chains.attention_in(bias, rotates),
         ("qkv",),
+        by_hand={("out", "gamma_in", "w_qkv"): _rotated_back} if rotates else {},
     )
     for bias, rotates in ((False, True), (False, False), (True, False))
 }

@@ -33,10 +33,15 @@ def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(first: Any, *more: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first[0]
-        traced = torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
-        return (compiled() if tensor.is_cuda and not traced else function)(first, *more)
+        return (compiled() if runs_on_gpu(tensor) else function)(first, *more)
 
     return run
+
+
+def runs_on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU, and nothing traces it."""
+    traced = torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+    return tensor.is_cuda and not traced
 
 
 class PointwiseProgram:

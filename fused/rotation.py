@@ -7,6 +7,7 @@ two kernels for this, and its rotation reaches only a fifth of an H100's memory 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -110,6 +111,21 @@ def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor)
     Triton kernel computes this on a GPU, and PyTorch elsewhere.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
+
+
+def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
+    """The pointwise part of the backward of the chain ``attention_in``, rotated, from its packed gradient
+    ``d_qkv``: dz * rstd, and each row's factor of the stream in the norm's gradient. None if the columns that
+    do not rotate are not as many as those of k."""
+    d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
+    width, turned = table.shape[1], int(known["turned"])
+    rest = d.shape[1] - turned
+    if rest <= 0 or turned <= rest or turned % width or rest % width:
+        return None
+    parts = (turned - rest, rest, rest)
+    gradients = (t.unflatten(1, (-1, width)).transpose(0, 1)[None] for t in d.split(parts, 1))
+    made, sums = rotated_back(tuple(gradients), z.split(parts, 1), table, rstd)
+    return made, sums * rstd.square() / -sizes["D"]
 
 
 def in_one_pass(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

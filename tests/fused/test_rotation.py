@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coda_agent.fused import chains, functional
 from coda_agent.fused.rotation import Three, in_one_pass, plainly
 
 SHAPES = [(2, 4, 4, 8, 64), (1, 6, 2, 5, 128), (2, 3, 1, 7, 32)]  # sequences, heads, groups, length, width
@@ -51,6 +52,27 @@ def test_equals_autograd(shape):
     found, sums = plainly(gradients, (q, k, v), cos_sin, rstd)
     torch.testing.assert_close(found.double(), exact * rstd[:, None], rtol=0.01, atol=0.01)
     torch.testing.assert_close(sums.double(), (exact * z.detach()).sum(1), rtol=1e-4, atol=1e-3)
+
+
+def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
+    """On a GPU the function by hand takes the place of the derived program."""
+    (_, heads, groups, _, width), length = SHAPES[0], 16
+    _, values, cos_sin, rstd = drawn(SHAPES[0])
+    link = functional.ATTENTION_IN[False, True]
+    ((wrt, by_hand),) = link.by_hand.items()
+    derived = link.derived(wrt)
+    d = torch.randn(length, (heads + 2 * groups) * width).bfloat16()
+    known = {"d_qkv": d, "qkv": torch.cat(values, 1), "cos_sin": cos_sin, "rstd_in": rstd}
+    known["turned"] = float((heads + groups) * width)
+    sizes = {"M": length, "D": 96, "H": heads + 2 * groups, "P": width // 2}
+    usual = link._pointwise(wrt, derived.head, known, sizes)
+    monkeypatch.setattr(chains, "runs_on_gpu", lambda _: True)
+    found = link._pointwise(wrt, derived.head, known, sizes)
+    assert found.keys() == usual.keys() and len(found) == 2
+    for name, each in found.items():
+        torch.testing.assert_close(each, usual[name], rtol=0.01, atol=1e-4)
+        assert each.dtype == usual[name].dtype
+    assert by_hand(known | {"turned": 64.0}, sizes) is None
 
 
 @pytest.mark.slow
