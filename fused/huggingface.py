@@ -20,6 +20,7 @@ from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional, loss, stack
 from coda_agent.fused.chains import Begun, kept, remade
+from coda_agent.fused.heads import heads
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -219,17 +220,7 @@ def _attended(
 ) -> Tensor:
     """The input of attention's output projection, [..., A]."""
     attention = layer.self_attn
-    cos, sin = position_embeddings
-    rotated = how.rotates and cos.shape[-1] == attention.head_dim and not refusal(layer, how, "in")
-    projected = _projected(layer, how, x, begun, cos, sin, rotated)
-    q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
-    if rotated and cache is not None:  # a cache must have the model's own order, whatever reads it next
-        q, k = functional.rotary_halves(q), functional.rotary_halves(k)
-    if hasattr(attention, "q_norm"):
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if not rotated:
-        q, k = how.rotate(q, k, cos, sin)
+    q, k, v = _heads(layer, how, x, begun, position_embeddings, cached=cache is not None)
     if cache is not None:
         k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
     config = attention.config
@@ -251,26 +242,50 @@ def _attended(
     return found.reshape(*x.shape[:-1], -1)
 
 
-def _projected(
-    layer: Any, how: Settings, x: Tensor, begun: Begun | None, cos: Tensor, sin: Tensor, rotated: bool
+def _heads(
+    layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor], cached: bool
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values, [..., heads * width] each."""
-    attention = layer.self_attn
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    """Normed and rotated queries, keys and values, [sequences, heads, length, width] each. ``angles``:
+    cosines and sines."""
+    attention, (cos, sin) = layer.self_attn, angles
+    norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    rotated = False
     if refusal(layer, how, "in"):
         normed = layer.input_layernorm(x)
-        return tuple(part(normed) for part in parts)
-    dtype, width = _dtype(x), attention.head_dim
-    sizes = [part.weight.shape[0] for part in parts]
+        projected: Any = [part(normed) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    else:
+        usual = cos.shape[-1] == attention.head_dim and not any(norm._forward_hooks for norm in norms)
+        # A cache must have the model's own order of columns, whatever reads it next.
+        rotated = usual and how.rotates and not cached
+        packed = _projected(layer, how, x, begun, angles if rotated else None)
+        sizes = [part.weight.shape[0] for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        if usual and not rotated:
+            gammas = (norms[0].weight, norms[1].weight) if norms else None
+            eps = norms[0].variance_epsilon if norms else 0.0
+            return heads(packed, cos, sin, sizes[1] // attention.head_dim, gammas, eps)
+        projected = packed.split(sizes, -1)
+    q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
+    if norms:
+        q, k = norms[0](q), norms[1](k)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return (q, k, v) if rotated else (*how.rotate(q, k, cos, sin), v)
+
+
+def _projected(
+    layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Queries, keys and values side by side, [..., N]. With ``angles``, queries and keys are rotated, and the
+    columns of each rotated pair are adjacent."""
+    attention, dtype = layer.self_attn, _dtype(x)
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    table = None
-    if rotated:
-        table = functional.angles(cos, sin, x.shape[:-1]).to(dtype)
+    table = functional.angles(*angles, x.shape[:-1]).to(dtype) if angles else None
     norm = _norm(layer.input_layernorm, how.centered)
-    packed = _reordered(how, partial(_packed, dtype=dtype, width=width if rotated else 0), *weights)
-    made = functional.before_attention(x, norm, packed, bias, table, sum(sizes[:2]), begun)
-    return made.split(sizes, -1)
+    width = attention.head_dim if angles else 0
+    packed = _reordered(how, partial(_packed, dtype=dtype, width=width), *weights)
+    turned = sum(len(weight) for weight in weights[:2])
+    return functional.before_attention(x, norm, packed, bias, table, turned, begun)
 
 
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:

@@ -144,10 +144,10 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
-    unturned = "a head's norm precedes it" if not bias else "a bias precedes it"
+    heads = "norms of heads, rotation" if hasattr(layer.self_attn, "q_norm") else "rotation"
     return [
         _row(layer, "norm, queries, keys, values", before, why["in"]),
-        _row(layer, "rotation", before, why["in"] or ("" if turned else unturned)),
+        _row(layer, heads, before if turned else "heads", why["in"]),
         _row(layer, "attention", "", "the model's own"),
         _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
         _row(layer, "norm, MLP, residual", after, why["mlp"]),

@@ -1,0 +1,80 @@
+"""Norms and rotation of the heads of packed queries, keys and values.
+
+On a GPU, Triton kernels make one pass forward and one backward. The forward keeps no tensor but its inputs.
+In PyTorch, each step would be a pass of its own, with intermediate tensors in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_agent.fused.pointwise import runs_on_gpu
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def heads(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Three:
+    """Split ``packed`` [sequences, length, (H + 2 * groups) * width] into queries [sequences, H, length,
+    width], and keys and values [sequences, groups, length, width]. RMSNorm queries and keys by head, and
+    rotate them; values stay as they are.
+
+    ``norms``: the weights [width] of the norms of queries and keys, or None for no norms. ``cos`` and
+    ``sin``: [sequences or 1, length, width]. The two columns of a rotated pair are half a head apart.
+    Everything is computed in fp32 and rounded once.
+    """
+    width = cos.shape[-1]
+    if runs_on_gpu(packed) and width % 2 == 0 and (width // 2).bit_count() == 1:
+        return _InOnePass.apply(packed, cos, sin, groups, *(norms or (None, None)), eps)
+    return plainly(packed, cos, sin, groups, norms, eps)
+
+
+def plainly(
+    packed: Tensor, cos: Tensor, sin: Tensor, groups: int, norms: tuple[Tensor, Tensor] | None, eps: float
+) -> Three:
+    """``heads`` in PyTorch."""
+    z = packed.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2)
+    q, k, v = z.split((z.shape[1] - 2 * groups, groups, groups), 1)
+    c, s = (t[:, None].float() for t in (cos, sin))
+
+    def turned(t: Tensor, gamma: Tensor | None) -> Tensor:
+        y = t.float()
+        if gamma is not None:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gamma.float()
+        first, second = y.chunk(2, -1)
+        return (y * c + torch.cat((-second, first), -1) * s).type_as(packed)
+
+    q_gamma, k_gamma = norms or (None, None)
+    return turned(q, q_gamma), turned(k, k_gamma), v
+
+
+class _InOnePass(torch.autograd.Function):
+    """``heads`` in one Triton kernel forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, cos: Tensor, sin: Tensor, groups: int, *norms: Any) -> Three:
+        from coda_agent.fused import head_kernels
+
+        *gammas, eps = norms
+        packed, cos, sin = (t.contiguous() for t in (packed, cos, sin))
+        ctx.save_for_backward(packed, cos, sin, *gammas)
+        ctx.groups, ctx.eps = groups, eps
+        return head_kernels.forward(packed, cos, sin, groups, gammas, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        from coda_agent.fused import head_kernels
+
+        packed, cos, sin, *gammas = ctx.saved_tensors
+        made = head_kernels.backward(gradients, packed, cos, sin, ctx.groups, gammas, ctx.eps)
+        return made[0], None, None, None, *made[1:], None
