@@ -275,8 +275,8 @@ def measured_on(
     progress: Progress,
 ) -> Measurement:
     """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, and ``keep``
-    stores it. A GPU leaves the pool if its controls fail: it measures a difference between equal arms, or
-    misses the planted delay. Raises SlotLost."""
+    stores it. A GPU's controls fail if it measures a difference between equal arms, or misses the planted
+    delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
@@ -294,8 +294,8 @@ def measured_on(
     label = entry.identity.spec_hash
     told = run_shared(pool, slot, label, pieces.measure, asked, patience=MEASURING, progress=heard)
     found = MEASUREMENT.validate_python(told)
-    if isinstance(found, Unmeasured) and found.evidence.get("controls"):
-        pool.leave_out(slot, f"it failed its controls: {found.reason}")
+    invalid = isinstance(found, Unmeasured) and found.evidence.get("controls")
+    pool.controlled(slot, str(told["reason"]) if invalid else "")
     return found
 
 

@@ -15,6 +15,7 @@ import os
 import pickle
 import queue
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -180,14 +182,14 @@ class OnRay:
 
     def __init__(self, address: str, *, gpus: bool = True, cores: bool = True):
         _raise_limit()
-        options: dict[str, Any] = {"address": None if address == "auto" else address}
-        with suppress(ConnectionError):
-            options |= {"address": "auto"} if address == "auto" else {}
-            ray.init(**options, namespace="coda-agent", log_to_driver=False, logging_level=logging.ERROR)
-        if not ray.is_initialized():
-            if address != "auto":
+        options: Any = {"namespace": "coda-agent", "log_to_driver": False, "logging_level": logging.ERROR}
+        if address == "auto":
+            ray.init(_running() or "local", **options)
+        else:
+            with suppress(ConnectionError):
+                ray.init(address, **options)
+            if not ray.is_initialized():
                 raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
-            ray.init(namespace="coda-agent", log_to_driver=False, logging_level=logging.ERROR)
         self._gpus, self._cores = gpus, cores
         self._here = environment()
         self._nodes: dict[str, _Node] = {}
@@ -263,6 +265,19 @@ class OnRay:
         options = {"num_cpus": 0, "num_gpus": 1} if needs_gpu else {"num_cpus": 1}
         actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(like.name, needs_gpu)
         node.waiting.append((RaySlot(like.name, like.kind, node.name, actor), actor.identity.remote()))
+
+
+def _running() -> str | None:
+    """The address of the cluster that runs on this machine, if there is one. Ray itself also tries the last
+    cluster's recorded address, for minutes, even if that cluster has died."""
+    if os.environ.get("RAY_ADDRESS"):
+        return "auto"
+    with suppress(OSError):
+        address = canonicalize_bootstrap_address_or_die("auto")
+        host, port = address.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=2).close()
+        return address
+    return None
 
 
 def _on(identifier: str) -> dict[str, Any]:

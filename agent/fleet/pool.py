@@ -21,6 +21,7 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 TICK = 0.5  # seconds between two reads of the executor's slots
 # seconds to wait for a slot if the fleet has none of the needed kind, for example while it grows
 ALONE = 600.0
+VOIDS = 2  # how many invalid measurements in a row exclude a GPU; noise alone may cause one
 LOSSES = 5  # how many slots one piece of work may lose before the driver gives it up
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
@@ -37,13 +38,15 @@ class Suspect(Exception):
 
 @dataclass
 class SlotState:
-    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle."""
+    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle. ``voids``: how many of its
+    last measurements were invalid."""
 
     slot: Slot
     joined: float
     now: str = ""
     busy: float = 0.0
     since: float = 0.0
+    voids: int = 0
 
 
 @dataclass
@@ -156,6 +159,15 @@ class Pool:
                 self.left_out[slot.name] = reason
         self.record("left", {**_slot_fields(slot), "reason": reason, "stays_out": not forget})
 
+    def controlled(self, slot: Slot, fault: str) -> None:
+        """Exclude a GPU whose controls failed in several measurements in a row. ``fault``: why they failed;
+        "" if they passed."""
+        if not (use := self.uses.get(slot.name)):
+            return
+        use.voids = use.voids + 1 if fault else 0
+        if use.voids == VOIDS:
+            self.leave_out(slot, f"it failed its controls {VOIDS} times in a row: {fault}")
+
     def _take(self, gpu: bool, piece: str, deadline: float | None, prefer: str) -> SlotState:
         lonely, queue, turn = time.monotonic() + ALONE, self._queues[gpu], object()
         with self._changed, _queued(queue, turn):
@@ -175,10 +187,14 @@ class Pool:
                     queue.append(queue.pop(0))  # other requests do not wait for that node
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
-                    raise GivenUp(f"no {'GPU' if gpu else 'core'} has been in the fleet for {ALONE:.0f} s")
+                    raise GivenUp(self._alone("GPU" if gpu else "core"))
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError
                 self._changed.wait(TICK)
+
+    def _alone(self, kind: str) -> str:
+        excluded = "".join(f"; {name} is excluded: {why}" for name, why in self.left_out.items())
+        return f"no {kind} has been in the fleet for {ALONE:.0f} s{excluded}"
 
     def _follow(self) -> None:
         while not self._closed:

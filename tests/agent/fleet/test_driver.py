@@ -116,12 +116,25 @@ def test_a_gpu_that_fails_its_controls_stays_out_until_it_is_readmitted(toy: Pat
 
     name, driver = swept(toy, Gpus(measure))
     assert history.past_of(runs.names()[0]).status == "accepted"
-    assert driver.pool.left_out == {"GPU-1": "it failed its controls: equal arms differ"}
+    assert driver.pool.left_out == {"GPU-1": "it failed its controls 2 times in a row: equal arms differ"}
     again = sweep.reopen(name)
     assert again.left_out() == driver.pool.left_out and again.kind() == H100
     again.record("readmitted", {"slot": "GPU-1"})
     assert again.left_out() == {}
     again.close()
+
+
+def test_a_gpu_that_fails_its_controls_once_stays(toy: Path) -> None:
+    """As on a fleet whose only GPU is disturbed for a moment."""
+    bad = iter([True])
+
+    def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured | Unmeasured:
+        return BAD if next(bad, False) else fast(slot, asked, progress)
+
+    gpus = Gpus(measure)
+    del gpus.slots[1]
+    _, driver = swept(toy, gpus)
+    assert history.past_of(runs.names()[0]).status == "accepted" and not driver.pool.left_out
 
 
 def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:

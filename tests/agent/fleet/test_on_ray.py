@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -248,3 +249,16 @@ def test_a_lost_head_is_said_within_seconds(fleet: Fleet, monkeypatch: pytest.Mo
     fleet.cluster.head_node.kill_gcs_server(check_alive=False)
     assert eventually(lambda: bool(fleet.pool._closed), PATIENCE)
     assert "--ray ADDRESS" in fleet.pool._closed
+
+
+def test_auto_ignores_the_address_of_a_dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray records the address and would try it for minutes."""
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert on_ray._running() is not None
+    assert on_ray._running() is None
