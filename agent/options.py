@@ -91,7 +91,7 @@ class BudgetOptions:
     ] = None
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new one starts."),
+        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new measurement starts."),
     ] = None
     budget_seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds after which this command makes no new requests.")
@@ -103,7 +103,7 @@ class BudgetOptions:
         return RunLimits.from_json({n.removeprefix("budget_"): value for n, value in _changed(self).items()})
 
 
-ATTEMPTS = typer.Option(min=1, max=50, help="The most attempts.")
+ATTEMPTS = typer.Option(min=1, max=50, help="Limit on the number of attempts.")
 IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
 MAX_TOKENS = typer.Option(min=1024, help="Limit on the tokens of one answer, including thinking.")
 TIME_LIMIT = typer.Option(

@@ -47,7 +47,7 @@ class Effort:
         bool,
         typer.Option(
             "--quick",
-            help="Three rows in one process, without max-autotune, QuACK on our search and CODA's own "
+            help="Three rows in one process, without max-autotune, QuACK with our search and CODA's own "
             "package. Starts nothing that may end after two minutes.",
         ),
     ] = False
@@ -58,7 +58,7 @@ class Effort:
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=12, help=f"The most interleaved rounds in each. Default: {ROUNDS}; with --quick "
+            min=12, help=f"Limit on the interleaved rounds in each. Default: {ROUNDS}; with --quick "
                          f"{QUICK_ROUNDS}."
         ),
     ] = None

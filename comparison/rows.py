@@ -165,7 +165,7 @@ class LayerRow:
         return [(Kernel(on_schedules(bound)), bound.sizes) for bound in bounds]
 
     def absent(self, arm: str) -> str | None:
-        return None if arm in VARIANTS else "no layer of it"
+        return None if arm in VARIANTS else "it has no layer"
 
     def made_of(self, arm: str) -> list[Kernel]:
         return [kernel for kernel, _ in self.kernels] if arm == competitors.FUSED else []
@@ -173,8 +173,8 @@ class LayerRow:
     def note(self, arm: str) -> str:
         return {
             competitors.FUSED: "no model wrote its programs, and nothing is tuned for these sizes",
-            competitors.LIGER: "q, k and v of one product",
-            competitors.QUACK: "QuACK's functions for all but attention and the last addition",
+            competitors.LIGER: "one matmul computes q, k and v",
+            competitors.QUACK: "QuACK's functions compute everything except attention and the last addition",
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:

@@ -40,14 +40,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Let a language model write CODA kernels for H100, and decide without trusting it whether they are "
-         "correct and fast.",
+    help="Let a language model write CODA kernels for the H100. The verifier decides whether they are "
+         "correct and fast, without trusting the model.",
 )
 app.add_typer(tips, name="tips")
 
 
-Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read the text, which edited "
-                                                       "CuTeDSL requires.")]
+Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read edited CuTeDSL. Required "
+                                                       "to accept it.")]
 
 for _command in (generate, sweep, optimize, primitive, resume, derive, tune, build):
     app.command()(_command)
@@ -352,7 +352,7 @@ def table(
 
 @app.command()
 def mcp(
-    attempts: Annotated[int, typer.Option(min=1, max=50, help="The most attempts of each run.")] = 6,
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Limit on the attempts of each run.")] = 6,
 ) -> None:
     """Serve MCP clients on stdin and stdout. They author kernels; a person reviews."""
     from coda_agent.agent.cli.mcp import server

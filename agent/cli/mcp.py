@@ -41,10 +41,10 @@ from coda_agent.verifier.spec.file import SpecError
 
 AUTHOR_LENGTH = 80
 INSTRUCTIONS = """\
-Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
-of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
-and says what is wrong. Where the server has an H100, `measure` what passed. If you fixed a
-rejection, call `propose_tip` with the lesson. A person accepts kernels. Do not change specs."""
+Author a CODA kernel for a spec. `prompt` starts a run, and returns the language and the task. `read` returns
+one page of the language. `check` tests a draft in seconds. `verify` submits the whole file as one of a few
+attempts, and says what is wrong. If the server has an H100, `measure` times a kernel that passed `verify`. If
+you fixed a rejection, call `propose_tip` with the lesson. A person accepts kernels. Do not change specs."""
 FAILURES = (CodaError, OSError)  # their messages are meant for the client; any other exception is our bug
 
 
@@ -119,8 +119,8 @@ class McpTools:
         return [f"run: {run.name}", text, words]
 
     def check(self, run: str, source: str, ctx: Context) -> str:
-        """Check a draft of a run's kernel (the whole Python file) without using an attempt: trace, contract,
-        numerics against PyTorch on the CPU, compilation for sm_90a."""
+        """Check a draft of a run's kernel (the whole Python file) without using an attempt: trace it, check
+        the contract, compare numerics with PyTorch on the CPU, and compile it for sm_90a."""
         with self._opened(run) as opened:
             if over := _why_closed(opened, result_of(opened.journal, opened.spec)):
                 raise ToolError(over)
@@ -128,17 +128,17 @@ class McpTools:
 
     def verify(self, run: str, source: str, ctx: Context) -> str:
         """Submit a run's kernel (the whole Python file) as one of its attempts. Returns which gate rejects it
-        and why, or that it passes all gates without a GPU."""
+        and why, or that it passes all gates that need no GPU."""
         with self._opened(run) as opened:
             submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
             outcome = _loop(opened, Progress(ctx), submission).run()
-            if not submission.taken:  # nor was it taken before an interrupted attempt that is judged now
+            if not submission.taken:  # also if this call judged an earlier, interrupted attempt instead
                 raise ToolError(_why_closed(opened, outcome))
             return _verdict_text(opened, outcome)
 
     def measure(self, run: str, ctx: Context) -> str:
-        """Measure a run's checked kernel on this machine's H100: correct on the GPU, stable, and faster than
-        torch.compile. Takes minutes."""
+        """Measure a run's checked kernel on this machine's H100: whether it is correct and stable on the GPU,
+        and faster than torch.compile. Takes minutes."""
         with self._opened(run) as opened:
             outcome = result_of(opened.journal, opened.spec)
             if outcome is None or not isinstance(outcome.report, Checked):
@@ -153,15 +153,15 @@ class McpTools:
             return _verdict_text(opened, _loop(opened, progress, measure=gates).run())
 
     def read(self, run: str, page: str, ctx: Context) -> str:
-        """Read a page that a run's prompt names: a primitive's, such as per_row, or a worked example's, such
-        as gemm_l1norm_gemm."""
+        """Read a page that a run's prompt names: a primitive, such as per_row, or a worked example, such as
+        gemm_l1norm_gemm."""
         with self._opened(run) as opened:
             return _used(opened, tools.READ, ctx, page=page)
 
     def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
-        """Propose one lesson for later authors of other kernels, from a rejection that this run has fixed:
-        one imperative line of at most 200 characters, the gate and reason of the failure, and the fix. A
-        person decides whether to accept it."""
+        """Propose a lesson for later authors of other kernels, from a rejection that this run has fixed.
+        ``lesson``: one imperative line of at most 200 characters. ``failed``: the gate and reason of the
+        failure. ``fix``: the fix. A person decides whether to accept it."""
         with self._opened(run) as opened:
             return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 
@@ -250,7 +250,7 @@ def _answer(source: str) -> str:
         return source
     answer = f"```python\n{source.rstrip()}\n```\n"
     if (extract(answer) or "").rstrip() != source.rstrip():
-        raise ToolError("a line of the source begins with ```, which ends it: take that line out")
+        raise ToolError("a line of the source begins with ```, which ends the source: remove that line")
     return answer
 
 

@@ -39,12 +39,12 @@ Sizes = Annotated[
     ),
 ]
 Stack = Annotated[bool, typer.Option("--stack", help="For a model that is patched with stack=True.")]
-Training = Annotated[bool, typer.Option("--training", help="Only what a model calls in training.")]
+Training = Annotated[bool, typer.Option("--training", help="Only the kernels that training calls.")]
 
 
 def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
-    """Find the fastest schedules of what fused calls at these sizes, on this GPU, and keep them for fused.
-    Each program's schedules are kept when they are found."""
+    """Find the fastest schedules of the kernels that fused calls at these sizes, on this GPU, and store them
+    for fused. Each program's schedules are stored as soon as they are found."""
     wanted = _wanted(what, sizes, stack, training)
     setup.use_gpu(True)
     import torch
@@ -62,7 +62,8 @@ def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = Fa
 
 
 def build(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
-    """Compile what fused calls at these sizes, so that its first call loads it. Needs no GPU."""
+    """Compile the kernels that fused calls at these sizes, so that the first call only loads them. Needs no
+    GPU."""
     wanted = _wanted(what, sizes, stack, training)
     from coda_agent.fused import ahead
     from coda_agent.primitives.runtime.launchable import LaunchError

@@ -54,7 +54,7 @@ COLUMNS = (
     ),
     Column(
         HUMAN,
-        "QuACK's fused kernels, written by people, tuned; some we composed from its operators, as notes say",
+        "QuACK's fused kernels, written by people and tuned; notes mark those that we composed ourselves",
         (OWN_TUNER, OUR_SEARCH, QUACK),
         ("quack-kernels", "nvidia-cutlass-dsl"),
     ),
@@ -67,7 +67,7 @@ COLUMNS = (
     ),
     Column(
         LLM,
-        "accepted kernels of generated_kernels",
+        "accepted kernels from generated_kernels",
         (PROGRAM, EDITED, FUSED),
         ("quack-kernels", "nvidia-cutlass-dsl"),
     ),
@@ -76,7 +76,7 @@ COLUMNS = (
 LAYERS_ONLY = (LIGER_APART, QUACK, FUSED)  # arms that compute layers and no operator
 REFERENCE_ARM = CUBLAS  # the arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
-COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
+COMPOSED = "composed by us from QuACK's operators, because QuACK has no such kernel"
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
 

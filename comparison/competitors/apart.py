@@ -213,9 +213,9 @@ class Formulation:
     constants: tuple[str, ...] = ()
 
 
-WEIGHT = "the weight's gate rows before its up rows, outside the clock; preact is stored so"
-TURNED = "each head's weight rows and the table with halves apart, outside the clock; q is stored so"
-TABLES = "with halves apart and fp32 tables of the positions, outside the clock; q is stored so"
+WEIGHT = "before timing, the weight's gate rows are moved before its up rows; preact has this layout too"
+TURNED = "before timing, each head's weight rows and the table are split into halves; q has this layout too"
+TABLES = "split into halves, and fp32 tables are made of the positions; q has this layout too"
 
 FORMULATIONS = {
     "gemm_swiglu": Formulation(_swiglu, _gated_inputs, _read_gated, WEIGHT),
@@ -224,15 +224,22 @@ FORMULATIONS = {
     "gemm_geglu": Formulation(_geglu, _gated_inputs, _read_gated, WEIGHT),
     "gemm_swiglu_mlp": Formulation(_swiglu_mlp, _mlp_inputs, _read_gated, WEIGHT),
     "gemm_swiglu_bwd": Formulation(
-        _swiglu_bwd, _bwd_inputs, _read_bwd, "z's gate before its up, outside the clock; dz is stored so"
+        _swiglu_bwd,
+        _bwd_inputs,
+        _read_bwd,
+        "before timing, z's gate is moved before its up; dz has this layout too",
     ),
     "gemm_rope": Formulation(_rope, _rope_inputs, _read_rope, TURNED),
     "gemm_rmsnorm_rope": Formulation(_rmsnorm_rope, _rope_inputs, _read_rope, TURNED),
     "gemm_rope_positions": Formulation(
-        _rope_positions, _positions_inputs, _read_rope, f"each head's weight rows {TABLES}"
+        _rope_positions, _positions_inputs, _read_rope, f"before timing, each head's weight rows are {TABLES}"
     ),
     "gemm_qk_norm_rope": Formulation(
-        _qk_norm_rope, _positions_inputs, _read_rope, f"each head's weight rows and gamma {TABLES}", ("eps",)
+        _qk_norm_rope,
+        _positions_inputs,
+        _read_rope,
+        f"before timing, each head's weight rows and gamma are {TABLES}",
+        ("eps",),
     ),
 }
 

@@ -126,9 +126,9 @@ def _qk_norm_rope(g: Given) -> Prepared:
     return _turned(g, normed=True)
 
 
-APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
-TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent pairs are turned in place"
-ADDED = "adds to the residual stream in place, in a buffer of its own that grows from call to call; "
+APART = "before timing, the weight's gate rows are moved before its up rows; preact has this layout too"
+TURNED = "before timing, the table is converted to fp32, cosines first; adjacent pairs are rotated in place"
+ADDED = "adds to a copy of the residual stream in place, so its values grow from call to call; "
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
@@ -155,19 +155,19 @@ ENTRIES: dict[str, Implementation] = {
     "gemm_swiglu_mlp": _entry(_swiglu_mlp, APART),
     "gemm_geglu": _entry(_geglu, APART),
     "gemm_residual_partial_rmsnorm": _entry(
-        _residual_partial_rmsnorm, ADDED + "gives the normalised stream in place of hg, and no rstd"
+        _residual_partial_rmsnorm, ADDED + "returns the normalised stream instead of hg, and no rstd"
     ),
-    "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
+    "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "returns no rstd"),
     "gemm_rope": _entry(_rope, TURNED),
     "gemm_rope_positions": _entry(_rope, TURNED),
     "gemm_rmsnorm_rope": _entry(_rope, f"{SCALED}; {TURNED}"),
-    "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; gives no rstd"),
+    "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; returns no rstd"),
 }
 
 ABSENT: dict[str, str] = {
-    "gemm_rmsnorm": "no kernel takes a row's scale ready made: what is left is PyTorch alone",
-    "gemm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
-    "gemm_rmsnorm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
-    "gemm_residual_rmsnorm_bwd": "its backward of RMSNorm is for Blackwell only",
-    "gemm_swiglu_bwd": "has no backward of an activation",
+    "gemm_rmsnorm": "no kernel takes a given row scale, so only PyTorch would be left",
+    "gemm_partial_cross_entropy": "its language-model head with loss runs only on Blackwell",
+    "gemm_rmsnorm_partial_cross_entropy": "its language-model head with loss runs only on Blackwell",
+    "gemm_residual_rmsnorm_bwd": "its RMSNorm backward runs only on Blackwell",
+    "gemm_swiglu_bwd": "it has no activation backward",
 }

@@ -291,15 +291,15 @@ def _cross_entropy(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"logits": found[0]}, (target,))
 
 
-APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
+APART = "before timing, the weight's gate rows are moved before its up rows; preact has this layout too"
 TURNED = (
-    "weight with each head's halves apart and fp32 tables, outside the clock; query and key heads are two "
-    "products, as the kernel wants them; q is stored so"
+    "before timing, each head's weight rows are split into halves, and tables are converted to fp32; the "
+    "kernel needs separate queries and keys, so they are two matmuls; q has the split layout too"
 )
 LOSS = (
-    "gives each row's loss, fp32, in place of lse and target_logit; no gradient; the kernel is launched "
-    "itself, because cross_entropy_forward waits for the GPU; ignored targets are 0, outside the clock, "
-    "because it would clear their logits"
+    "returns each row's loss in fp32 instead of lse and target_logit; no gradient; the kernel is launched "
+    "directly, because cross_entropy_forward waits for the GPU; before timing, ignored targets are set to 0, "
+    "because the kernel would clear their logits"
 )
 
 ENTRIES: dict[str, Implementation] = {
@@ -308,27 +308,28 @@ ENTRIES: dict[str, Implementation] = {
     "gemm_rmsnorm_swiglu_fp16": Implementation(_swiglu, f"{SCALED}; {APART}"),
     "gemm_swiglu_mlp": Implementation(_swiglu_mlp, APART),
     "gemm_geglu": Implementation(
-        _geglu, "gate and up are two products of contiguous weights, as the kernel wants them"
+        _geglu, "the kernel needs separate gate and up, so they are two matmuls with contiguous weights"
     ),
     "gemm_relu2": Implementation(_relu2),
     "gemm_swiglu_bwd": Implementation(
         _swiglu_bwd,
-        "z with halves apart, outside the clock; act by the forward kernel again; s by a compiled row sum of "
-        "the stored dz",
+        "before timing, z is split into halves; the forward kernel computes act again; a compiled pass sums "
+        "the rows of the stored dz for s",
     ),
     "gemm_residual_partial_rmsnorm": Implementation(
-        _residual_partial_rmsnorm, "gives the normalised stream in place of hg; rstd is of the rounded h"
+        _residual_partial_rmsnorm,
+        "returns the normalised stream instead of hg; computes rstd from the rounded h",
     ),
-    "gemm_residual_rmsnorm_gemm": Implementation(_residual_rmsnorm_gemm, "rstd is of the rounded h"),
+    "gemm_residual_rmsnorm_gemm": Implementation(_residual_rmsnorm_gemm, "computes rstd from the rounded h"),
     "gemm_residual_partial_layernorm": Implementation(
         _residual_partial_layernorm,
-        "the residual by torch.addmm, which copies it first; gives the normalised stream in place of hg; "
-        "mean and rstd are of the rounded h",
+        "torch.addmm adds the residual, which it copies first; returns the normalised stream instead of hg; "
+        "computes mean and rstd from the rounded h",
     ),
     "gemm_residual_rmsnorm_bwd": Implementation(
         _residual_rmsnorm_bwd,
-        "dx has its own dot product of each row in place of s, so the same work and another number: not "
-        "compared; dgamma is rounded to bf16; hn by a compiled pass",
+        "dx uses each row's own dot product instead of s: equal work but another value, so it is not "
+        "compared; dgamma is rounded to bf16; a compiled pass computes hn",
     ),
     "gemm_rope": Implementation(_rope, TURNED),
     "gemm_rope_positions": Implementation(_rope, TURNED),
@@ -339,5 +340,5 @@ ENTRIES: dict[str, Implementation] = {
 }
 
 ABSENT: dict[str, str] = {
-    "gemm_rmsnorm": "no kernel takes a row's scale ready made: what is left is PyTorch alone",
+    "gemm_rmsnorm": "no kernel takes a given row scale, so only PyTorch would be left",
 }

@@ -145,9 +145,12 @@ def _partial_cross_entropy_unstored(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"lse": found[1], "target_logit": found[2]}, (target,))
 
 
-PICKED = "target_logit by a compiled gather of the stored logits"
+PICKED = "a compiled gather reads target_logit from the stored logits"
 
-TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its own 200 of the fastest few"
+TUNED = (
+    f"its own tuner chooses the schedule: it times each at most {TIMED} times, and the fastest few as usual, "
+    "200 times"
+)
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
@@ -167,18 +170,19 @@ ENTRIES: dict[str, Implementation] = {
     "gemm_swiglu_mlp": _entry(_swiglu_mlp),
     "gemm_swiglu_bwd": _entry(
         _swiglu_bwd,
-        "a matmul and an elementwise kernel; act and s by a compiled pass over z and the stored dz",
+        "a matmul and an elementwise kernel; a compiled pass over z and the stored dz computes act and s",
     ),
-    "gemm_rope_positions": _entry(_rope_positions, "frequencies for every column, outside the clock"),
+    "gemm_rope_positions": _entry(_rope_positions, "before timing, frequencies are made for every column"),
     "gemm_qk_norm_rope": _entry(
         _qk_norm_rope,
-        "two kernels; frequencies for every pair of columns, outside the clock; gives partial sums of "
-        "squares in place of rstd",
+        "two kernels; before timing, frequencies are made for every pair of columns; returns partial sums of "
+        "squares instead of rstd",
     ),
     "gemm_partial_cross_entropy": _entry(_partial_cross_entropy, PICKED),
     "gemm_rmsnorm_partial_cross_entropy": _entry(_partial_cross_entropy, f"{SCALED}; {PICKED}"),
     "gemm_partial_cross_entropy_unstored": _entry(
-        _partial_cross_entropy_unstored, "gives the losses too; targets as int32, outside the clock"
+        _partial_cross_entropy_unstored,
+        "also returns the losses; before timing, targets are converted to int32",
     ),
 }
 
@@ -195,12 +199,12 @@ HELPED = frozenset(
 
 # Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt). It lacks
 # coda.kernels.gens.epilogue, the module with their kernels, so the host functions cannot be imported.
-LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
+LEFT_OUT = "coda.kernels.gens has its host function, but the package lacks its kernel"
 
 ABSENT: dict[str, str] = {
-    "gemm_rope": f"{LEFT_OUT}; the rotary kernel that is takes positions, no table",
-    "gemm_rmsnorm": f"{LEFT_OUT}; without the row scale a plain matmul would be left",
-    "gemm_rmsnorm_rope": f"{LEFT_OUT}; the rotary kernel that is takes positions, no table",
+    "gemm_rope": f"{LEFT_OUT}; its other rotary kernel takes positions instead of a table",
+    "gemm_rmsnorm": f"{LEFT_OUT}; without the row scale only a plain matmul would be left",
+    "gemm_rmsnorm_rope": f"{LEFT_OUT}; its other rotary kernel takes positions instead of a table",
     "gemm_residual_partial_rmsnorm": LEFT_OUT,
     "gemm_residual_rmsnorm_bwd": LEFT_OUT,
 }

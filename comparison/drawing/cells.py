@@ -103,7 +103,7 @@ def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
     """The cell, whose note also gives the time of the model's other kernel (the program or the edited
     code)."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
-    times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
+    times = [f"{other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
 
 

@@ -138,11 +138,11 @@ def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
     also contains work by others."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
-        f"{name}: of {_listed(found)} {SHARED[name].drawn}."
+        f"{name}: for {_listed(found)}, {SHARED[name].drawn}."
         for name in rivals
         if name in SHARED and (found := _operators(lines, name, SHARED[name].which))
     ]
-    dash = f"{ABSENT}: no figure, for which the table has the reason."
+    dash = f"{ABSENT}: no figure; the table has the reason."
     return [*marks(lines, rivals), *([dash] if lacking else []), *apart]
 
 
@@ -199,7 +199,10 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
     if not lines or not columns:
         return None
     apart = [name for name in columns if any(_indirect(line.cell(name)) for line in lines)]
-    words = f"{', '.join(apart)}: never in one session with {LLM}, so placed at {LLM}'s time by their ratio."
+    words = (
+        f"{', '.join(apart)}: never in the same session as {LLM}, so drawn at {LLM}'s time multiplied by the "
+        "ratio."
+    )
     figure, axes, places = _canvas(lines, "roofline", 0.27, measured, [words] if apart else [])
     dots = {
         name: [

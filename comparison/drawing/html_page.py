@@ -110,7 +110,7 @@ def _column(line: TableRow, name: str) -> tuple[str, ...]:
         parts = {
             "through the reference arm": row.indirect,
             "of one process": row.alone,
-            "of a time that cannot be": row.doubted,
+            "of an impossible time": row.doubted,
         }
         ratio = ", ".join([ratio_text(row.ratio), *(words for words, needed in parts.items() if needed)])
     losses = "\n".join(f"{output}: {_loss(loss)}" for output, loss in cell.losses.items())
@@ -133,7 +133,7 @@ def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
         for name, arm in ((n, a) for n, a in session.arms.items() if n in arms):
             times = arm.milliseconds
             figures = [number(figure) for figure in (median(times), min(times), max(times))]
-            state = "" if arm.key == last[name] else "has become another since"
+            state = "" if arm.key == last[name] else "has changed since"
             rows.append((*start, name, *figures, str(len(times)), f"{arm.seconds:g}", arm.key, state))
         rows += [
             (*start, name, ABSENT, "", "", "", "", failure.key, failure.reason)

@@ -53,7 +53,7 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
 
 ABSENT, INDIRECT = "–", "†"
-IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
+IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, which the measured peak rates do not allow"
 BESIDE = {REFERENCE_ARM: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # reference arms
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 MEAN = f"geometric mean of time over {LLM}'s [95%]"
@@ -63,12 +63,12 @@ CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters with a meaning in Markdown anywhere in a line
 BOLD = (
-    f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
-    "which do less."
+    f"Bold: the fastest column of a row, by the ratios below. {MATMUL} and {ROOFLINE} do not count, because "
+    "they do less work."
 )
 CLOCKS = (
-    f"Where a ratio has {INDIRECT}, the two times are of different sessions, in which the GPU's clock "
-    "need not have been the same."
+    f"If a ratio has {INDIRECT}, the two times come from different sessions, in which the GPU's clock rate "
+    "may have differed."
 )
 
 
@@ -198,9 +198,9 @@ def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
         _ratios(found, notes),
         _filled(
             "Error against fp64",
-            "Of the worst output, its RMS error in multiples of the least that any kernel must lose; of a "
-            "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses. "
-            "Of the outputs that a column gives, which are fewer where its note says so.",
+            "The RMS error of the worst output, in multiples of the error that every kernel must make. For a "
+            "layer: the RMS error of the worst output or gradient against fp32, in multiples of eager "
+            "PyTorch's error. Notes name outputs that a column does not compute.",
             found,
             tuple(name for name in names if name != MATMUL),
             notes,
@@ -208,7 +208,7 @@ def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
         ),
         _filled(
             "Peak memory, MiB",
-            "What a call holds at its peak beyond its inputs.",
+            "The peak memory of a call, without its inputs.",
             found,
             names,
             notes,
@@ -243,11 +243,10 @@ def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
         BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
     )
     told = {
-        f"{INDIRECT}: the two were never measured in one session, so the ratio goes through "
-        f"{' or '.join(beside)}, which both had beside them, and its interval holds the uncertainty of both "
-        "steps.": bool(beside),
-        f"{ALONE}: it rests on one process, which tells nothing of how processes differ: neither a win nor "
-        "a loss.": any(row.alone for _, row in rows),
+        f"{INDIRECT}: the two were never measured in the same session, so the ratio is computed through "
+        f"{' or '.join(beside)}, which is in both sessions; the interval covers both steps.": bool(beside),
+        f"{ALONE}: measured in one process, which does not show the variation between processes: neither a "
+        "win nor a loss.": any(row.alone for _, row in rows),
         f"{DOUBTED}: one of the two times {IMPOSSIBLE}: neither a win nor a loss.": any(
             row.doubted for _, row in rows
         ),
@@ -373,7 +372,7 @@ def _notes(notes: Notes) -> list[str]:
     return [f"**Notes**\n\n{listed}"] if listed else []
 
 
-BOUND = "the least time that bytes and FLOPs allow at this machine's measured ceilings"
+BOUND = "the least time that bytes and FLOPs allow at this machine's measured peak rates"
 
 
 def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
@@ -386,7 +385,7 @@ def _explained(column: Column, have: Collection[str]) -> str:
     """A column's description. If several of its arms have figures, it names these arms and the default
     arm."""
     arms = [arm for arm in column.arms if arm in have]
-    which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
+    which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} unless a note names another)"
     return column.what + (which if len(arms) > 1 else "")
 
 
@@ -423,9 +422,8 @@ def _claims(found: Sequence[CheckedClaim]) -> str:
 
 
 VERDICT = (
-    f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
-    f"does, and within it otherwise (not told apart from it); of one process, or marked {DOUBTED}, it is "
-    "undecided."
+    f"Ratios are times over {LLM}'s, as above. A row is below or above a claim if its whole interval is, and "
+    f"within the claim otherwise. A row from one process, or marked {DOUBTED}, is undecided."
 )
 
 

@@ -70,15 +70,15 @@ SHARED = {
         Kind("QuACK's own kernels", "whose kernel is QuACK's own"),
         Kind("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
         composed,
-        "what we composed from QuACK's operators, else QuACK's own",
+        "we composed the kernel from QuACK's operators",
     ),
     UPSTREAM: Shared(
         Kind("CODA's own kernels", "whose kernel is CODA's own"),
         Kind(
-            "CODA's kernels and passes of PyTorch's", "of which its package leaves a part to PyTorch's passes"
+            "CODA's kernels with passes of PyTorch's", "for which its package leaves a part to PyTorch"
         ),
         helped,
-        "its kernels and passes of PyTorch's over whole matrices",
+        "its kernels leave passes over whole matrices to PyTorch",
     ),
 }
 
@@ -185,10 +185,10 @@ class Summary:
         kinds, totals = self.kinds, self.totals
         apart = [total for total in totals if total.name == LAYERS] if kinds else totals
         told = " and ".join([*map(self._of_kind, kinds), *map(str, apart)])
-        rule = "A win or a loss only where the whole interval is on one side of 1"
+        rule = "A row is a win or a loss only if its whole interval is on one side of 1"
         if marks := doubts(row for total in totals for row in total.rows):
             why = " or ".join(_WHY[mark] for mark in marks)
-            rule += f"; undecided where {why}, and a mean over such a row has no interval"
+            rule += f"; it is undecided if {why}, and a mean over such a row has no interval"
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
@@ -234,8 +234,7 @@ CLAIMS = (
         1.0,
         1.0,
         "CODA (arXiv 2605.19269): its abstract says that both achieve high performance; its readers report "
-        "parity, and that five of the ten that a model wrote needed visitors of 300 to 1,000 lines made by "
-        "hand",
+        "parity, and that five of a model's ten kernels needed 300 to 1,000 lines of handwritten visitors",
     ),
 )
 
@@ -314,8 +313,8 @@ def doubts(rows: Iterable[RowRatio]) -> str:
 
 
 _WHY = {
-    ALONE: f"it is of one process ({ALONE})",
-    DOUBTED: f"a time of it lies over {BELOW:.0%} below the roofline ({DOUBTED})",
+    ALONE: f"it comes from one process ({ALONE})",
+    DOUBTED: f"one of its times lies over {BELOW:.0%} below the roofline ({DOUBTED})",
 }
 
 

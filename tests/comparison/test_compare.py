@@ -386,7 +386,7 @@ def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> No
     sat = session({PROGRAM: arm(1.25), EDITED: arm(1.2), COMPILE: arm(2.0), MAX_AUTOTUNE: arm(1.9)})
     (line,) = lines(Results(sessions=(sat,)))
     cell, rival = line.cells[LLM], line.cells["torch.compile"]
-    assert isinstance(cell, Cell) and (cell.arm, cell.note) == (EDITED, f"beside it {PROGRAM}: 1.25 ms")
+    assert isinstance(cell, Cell) and (cell.arm, cell.note) == (EDITED, f"{PROGRAM}: 1.25 ms")
     assert isinstance(rival, Cell) and rival.note == ""
 
 
@@ -395,7 +395,7 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     ((_, arms),) = gpu.sat
     assert arms == (EAGER, FUSED, COMPILE, LIGER)
     (line,) = lines(found)
-    assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("no layer of it")
+    assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("it has no layer")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
     assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # any of its programs makes it another
@@ -407,7 +407,7 @@ def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
     """Another program of the backward does not make its figures stale, and none is compiled for it."""
     forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
     assert (len(forward.made_of(FUSED)), len(both.made_of(FUSED))) == (2, 4)
-    assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "no layer of it"
+    assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "it has no layer"
 
 
 def test_the_usual_rows() -> None:

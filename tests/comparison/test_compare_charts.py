@@ -151,7 +151,7 @@ def test_a_dot_of_another_session_stands_where_its_ratio_over_the_kernel_puts_it
     assert cell
     made = replace(made, cells={**made.cells, UPSTREAM: replace(cell, milliseconds=0.9)})
     assert list(dots([made])[UPSTREAM].get_xdata()) == pytest.approx([1.2 / 0.5])
-    words = "upstream CODA: never in one session with LLM, so placed at LLM's time by their ratio."
+    words = "upstream CODA: never in the same session as LLM, so drawn at LLM's time multiplied by the ratio."
     assert words in drawn_words([made], "roofline.svg")
     assert words not in drawn_words([line("1B", ratios={UPSTREAM: (1.2, 1.1, 1.3)})], "roofline.svg")
 

@@ -36,7 +36,7 @@ FLASHINFER_REASON = "its kernels build with nvcc, which this machine lacks"
 LIGER_REASON = "AssertionError: hidden size 8192 | <none>"
 AUTOTUNE_REASON = "out of memory: 2.1 GiB asked for"
 UPSTREAM_LACKS, UPSTREAM_REASON = "gemm_rmsnorm_partial_cross_entropy", "has no such operator"
-NOTE = "weight transposed outside the clock"
+NOTE = "weight transposed before timing"
 CONDITIONS = {
     "gpu": "made-up GPU",
     "driver": "1.2.3",

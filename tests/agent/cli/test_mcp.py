@@ -451,7 +451,7 @@ async def test_a_source_may_come_as_the_prompt_asks_for_answers(here: Client) ->
         stray = TOY_KERNEL.replace('gemm."""', 'gemm.\n```\n"""')
         assert stray != TOY_KERNEL
         for tool in ("check", "verify"):
-            assert "take that line out" in await refused(client, tool, run=name, source=stray)
+            assert "remove that line" in await refused(client, tool, run=name, source=stray)
         await said(client, "verify", run=name, source=fenced(TOY_KERNEL))
     with opened(name) as run:
         outcome = result_of(run.journal, run.spec)
