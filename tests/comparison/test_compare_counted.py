@@ -180,7 +180,7 @@ def test_a_ratio_of_one_process_is_marked_wherever_it_is_shown(processes: int) -
     assert ("1.300 [1.300, 1.300] ‡ |" in text) is alone
     assert ("‡: measured in one process" in text) is alone
     assert (" 1.30‡" in printed(results)) is alone and ("‡: measured" in printed(results)) is alone
-    assert ("1.30‡" in words) is alone and any(word.startswith("‡: it rests") for word in words) is alone
+    assert ("1.30‡" in words) is alone and any(word.startswith("‡: measured") for word in words) is alone
     assert ("1.300 [1.300, 1.300], of one process" in page(results, {})) is alone
     assert "undecided" in text.split("LLM against torch.compile")[1].split("\n")[4]
 
