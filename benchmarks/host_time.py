@@ -1,18 +1,19 @@
 """Measure the host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
 
 It measures the microseconds that Python and C++ take before a call returns, for the launcher and for the
-operator of ``fused``. ``torch.mm`` is measured in the same rounds. The case is the one with the fewest rows,
-which is nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled
+operator of ``fused``. ``torch.mm`` is measured in the same rounds. The case is the smallest one, which is
+nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled
 kernels and the tensors are on the CPU, so the figures include only the launcher and the operator.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,12 +43,16 @@ ROUNDS, CALLS = 40, 100
 LARGEST = 128
 
 
-def main(arguments: list[str]) -> None:
-    names = [a for a in arguments if a != "--json"] or list(programs.accepted())
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="default: all accepted ones")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(arguments)
+    names = asked.kernels or list(programs.accepted())
     on_gpu = torch.cuda.is_available()
     with nullcontext() if on_gpu else stand_ins(), torch.no_grad():
         rows = {name: measured(name, "cuda" if on_gpu else "cpu") for name in names}
-    if "--json" in arguments:
+    if asked.json:
         print(json.dumps({"where": device() if on_gpu else "CPU, stand-ins", "kernels": rows}, indent=1))
         return
     lines: list[list[object]] = []
@@ -65,12 +70,14 @@ def measured(name: str, where: str) -> dict[str, Any]:
     the kernel's call over ``torch.mm``, with an interval."""
     program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
-    timing = min(report["timings"], key=lambda each: each["sizes"]["M"])
+    timing = min(report["timings"], key=lambda each: math.prod(each["sizes"].values()))
     sizes = {d: min(n, LARGEST) for d, n in timing["sizes"].items()}
     inputs = {
         n: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=where)
         for n, t in program.signature.inputs.items()
     }
+    if "offsets" in inputs:
+        inputs["offsets"][1:] = sizes["T"]  # all rows belong to the first expert
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
     operator = ops.define(program, order, f"{name}_host_time")  # its CPU side may be a stub
     dims = [sizes[dim] for dim in program.signature.named]
@@ -137,4 +144,4 @@ def stand_ins() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
