@@ -155,7 +155,7 @@ def before_attention(
     ``begun_norm``: the first part of this norm of ``x``, if ``after_attention_with_next_norm`` has computed
     it."""
     if bias is not None and table is not None:
-        raise ValueError("a bias stands between the product and its rotation: rotate the result instead")
+        raise ValueError("a kernel cannot add a bias before its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
     hg, rstd = begun_norm or begun(flat, norm.weight, norm.eps, weight.dtype)
     stream = flat.to(weight.dtype)
@@ -186,5 +186,5 @@ def _targets(target: Tensor, weight: Tensor) -> Tensor:
     """The flat targets, of which an assertion makes sure that each is a row of the weight or ignored."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == loss.IGNORED)
-    torch._assert_async(inside.all(), "cross_entropy: a target is no row of the weight")
+    torch._assert_async(inside.all(), "cross_entropy: a target is not a row of the weight")
     return flat

@@ -98,7 +98,7 @@ def _plain(module: nn.Module, sharded: bool) -> str:
     if kind not in (nn.Parameter, Tensor) and not (sharded and kind.__name__ == "DTensor"):
         return f"has a {kind.__name__} as weight"
     if any(size % GRAIN for size in module.weight.shape):
-        return f"of {tuple(module.weight.shape)} is no multiple of {GRAIN}"
+        return f"of {tuple(module.weight.shape)} is not a multiple of {GRAIN}"
     return ""
 
 
@@ -129,7 +129,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
     if x.device.type == "cuda":
         if torch.cuda.get_device_capability(x.device) != TARGET.capability:
-            return f"{torch.cuda.get_device_name(x.device)} is no Hopper GPU"
+            return f"{torch.cuda.get_device_name(x.device)} is not a Hopper GPU"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"matrices of {dtype} on a GPU"
     elif x.device.type not in ("cpu", "meta") or dtype == torch.float64:
@@ -158,7 +158,7 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
     """The forward of a decoder layer. It keeps the model's own activation checkpointing."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
-            _warn("a cache is of no use under activation checkpointing")
+            _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
         # A recomputed layer computes its whole norm itself, with other roundings.
         run = partial(_layer, layer, how._replace(next_norm=None), usual, **kwargs)

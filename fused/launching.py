@@ -94,7 +94,7 @@ class Plans:
         """A new plan at these sizes, with the schedules that were fastest at similar sizes."""
         gpu = torch.cuda.get_device_name(device)
         if torch.cuda.get_device_capability(device) != TARGET.capability:
-            raise LaunchError(f"{program.signature.name}: {gpu} is no Hopper GPU, which they are for")
+            raise LaunchError(f"{program.signature.name}: {gpu} is not a Hopper GPU, which the kernels need")
         chosen = schedules.chosen(program, sizes, gpu, schedules.known())
         return Plan(KernelSource(program, chosen), sizes, device)
 

@@ -172,7 +172,7 @@ def define(
             torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=library)
             defined[name] = program
     if defined[name] != program:
-        raise ValueError(f"operator {name} is another program's")
+        raise ValueError(f"another program already defines operator {name}")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

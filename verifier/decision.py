@@ -75,7 +75,7 @@ def _durations(rows: Rows) -> None:
     wrong = [x for row in rows for x in row if not (math.isfinite(x) and x > 0)]
     if wrong:
         raise InvalidMeasurement(
-            f"a timed call took {wrong[0]} ms, which is no duration: the measurement is wrong"
+            f"a timed call took {wrong[0]} ms, which is not a duration: the measurement is wrong"
         )
 
 

@@ -253,7 +253,7 @@ class _Session:
         if any(first[key] != conditions[key] for key in known):
             began, here = (", ".join(str(each[key]) for key in known) for each in (first, conditions))
             raise InvalidMeasurement(
-                f"it began on another machine ({began}) than this ({here}): begin it anew"
+                f"it began on another machine ({began}; this one is {here}): start it again"
             )
 
     def _timing(self, case: Case) -> Timing:

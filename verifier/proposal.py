@@ -85,9 +85,9 @@ class Proposal(Model):
             taken.add(argument)
         for argument, (low, high) in self.domain.items():
             if argument not in self.arguments:
-                raise fault(f"{argument!r} is none of the arguments {', '.join(self.arguments)}", "domain")
+                raise fault(f"{argument!r} is not one of the arguments {', '.join(self.arguments)}", "domain")
             if not low < high or low > LARGEST or high < -LARGEST:
-                raise fault(f"[{low}, {high}] is no interval of fp32: write [low, high]", "domain", argument)
+                raise fault(f"[{low}, {high}] is not an fp32 interval: write [low, high]", "domain", argument)
         if not 1 <= self.ulps <= 1024:
             raise fault(f"ulps is {self.ulps}; it must be between 1 and 1024", "ulps")
         if self.derivative_of is not None and self.derivative_of not in OPERATIONS:
@@ -117,7 +117,7 @@ class Proposal(Model):
                     return node
                 if node.id not in scope():
                     known = ", ".join(self.arguments)
-                    raise BadReference(f"reference: {node.id!r} is no name of torch's and none of {known}")
+                    raise BadReference(f"reference: {node.id!r} is neither a torch name nor one of {known}")
                 if hasattr(builtins, node.id) and getattr(builtins, node.id) is scope()[node.id]:
                     return node
                 home = "torch" if hasattr(torch, node.id) else "torch.nn.functional"
@@ -242,7 +242,7 @@ def parse(text: str) -> Proposal:
 def _check_name(name: str, place: str) -> None:
     if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name) or hasattr(builtins, name):
         rule = "use a-z, 0-9 and _, a letter first, and no word of Python's own"
-        raise fault(f"{name!r} is no name here; {rule}", place)
+        raise fault(f"{name!r} is not a valid name; {rule}", place)
 
 
 def _check(proposal: Proposal) -> None:
@@ -306,7 +306,7 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
         assert of is not None
         (slope,) = torch.autograd.grad(of(torch, *inputs).sum(), inputs[0])
     except (AssertionError, TypeError, RuntimeError):
-        words = f"{proposal.derivative_of} is no differentiable function of {len(usual)} argument(s)"
+        words = f"{proposal.derivative_of} is not a differentiable function of {len(usual)} argument(s)"
         raise BadReference(words, key="derivative_of") from None
     if not torch.allclose(slope, found, rtol=1e-6, atol=1e-9):
         worst = float((slope - found).abs().max())

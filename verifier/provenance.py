@@ -44,9 +44,9 @@ def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> 
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        return [f"{stem}.report.json is no report of an accepted kernel: {place}: {first['msg']}"]
+        return [f"{stem}.report.json is not a report of an accepted kernel: {place}: {first['msg']}"]
     except ProgramError as error:
-        return [f"{stem}.program.json is no program of {name}: {error.message}"]
+        return [f"{stem}.program.json is not a program of {name}: {error.message}"]
     bound = (
         _edited(stem, report, program, whole, source)
         if edited
@@ -93,7 +93,7 @@ def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
     # a source specifies no schedules
     if traced.program._replace(schedule=program.schedule).hash == program.hash:
         return []
-    return [f"{name}.py traces to another program than {name}.program.json: accept a run of it"]
+    return [f"{name}.py does not trace to {name}.program.json: accept a run of it"]
 
 
 def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[str]:
@@ -109,7 +109,7 @@ def _edited(name: str, report: Accepted, program: Program, own: Program, text: s
     measured."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
-        found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
+        found.append(f"{name}.program.json is not the kernel's own program: optimize it again")
     if not report.identity.raw:
         found.append(f"{name}: the report does not cover edited CuTeDSL: optimize it again")
     return found + _same_text(name, report, KernelSource(program, edited=text).lowered)

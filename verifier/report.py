@@ -165,7 +165,7 @@ def _moment(text: str) -> str:
     with suppress(ValueError):
         if datetime.fromisoformat(text).tzinfo:
             return text
-    raise ValueError(f"{text!r} is no moment with its zone, such as 2026-11-22T03:05:37+00:00")
+    raise ValueError(f"{text!r} is not a time with a zone, such as 2026-11-22T03:05:37+00:00")
 
 
 Moment = Annotated[str, AfterValidator(_moment)]
@@ -242,5 +242,5 @@ def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> 
     if isinstance(found, Measured):
         return join(report, found, None)
     if isinstance(found, Unmeasured):
-        return report.model_copy(update={"unmeasured": f"checked; the measurement is void: {found.reason}"})
+        return report.model_copy(update={"unmeasured": f"checked; measurement invalid: {found.reason}"})
     return found.model_copy(update={"gates": report.gates + found.gates})

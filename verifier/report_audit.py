@@ -149,7 +149,7 @@ def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
     return [
         *(f"{name}: case {case}: its schedules are not one of each step: measure again" for case in wrong),
         *(
-            f"{name}: case {t.case}: step {step} ran on another schedule than the program's: measure again"
+            f"{name}: case {t.case}: step {step} did not run on the program's schedule: measure again"
             for t in report.timings
             for step, schedule in program.schedule.items()
             if t.schedules.get(str(step)) != schedule.to_json()
@@ -225,7 +225,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
     except Failed as failed:
         return [f"{name}: decided again, it is rejected: {failed.message}"]
     except InvalidMeasurement as void:
-        return [f"{name}: decided again, it is void: {void}"]
+        return [f"{name}: decided again, it is invalid: {void}"]
     if figures != _figures(report, "decision"):
         return [f"{name}: gate decision has other figures than its timings give: measure again"]
     return []
@@ -283,7 +283,7 @@ def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[st
         controlled = f"{score}/controlled."
         named = [p for p in pieces if (p.startswith(controlled) if case == control else p == score)]
         if not named:
-            found.append(f"nothing says how the GPU fared during {score}")
+            found.append(f"the report lacks the GPU's state during {score}")
         elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # max: the last attempt
             found.append(f"clocks and power are not known during {max(named)}: {why}")
     return found
@@ -314,7 +314,7 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
     except ValidationError as error:
         return [f"gate benchmark does not say how the kernel did against itself: {_first_fault(error)}"]
     except InvalidMeasurement:
-        return ["the controls of a kernel against itself are no ratios"]
+        return ["the controls of a kernel against itself are not ratios"]
     agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
     if any(not abs(a - b) <= ROUNDED for a, b in agree) or not told.low <= told.estimate <= told.high:
         return [

@@ -141,7 +141,7 @@ class StageRunner:
             )
         if self.heard.endswith(RACES) and lost.code == "out_of_memory":
             raise InvalidMeasurement(
-                f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}"
+                f"{self.heard.removesuffix(RACES)}the GPU's memory is too small for all arms: {lost.message}"
             )
 
     def _expect_clean_gpu(self) -> None:

@@ -121,7 +121,7 @@ def _logs(a: Sequence[float], b: Sequence[float]) -> list[float]:
         raise ValueError(f"{len(a)} rounds are too few for an interval; measure at least {MIN_ROUNDS}")
     wrong = [x for x in (*a, *b) if not (math.isfinite(x) and x > 0)]
     if wrong:
-        raise ValueError(f"a sample of {wrong[0]} s is no duration; samples are finite and positive")
+        raise ValueError(f"a sample of {wrong[0]} s is not a duration; samples are finite and positive")
     return [math.log(x / y) for x, y in zip(a, b, strict=True)]
 
 

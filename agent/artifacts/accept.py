@@ -158,7 +158,7 @@ def accept(
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
-        raise Refused(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
+        raise Refused(f"{primitive} is not a kernel; merge it: coda-agent primitive {primitive} --merge")
     given = journal.header["run"]  # for a replay, the replay's name; the authorship names the recorded run
     if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
@@ -173,7 +173,7 @@ def accept(
         )
     lowered = kernel.lowered
     if lowered.hash != report.identity.lowered_hash or kernel.program.hash != report.identity.program_hash:
-        raise Refused(f"{name}: the evidence is for another lowering (other versions?): measure again")
+        raise Refused(f"{name}: the evidence is for other lowered code (other versions?): measure again")
     report = report.model_copy(update={"authorship": outcome.authorship})
     texts = (outcome.source, kernel.program.to_json())
     written = dict(zip(files(name, directory, edited=edited), texts, strict=False))

@@ -133,7 +133,7 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
     try:
         if "proposes" in run.journal.header:
             raise InvalidInput(
-                f"run {run.name} is of a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
+                f"run {run.name} is for a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
                 f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
                 f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
             )
@@ -450,7 +450,7 @@ def _read(path: Path, kind: type[T]) -> T:
             words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         name = "results" if kind is BundleResults else "bundle"
         raise InvalidInput(
-            f"{path}: this is no {name} file of coda-agent: {words}; make it again"
+            f"{path}: this is not a {name} file of coda-agent: {words}; make it again"
         ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:

@@ -263,4 +263,4 @@ def _print(view: View, drawing: Drawing) -> None:
     setup.console(False).print(table(view.results, columns=view.columns))
     for rival in markdown.rivals(view.lines):
         echo(str(against(view.lines, rival)))
-    echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts beside them")
+    echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts in the same folder")

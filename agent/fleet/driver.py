@@ -281,7 +281,7 @@ def measured_on(
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
     elif began["gpu"] != slot.name:  # one measurement must not use two GPUs
-        return Unmeasured(reason=f"it began on {began['gpu']}, and now has {slot.name}: it begins anew")
+        return Unmeasured(reason=f"it began on {began['gpu']} and now has {slot.name}: it starts again")
     asked = {"entry": entry.model_dump(mode="json"), "options": options, "stages": keep.known()}
     asked |= {"place": f"run {entry.run}"}
 

@@ -69,7 +69,7 @@ def read(names: list[str]) -> dict[str, Any]:
 def write(files: dict[str, str]) -> None:
     for name, data in files.items():
         if not NAME.fullmatch(name):
-            raise WorkerError(f"{name!r} is no object's name")
+            raise WorkerError(f"{name!r} is not an object's name")
         write_atomic(_folder() / name, zlib.decompress(base64.b64decode(data)))
 
 

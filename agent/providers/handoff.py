@@ -169,7 +169,7 @@ def _read(path: Path, largest: int) -> bytes:
 
 def _refuse_other(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        what = "a link" if stat.S_ISLNK(mode) else "no regular file"
+        what = "a link" if stat.S_ISLNK(mode) else "not a regular file"
         raise ProviderError(f"{path} is {what}", "write the answer itself there and resume the run")
 
 

@@ -76,7 +76,7 @@ def schedules(text: str) -> dict[int, Schedule]:
 
 def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
-        raise ValueError('it is no object of objects, such as {"0": {"swizzle": 16}}')
+        raise ValueError('it is not an object of objects, such as {"0": {"swizzle": 16}}')
     return found
 
 

@@ -90,7 +90,7 @@ def derived_program(path: Path, spec: Spec) -> Program | None:
     try:
         return Program.from_json(file.read_text(encoding="utf-8"), spec.signature())
     except (ProgramError, UnicodeDecodeError) as error:
-        words = f"is no program of {path}: {error}; derive both again, or move it away"
+        words = f"is not a program of {path}: {error}; derive both again, or move it away"
         raise SpecError(file, None, words) from None
 
 

@@ -84,7 +84,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
         raise ScaffoldError(f"{place}: no shape names a dim; give the first input one such as M,K")
     for n, size in function.sizes.items():
         if n not in dims and size.value is None:
-            message = f"parameter {n} is no dim of any shape and has no value"
+            message = f"parameter {n} is not a dim of any shape and has no value"
             raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
     static = tuple(n for n in function.sizes if n in dims)
     made_up = TensorDraft((Dim.parse(next(iter(dims))),), "fp32")

@@ -168,7 +168,7 @@ def read(path: Path, case: str | None = None) -> Export:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
         raise InvalidInput(
-            f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
+            f'{path}: no line begins with "ID",: it is not a CSV export of ncu; use ncu --csv --page raw'
         )
     # The rows may be interleaved with the profiled program's output and ncu's own ==PROF== lines.
     header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
@@ -397,7 +397,7 @@ def words(found: Sequence[Counters]) -> str:
 
 def _title(c: Counters) -> str:
     times = f"median of {c.launches} launches" if c.launches > 1 else "one launch"
-    return f"{c.kernel}, {times}" + (", of another lowering" if c.other_text else "")
+    return f"{c.kernel}, {times}" + (", of other lowered code" if c.other_text else "")
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:

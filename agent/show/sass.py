@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MEANING = (
-    "Instructions as they stand in the code, by the line of the lowered text that they were traced from. The "
+    "Instructions in code order, by the line of lowered code from which they were traced. The "
     "epilogue is unrolled whole: its counts are a thread's for one tile."
 )
 

@@ -116,7 +116,7 @@ def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
-                raise RawError("object", f"{name!r} is no object's name")
+                raise RawError("object", f"{name!r} is not an object's name")
             unzip = zlib.decompressobj()
             data = unzip.decompress(base64.b64decode(given[name], validate=True), child.MOST_OBJECT)
             if not unzip.eof:
@@ -178,7 +178,7 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
-    raise ValueError(f"{str(told)[:200]!r} are no notes on an object")
+    raise ValueError(f"{str(told)[:200]!r} is not a valid record of an object")
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
@@ -212,7 +212,7 @@ def _compile_confined(
             return {"stages": stages, "seconds": round(seconds, 3)}, child.read_untrusted(target)
     if refused := child.refusal(answer, wanted.lowered.text):
         raise refused
-    raise RawError("forged", f"the compiling child said {str(answer)[:200]!r}, which is no answer")
+    raise RawError("forged", f"the compiling child said {str(answer)[:200]!r}, which is not an answer")
 
 
 def _three(stages: object) -> bool:

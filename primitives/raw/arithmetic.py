@@ -344,7 +344,7 @@ def known_functions() -> dict[str, Callable[..., Any]]:
 
     def choose(condition: Any, a: Any, b: Any) -> Any:
         if not isinstance(condition, bool | np.bool_ | np.ndarray):
-            raise Beyond("a condition that is no comparison")
+            raise Beyond("a condition that is not a comparison")
         return np.where(condition, np.float32(a), np.float32(b))
 
     erf, erfc = np.frompyfunc(math.erf, 1, 1), np.frompyfunc(math.erfc, 1, 1)

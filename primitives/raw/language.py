@@ -76,7 +76,7 @@ class _EditChecker(Reader):
                     pass
                 case _:
                     self._refuse(
-                        "beside its docstring a module holds imports, constants, functions and classes: move "
+                        "a module holds only a docstring, imports, constants, functions and classes: move "
                         "this into one of them"
                     )
         self._defines(wanted)
@@ -150,7 +150,7 @@ class _EditChecker(Reader):
         bases = device("mainloop").FusedGemm | device("grouped").Bounds | EpiOp
         if not isinstance(found, type) or not issubclass(found, bases):
             self._refuse(
-                f"{node.id} is no base: a step is a FusedGemm, TableGemm or GroupedGemm, a resource one of "
+                f"{node.id} is not a base: a step is FusedGemm, TableGemm or GroupedGemm, a resource one of "
                 "quack.epilogue.ops or primitives.device"
             )
         return found

@@ -197,7 +197,7 @@ class _Object:
     def _read_sections(self) -> list[_Section]:
         data = self._data
         if data[:7] != b"\x7fELF\x02\x01\x01":
-            _refuse("the object is no 64-bit little-endian ELF file")
+            _refuse("the object is not a 64-bit little-endian ELF file")
         kind, machine, _, _, programs, start, _, _, _, segments, width, count, names = struct.unpack_from(
             "<HHIQQQIHHHHHH", data, 16
         )
@@ -242,7 +242,7 @@ class _Object:
         if kind in _STARTS or re.match(r"\.(rela)?\.?(preinit|init|ctors|fini$|dtors)", name):
             _refuse(f"section {name!r} ({_STARTS.get(kind, 'by its name')}) would run at loading")
         if kind not in _TYPES or flags & ~_KNOWN_FLAGS or not _SECTIONS.fullmatch(name):
-            _refuse(f"section {name!r} (type {kind:#x}, flags {flags:#x}) is none of the compiler's")
+            _refuse(f"section {name!r} (type {kind:#x}, flags {flags:#x}) is not one that the compiler emits")
         if flags & _WRITES and flags & _EXECUTES:
             _refuse(f"section {name!r} is both writable and executable")
         if section.address or section.alignment > 4096 or section.alignment & (section.alignment - 1):
@@ -312,7 +312,7 @@ class _Object:
         kind, number = info & 0xFFFFFFFF, info >> 32
         width = self._machine.relocations.get(kind)
         if width is None:
-            _refuse(f"{place}: relocation type {kind} is none of the compiler's")
+            _refuse(f"{place}: relocation type {kind} is not one that the compiler emits")
         if offset + width > target.size:
             _refuse(f"{place}: it writes past the {target.size} bytes of {target.name!r}")
         if number >= len(self._symbols):
@@ -324,7 +324,7 @@ class _Object:
             if not -8 <= symbol.value + addend <= size + 8:
                 _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
         elif not -8 <= addend <= 16:  # an instruction addresses the global offset table relative to itself
-            _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
+            _refuse(f"{place}: it points {addend} bytes from {symbol.name!r}")
 
     def cubin(self) -> bytes:
         binary = self._binary()
@@ -379,7 +379,7 @@ def _only_cubin(data: bytes) -> bytes:
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):
-        _refuse(f"{_BINARY} is no fat binary of {len(data)} bytes")
+        _refuse(f"{_BINARY} is not a fat binary of {len(data)} bytes")
     if kind != _ELF_ENTRY or start + length != size:
         _refuse(f"{_BINARY} has an image of kind {kind} and {start + length} bytes of {size}, not one cubin")
     cubin = data[16 + start :]

@@ -34,15 +34,15 @@ _PLAIN = (
     ast.boolop, ast.cmpop, ast.expr_context,
 )  # fmt: skip
 _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Import: ("an import", "imports stand at the top of the module"),
-    ast.ImportFrom: ("an import", "imports stand at the top of the module"),
-    ast.ClassDef: ("a class", "classes stand at the top level of the module"),
+    ast.Import: ("an import", "imports must be at the top of the module"),
+    ast.ImportFrom: ("an import", "imports must be at the top of the module"),
+    ast.ClassDef: ("a class", "classes must be at the top level of the module"),
     ast.Try: ("try", "an error ends the compile and is shown to you with its line"),
     ast.Raise: ("raise", "write assert with a condition"),
     ast.Global: ("global", "pass the value as an argument"),
     ast.Nonlocal: ("nonlocal", "return the value"),
     ast.Delete: ("del", "leave the name alone"),
-    ast.NamedExpr: (":=", "assign on a line of its own"),
+    ast.NamedExpr: (":=", "assign on a separate line"),
     ast.JoinedStr: ("an f-string", "write the text out"),
     ast.Yield: ("yield", "return a tuple"),
     ast.Await: ("await", "nothing waits in a kernel"),
@@ -118,7 +118,7 @@ class Reader:
                 self._simple(operand)
             case ast.Attribute(value=ast.Name(id=name)) if name in self._modules:
                 if not isinstance(self._chain(node), int | float):
-                    self._refuse(f"{ast.unparse(node)} is no number: use it where it is needed")
+                    self._refuse(f"{ast.unparse(node)} is not a number: use it directly where it is needed")
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=parts, keywords=[]):
                 if name not in self._modules or self._modules[name].__name__ != "math":
                     self._refuse("outside functions only math's are called")
@@ -196,14 +196,14 @@ class Reader:
             if hasattr(builtins, name):
                 known = ", ".join(sorted(BUILTINS))
                 self._refuse(f"{name} cannot be used here; of Python's own there are {known}")
-            self._refuse(f"nothing is named {name!r} here")
+            self._refuse(f"the name {name!r} is unknown here")
 
     def _binding(self, name: str) -> None:
         self._identifier(name)
         if hasattr(builtins, name):
-            self._refuse(f"{name!r} is Python's own: take another name")
+            self._refuse(f"{name!r} is a name of Python's: choose another")
         if name in self._modules or name in self._imported:
-            self._refuse(f"{name!r} is imported: take another name")
+            self._refuse(f"{name!r} is imported: choose another name")
 
     def _identifier(self, name: str) -> None:
         if not name.isascii():
@@ -232,7 +232,7 @@ class Reader:
         if not isinstance(node.ctx, ast.Load):
             self._refuse(f".{name} cannot be set: keep the value in a name, or write into a fragment")
         if name in BANNED or name.startswith(BANNED_PREFIXES):
-            self._refuse(f".{name} leads out of the kernel's values: there is no use for it here")
+            self._refuse(f".{name} leads out of the kernel's values and cannot be used here")
         if name.startswith("_") and name not in SETTINGS | RESOURCE_METHODS | {STAGES}:
             self._refuse(f".{name} is private: use public names, also for your own methods")
 

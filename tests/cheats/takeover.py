@@ -96,13 +96,13 @@ FORGERIES = (
         "an answer before the answer",
         "The parent may read the first of two.",
         f"import os\nos.write(3, b'{FORGED}\\n')",
-        rejected("trace", "forged", "no result of the tracer's"),
+        rejected("trace", "forged", "not a result of the tracer"),
     ),
     says(
         "a verdict for an answer",
         "Sends a report instead of a program.",
         f"import os\nos.write(3, b'{FORGED}\\n')\nos._exit(0)",
-        rejected("trace", "forged", "no result of the tracer's"),
+        rejected("trace", "forged", "not a result of the tracer"),
     ),
     says(
         "a text that lies",
@@ -132,13 +132,13 @@ FORGERIES = (
         "an abort",
         "Leaves a core file.",
         "import os\nos.abort()",
-        rejected("trace", "crashed", "before its result"),
+        rejected("trace", "crashed", "without a result"),
     ),
     says(
         "a closed descriptor",
         "Breaks off what the parent listens to.",
         "import os\nos.closerange(0, 16)",
-        rejected("trace", "crashed", "before its result"),
+        rejected("trace", "crashed", "without a result"),
     ),
 )
 CHEATS = (*REFUSED, *FORGERIES)

@@ -125,14 +125,14 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         if hasattr(asked, "arms") and (python is not None) is apart:
-            raise WorkerError("a GPU worker died before it was asked anything: no space left")
+            raise WorkerError("a GPU worker died before its first task: no space left")
         return usual(python, task, asked, **more)
 
     monkeypatch.setattr(gpu, "ask", ask)
     if apart:
         found = cells(measure(asked(), Results(), kept_nowhere))
         why = (
-            "its environment starts no worker: a GPU worker died before it was asked anything: no space left"
+            "its environment starts no worker: a GPU worker died before its first task: no space left"
         )
         assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; coda-agent compare --install")
         assert isinstance(found[LLM], Cell)

@@ -166,7 +166,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_a_target_that_is_no_row_is_refused() -> None:
     h, w = torch.randn(4, 16), torch.randn(40, 16)
     for wrong in (40, -1, -101):
-        with pytest.raises(RuntimeError, match="a target is no row of the weight"):
+        with pytest.raises(RuntimeError, match="a target is not a row of the weight"):
             functional.cross_entropy(h, w, torch.tensor([0, -100, wrong, 39]))
 
 

@@ -303,7 +303,7 @@ def test_fp64_takes_the_models_path_with_one_warning() -> None:
     ("dtype", "capability", "why"),
     [
         (torch.bfloat16, (9, 0), ""),
-        (torch.bfloat16, (8, 0), "NVIDIA A100 is no Hopper GPU"),
+        (torch.bfloat16, (8, 0), "NVIDIA A100 is not a Hopper GPU"),
         (torch.float32, (9, 0), "matrices of torch.float32 on a GPU"),
     ],
 )
@@ -340,7 +340,7 @@ def test_odd_widths_are_left_to_the_model() -> None:
     model = small_models.model("Gemma", hidden_size=36)
     exact = trained(copy.deepcopy(model).double(), tokens())
     table = fused.patch(model)
-    assert not table.fused and "is no multiple of 8" in table[-1].why
+    assert not table.fused and "is not a multiple of 8" in table[-1].why
     assert own_operators(lambda: trained(model, tokens())) == []
     assert max(loss_of(g, exact[name]) for name, g in trained(model, tokens()).items()) < 3e-6
 

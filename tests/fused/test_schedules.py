@@ -201,7 +201,7 @@ def test_a_gpu_that_is_no_hopper_is_refused(
     counted: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(LaunchError, match="is no Hopper GPU"):
+    with pytest.raises(LaunchError, match="is not a Hopper GPU"):
         launching.Plans().get(ops.defined["gemm_rmsnorm_swiglu"], drawn(8), ("x", "w", "rstd"))
     assert counted == []
 

@@ -73,7 +73,7 @@ def without(report: Any, arm: str) -> None:
 
 def replaced(report: Any, times: int) -> None:
     """The first process was, so many times, each for a fault."""
-    worse = report["controls"][0] | {"faults": ["a kernel against itself came out at 1.2"]}
+    worse = report["controls"][0] | {"faults": ["a kernel timed against itself gave 1.2"]}
     report["controls"][:0] = [worse] * times
 
 
@@ -95,7 +95,7 @@ def figures(report: Any, gate: str) -> Any:
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "source, the result": (
         lambda k: replace(k / "toy.py", "gemm(a, b) *", "2 * gemm(a, b) *"),
-        "toy.py traces to another program than toy.program.json",
+        "toy.py does not trace to toy.program.json",
     ),
     "source, the language": (
         lambda k: replace(k / "toy.py", "@kernel", "import os\n@kernel"),
@@ -103,11 +103,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "program": (
         lambda k: replace(k / "toy.program.json", '"multiply"', '"add"'),
-        "toy.py traces to another program than toy.program.json",
+        "toy.py does not trace to toy.program.json",
     ),
     "program, malformed": (
         lambda k: replace(k / "toy.program.json", '"multiply"', '"shell"'),
-        "toy.program.json is no program of toy: node",
+        "toy.program.json is not a program of toy: node",
     ),
     "text": (
         lambda k: replace(k / "toy.cutedsl.py", "\n", "\n# harmless\n"),
@@ -176,7 +176,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, not a number": (
         lambda k: edit(k, lambda r: r["timings"][1]["ratios"]["torch.compile"].update(low=float("nan"))),
-        "toy.report.json is no report of an accepted kernel: timings.1.ratios.torch.compile.low",
+        "toy.report.json is not a report of an accepted kernel: timings.1.ratios.torch.compile.low",
     ),
     "report, faster samples": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"].update(candidate=[[1.0] * 8] * 3)),
@@ -184,15 +184,15 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, samples below the roofline": (
         lambda k: edit(k, lambda r: resample(r, faster)),
-        "decided again, it is void: case large: process 0: 0.02 ms is less than the",
+        "decided again, it is invalid: case large: process 0: 0.02 ms is less than the",
     ),
     "report, one process below the roofline": (
         lambda k: edit(k, lambda r: resample(r, one_faster)),
-        "decided again, it is void: case large: process 2: 0.1 ms is less than the",
+        "decided again, it is invalid: case large: process 2: 0.1 ms is less than the",
     ),
     "report, a graph below the roofline": (
         lambda k: edit(k, lambda r: r["timings"][0].update(graph_milliseconds=0.02)),
-        "decided again, it is void: case large: in a CUDA graph: 0.02 ms is less than the",
+        "decided again, it is invalid: case large: in a CUDA graph: 0.02 ms is less than the",
     ),
     "report, no graph": (
         lambda k: edit(k, lambda r: r["timings"][0].update(graph_milliseconds=None)),
@@ -216,7 +216,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a sample of no time": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"]["candidate"][0].__setitem__(0, 0.0)),
-        "toy.report.json is no report of an accepted kernel: timings.1.samples.candidate.0.0",
+        "toy.report.json is not a report of an accepted kernel: timings.1.samples.candidate.0.0",
     ),
     "report, slow samples": (
         lambda k: edit(k, lambda r: resample(r, lambda arm, rows: [[2.0] * len(row) for row in rows])),
@@ -290,7 +290,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, controls that hide their faults": (
         lambda k: edit(k, lambda r: r["controls"][2]["same"].update(estimate=1.2)),
-        "process 2's controls have faults: a kernel against itself came out at 1.2000",
+        "process 2's controls have faults: a kernel timed against itself gave 1.2000",
     ),
     "report, a process replaced for no fault": (
         lambda k: edit(k, lambda r: r["controls"].insert(1, r["controls"][0] | {"attempt": 1})),
@@ -338,7 +338,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a control that is no ratio": (
         lambda k: edit(k, lambda r: r["controls"][0]["same"].update(estimate=0.0)),
-        "the controls of a kernel against itself are no ratios: measure again",
+        "the controls of a kernel against itself are not ratios: measure again",
     ),
     "report, nothing read": (
         lambda k: edit(k, lambda r: r["conditions"]["during"].update({"score/1/wide": {}})),
@@ -358,7 +358,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, pieces by name alone": (
         lambda k: edit(k, lambda r: r["conditions"].update(during=list(r["conditions"]["during"]))),
-        "nothing says how the GPU fared during score/0/wide: measure again",
+        "the report lacks the GPU's state during score/0/wide: measure again",
     ),
     "report, a process of nobody's": (
         lambda k: edit(k, lambda r: r["controls"].append(r["controls"][0] | {"process": 3})),
@@ -366,7 +366,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a planted delay not found": (
         lambda k: edit(k, lambda r: r["controls"][0]["planted"].update(low=0.99)),
-        "process 0's controls have faults: a planted delay of 2% came out at",
+        "process 0's controls have faults: a planted delay of 2% was measured as",
     ),
     "report, empty controls": (
         lambda k: edit(k, lambda r: r["controls"][0].pop("case")),
@@ -378,11 +378,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, controls by themselves": (
         lambda k: edit(k, lambda r: r["conditions"]["during"].pop("score/2/large/controlled.0")),
-        "nothing says how the GPU fared during score/2/large",
+        "the report lacks the GPU's state during score/2/large",
     ),
     "report, a process that did not score": (
         lambda k: edit(k, lambda r: r["conditions"]["during"].pop("score/1/wide")),
-        "nothing says how the GPU fared during score/1/wide",
+        "the report lacks the GPU's state during score/1/wide",
     ),
     "report, another GPU": (
         lambda k: edit(k, lambda r: r["conditions"].update(gpu="NVIDIA GeForce GTX 1050")),
@@ -463,11 +463,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a day that is none": (
         lambda k: edit(k, lambda r: r.update(date="yesterday")),
-        "date: Value error, 'yesterday' is no moment with its zone, such as 2026-11-22T03:05:37+00:00",
+        "date: Value error, 'yesterday' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
     ),
     "report, a day without its zone": (
         lambda k: edit(k, lambda r: r.update(date="1970-01-01")),
-        "date: Value error, '1970-01-01' is no moment with its zone, such as 2026-11-22T03:05:37+00:00",
+        "date: Value error, '1970-01-01' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
     ),
     "report, a protocol to come": (
         lambda k: edit(k, lambda r: r.update(protocol=PROTOCOL + 1)),
@@ -491,13 +491,13 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, only checked": (
         lambda k: edit(k, lambda r: r.update(status="checked")),
-        "toy.report.json is no report of an accepted kernel: status",
+        "toy.report.json is not a report of an accepted kernel: status",
     ),
     "report, malformed": (
         lambda k: (k / "toy.report.json").write_text("{"),
-        "toy.report.json is no report of an accepted kernel",
+        "toy.report.json is not a report of an accepted kernel",
     ),
-    "program, another schedule than was timed": (pin, "step 0 ran on another schedule than the program's"),
+    "program, another schedule than was timed": (pin, "step 0 did not run on the program's schedule"),
     "spec, removed": (lambda k: (k / "toy.yaml").unlink(), "toy.yaml: no such file"),
     **{
         f"{suffix}, removed": (lambda k, s=suffix: (k / f"toy.{s}").unlink(), f"toy.{suffix}")  # type: ignore[misc]

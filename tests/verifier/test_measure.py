@@ -220,7 +220,7 @@ def test_a_sample_of_no_time_makes_a_measurement_void(spec: Spec, workers: Worke
     workers.answers[score] = timed
     found = run(spec)
     assert isinstance(found, Unmeasured), found
-    assert found.reason == "a timed call took 0.0 ms, which is no duration: the measurement is wrong"
+    assert found.reason == "a timed call took 0.0 ms, which is not a duration: the measurement is wrong"
 
 
 def test_proofs_cover_hidden_sizes_and_a_single_row_on_probes_and_on_what_was_tuned(
@@ -298,7 +298,7 @@ def test_what_the_sanitizer_has_seen_it_is_not_shown_again(
 def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void(
     spec: Spec, workers: Workers
 ) -> None:
-    workers.faults = iter([["a kernel against itself came out at 1.0090"], [], [], []])
+    workers.faults = iter([["a kernel timed against itself gave 1.0090"], [], [], []])
     found = run(spec)
     assert isinstance(found, Measured)
     told = [(held["process"], held["attempt"], bool(held["faults"])) for held in found.controls]
@@ -331,7 +331,7 @@ def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec
     [
         (f"case large: {PREPARES}torch.compile", "illegal_address", "case large: torch.compile was lost"),
         (f"case large: {PREPARES}QuACK matmul", "hung", "case large: QuACK matmul was lost"),
-        (f"case large: {RACES}", "out_of_memory", "case large: there is no room for all arms"),
+        (f"case large: {RACES}", "out_of_memory", "case large: the GPU's memory is too small for all arms"),
         (f"case large: {RACES}", "hung", None),
         ("case large", "out_of_memory", None),
     ],
@@ -458,7 +458,7 @@ def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Worke
     workers.gpu = "NVIDIA H200"
     found = run(spec, keep=keep)
     assert isinstance(found, Unmeasured)
-    elsewhere = "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1): begin it anew"
+    elsewhere = "it began on another machine (NVIDIA H100, 1; this one is NVIDIA H200, 1): start it again"
     assert found.reason == elsewhere
 
 

@@ -312,11 +312,11 @@ def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: 
 
 @pytest.mark.usefixtures("ended")
 def test_a_void_measurement_leaves_a_checked_kernel(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    void = Unmeasured(reason="a kernel against itself came out at 1.02")
+    void = Unmeasured(reason="a kernel timed against itself gave 1.02")
     monkeypatch.setattr("coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: void)
     report, program = verify(spec, TOY_KERNEL, gpu=True)
     assert isinstance(report, Checked) and program is not None
-    assert report.unmeasured == "checked; the measurement is void: a kernel against itself came out at 1.02"
+    assert report.unmeasured == "checked; measurement invalid: a kernel timed against itself gave 1.02"
 
 
 # machines without a jail

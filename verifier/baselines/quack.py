@@ -177,7 +177,7 @@ def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
     """Parse the schedules of each arm and stage. Raises ValueError for an arm that is not QuACK's, or an
     unknown field of a schedule."""
     if unknown := sorted(arms.keys() - {*ARMS}):
-        raise ValueError(f"{unknown[0]!r} is no arm of QuACK's; known: {', '.join(ARMS)}")
+        raise ValueError(f"{unknown[0]!r} is not an arm of QuACK's; known: {', '.join(ARMS)}")
     return {arm: _from_json(stages) for arm, stages in arms.items()}
 
 

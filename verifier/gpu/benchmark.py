@@ -170,10 +170,10 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
     low, high = FOUND_WITHIN
     found = []
     if abs(same.estimate - 1) > SAME_WITHIN:
-        found.append(f"a kernel against itself came out at {same.estimate:.4f}, not within {SAME_WITHIN:.1%}")
+        found.append(f"a kernel timed against itself gave {same.estimate:.4f}, not within {SAME_WITHIN:.1%}")
     if not (planted.low > 1 and low <= planted.estimate - 1 <= high):
         found.append(
-            f"a planted delay of {PLANTED:.0%} came out at {planted.estimate - 1:.2%} "
+            f"a planted delay of {PLANTED:.0%} was measured as {planted.estimate - 1:.2%} "
             f"[{planted.low - 1:.2%}, {planted.high - 1:.2%}]"
         )
     return found

@@ -216,7 +216,7 @@ def clean(_: object) -> dict[str, Any]:
 
     ones = torch.ones(256, 256, device="cuda")
     if not bool((ones @ ones == 256).all()):
-        raise Failed("device_error", "the GPU computes a wrong product: reset it")
+        raise Failed("device_error", "the GPU computes a wrong matmul result: reset the GPU")
     return {"free_bytes": torch.cuda.mem_get_info()[0]}
 
 
@@ -262,7 +262,7 @@ def _repeat(job: KernelCase, plan: Plan, inputs: Guarded) -> None:
                 raise Failed(
                     "unstable",
                     f"{_place(job)}: output {name!r} differs between two runs on the same inputs: "
-                    "something is read that nothing wrote, or summed in no fixed order",
+                    "it reads memory that nothing wrote, or sums in varying order",
                 )
     _updated_alike(job, plan, inputs.tensors, first)
     untouched(job, inputs.tensors, before)
@@ -270,11 +270,11 @@ def _repeat(job: KernelCase, plan: Plan, inputs: Guarded) -> None:
 
 def _within_bounds(job: KernelCase, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
     """Raise Failed if a run writes outside a tensor, or into gaps of the workspace."""
-    beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
-    beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
-    beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
+    beside = [f"outside output {name!r}" for name in outputs.written_beside(poison)]
+    beside += [f"outside input {name!r}" for name in inputs.written_beside(poison)]
+    beside += [] if guards.untouched(plan.gaps, poison) else ["into gaps of the workspace"]
     if beside:
-        raise Failed("out_of_bounds", f"{_place(job)}: bytes beside {', '.join(beside)} were written")
+        raise Failed("out_of_bounds", f"{_place(job)}: the kernel wrote {', '.join(beside)}")
 
 
 def untouched(job: KernelCase, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:

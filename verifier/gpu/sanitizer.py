@@ -50,7 +50,7 @@ def errors(tool: str, task: Task, argument: Any) -> int:
     if any(found):
         raise Failed("sanitizer", f"{tool} found {max(found)} error(s): {_first(words)}")
     if died:
-        raise Failed("sanitizer", f"under {tool}, which found nothing, it died: {died}")
+        raise Failed("sanitizer", f"under {tool}, which reported no error, the kernel crashed: {died}")
     if status or not found:
         raise Failed("sanitizer", f"{tool} ended with status {status}: {words[-500:] or 'it said nothing'}")
     return 0

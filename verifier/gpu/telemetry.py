@@ -93,7 +93,7 @@ def findings(during: Mapping[str, object]) -> list[str]:
         if why := unread(seen):
             reasons.setdefault(why, []).append(piece)
     return [
-        f"clocks and power are not known, so this is no evidence: {why} (during {', '.join(pieces)})"
+        f"clocks and power are not known, so this is not evidence: {why} (during {', '.join(pieces)})"
         for why, pieces in reasons.items()
     ]
 

@@ -111,7 +111,7 @@ class Worker:
                     raise WorkerError(f"a task of the GPU worker failed:\n{trace}")
                 case other:
                     self.close()
-                    raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is no answer")
+                    raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is not an answer")
 
     @property
     def alive(self) -> bool:
@@ -155,7 +155,7 @@ class Worker:
             if left <= 0 or not poll.poll(left * 1000):
                 self.close()
                 deadline.check(limit)
-                raise Lost("hung", f"the GPU worker said nothing for {patience:g} s: a kernel does not end")
+                raise Lost("hung", f"the GPU worker was silent for {patience:g} s: a kernel does not finish")
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
                 raise self._death()
@@ -173,7 +173,7 @@ class Worker:
     def _stillborn(self) -> WorkerError:
         said = self._said(SAID)
         self.close()
-        return WorkerError(f"a GPU worker died before it was asked anything: {said or 'it said nothing'}")
+        return WorkerError(f"a GPU worker died before its first task: {said or 'it said nothing'}")
 
     def _said(self, characters: int) -> str:
         self._words.seek(0, os.SEEK_END)

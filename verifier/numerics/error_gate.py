@@ -422,7 +422,7 @@ def _hint(stats: _Stats, rms: float, tile: float, cancelled: bool) -> str:
     elif tile > 4 * rms:
         hint = "the error sits in few tiles: look at edges and indices"
     elif 1.2 < rms < 16:
-        hint = "looks like a value rounded, or summed, in too low a precision on its way"
+        hint = "looks like an intermediate value rounded, or a sum accumulated, in too low a precision"
     elif stats.slope < 0.5:
         hint = "hardly follows the truth: look at signs, transposes and which output is which"
     return f"; {hint}" if hint else ""

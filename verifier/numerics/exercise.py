@@ -76,7 +76,7 @@ def reach(
         raise Failed(
             "idle_choice",
             f"{op} changes nothing within the spec's domain: {side.unused(program)}, or the outputs are the "
-            "same without it; remove it, or what hides it",
+            "same without it; remove it, or the code that hides its effect",
             line,
         )
 

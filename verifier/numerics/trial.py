@@ -138,7 +138,7 @@ def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, 
         raise kind(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
     if not torch.equal(before, torch.get_rng_state()):
         raise BadReference(
-            "it draws random numbers, and would be another function at each call: take them as an input"
+            "it draws random numbers, so each call would give another result: make them an input"
         )
     return outputs
 

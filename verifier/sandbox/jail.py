@@ -156,7 +156,7 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
         limit = f"{wall_seconds:g} s" if ending.late else f"{CPU_SECONDS} s of CPU"
         return _reject("timeout", f"tracing took over {limit}: loops and calls run as Python, so use fewer")
     if ending.status != 0 or not answer.endswith(b"\n"):
-        return _reject("crashed", f"the tracing process died ({_death(ending.status)}) before its result")
+        return _reject("crashed", f"the tracing process died ({_death(ending.status)}) without a result")
     record = _record(answer)
     try:
         match record:
@@ -169,7 +169,7 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
                     return _reject(code, _printable(message), line)
     except ProgramError as error:
         return _reject(error.code, _printable(error.message), error.line)
-    return _reject("forged", "the tracing process sent something that is no result of the tracer's")
+    return _reject("forged", "the tracing process sent data that is not a result of the tracer")
 
 
 def _is_line(line: object) -> bool:

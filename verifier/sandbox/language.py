@@ -58,7 +58,7 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
     ast.MatMult: ("@", "write gemm(a, b), which keeps the accumulator for the epilogue"),
     ast.Mod: ("%", "remainders and formatting are not in the vocabulary"),
     ast.Slice: ("slicing", "pairs(t) takes adjacent columns apart, join(a, b) puts them together"),
-    ast.Lambda: ("lambda", "write a function with def beside the kernel"),
+    ast.Lambda: ("lambda", "write a function with def, next to the kernel"),
     ast.ClassDef: ("class", "write functions and dicts"),
     ast.Try: ("try", "an error ends the trace and is shown to you with its line"),
     ast.Raise: ("raise", "leave checks to the verifier"),
@@ -66,7 +66,7 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
     ast.JoinedStr: ("an f-string", "strings are names of outputs only: write them out"),
     ast.Starred: ("*arguments", "write the arguments out"),
     ast.AnnAssign: ("an annotation", "write a plain assignment"),
-    ast.NamedExpr: (":=", "assign on a line of its own"),
+    ast.NamedExpr: (":=", "assign on a separate line"),
 }
 
 
@@ -223,7 +223,7 @@ class _KernelChecker:
                     pass
                 case ast.For() | ast.Expr() | ast.Assign() | ast.AugAssign():
                     self._refuse(
-                        "beside functions a file holds imports and literal constants: "
+                        "besides functions, a file may contain only imports and literal constants: "
                         "move this into the @kernel function"
                     )
                 case _:
@@ -314,7 +314,7 @@ class _KernelChecker:
             case ast.Yield() | ast.YieldFrom() | ast.Await():
                 self._refuse("a kernel returns its outputs once, as a dict")
             case _:
-                self._refuse("this line's value goes nowhere: assign it to a name, or remove it")
+                self._refuse("this line's value is not used: assign it to a name, or remove it")
 
     def _for(self, node: ast.For) -> None:
         if node.orelse:
@@ -387,12 +387,12 @@ class _KernelChecker:
                 "print has nothing to show: a kernel computes nothing here. Remove it; "
                 "to see a value, return it as an output"
             )
-        self._refuse(f"nothing is named {node.id!r} here: {diagnostics.unknown(node.id, self._allowed)}")
+        self._refuse(f"the name {node.id!r} is unknown here: {diagnostics.unknown(node.id, self._allowed)}")
 
     def _binding(self, name: str) -> None:
         self._identifier(name)
         if name in BUILTINS:
-            self._refuse(f"{name!r} is Python's own: take another name")
+            self._refuse(f"{name!r} is a name of Python's: choose another")
 
     def _identifier(self, name: str) -> None:
         if (name.startswith("_") and name != "_") or "__" in name:

@@ -74,14 +74,14 @@ def _text(path: Path) -> str:
         raise SpecError(path, None, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise SpecError(path, None, f"is no UTF-8 text: byte {error.start} is {byte:#x}") from None
+        raise SpecError(path, None, f"is not UTF-8 text: byte {error.start} is {byte:#x}") from None
 
 
 class _NoAlias(Composer):
     """A YAML composer that refuses aliases."""
 
     def return_alias(self, a: Any) -> Any:
-        words = "an alias (*) of this has no place in a spec; write it out again"
+        words = "a spec may not use a YAML alias (*) of this; write the value out"
         raise ComposerError(None, None, words, a.start_mark)
 
 
@@ -93,12 +93,13 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
         problem = str(error.problem or error.context).partition(" with value")[0]
         if "duplicate key" in problem:
             problem += "; keep one of the two"
-        raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
+        line = mark.line + 1 if mark else 1
+        raise SpecError(path, line, f"this is not a YAML mapping: {problem}") from None
     except YAMLError as error:
-        raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
+        raise SpecError(path, 1, f"this is not a YAML mapping: {str(error).splitlines()[0]}") from None
     # for example, a date that does not exist, or a mapping as a key
     except (ValueError, TypeError, RecursionError) as error:
-        raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
+        raise SpecError(path, 1, f"this YAML cannot be read: {error}") from None
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
     return tree

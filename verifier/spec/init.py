@@ -90,7 +90,7 @@ class Init(Model):
                 "{count: 8192}, {geometric: [1.0, 1.0e-4]} or {offsets: T}"
             )
         if self.ignored is not None and self.integers is None:
-            raise fault("ignored stands beside integers: {integers: [0, V], ignored: -100}", "ignored")
+            raise fault("ignored works only with integers: {integers: [0, V], ignored: -100}", "ignored")
         if self.uniform and not (all(map(math.isfinite, self.uniform)) and self.uniform[0] < self.uniform[1]):
             raise fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
         if self.geometric and not all(math.isfinite(x) and x > 0 for x in self.geometric):
@@ -149,4 +149,4 @@ def _arithmetic(node: ast.expr, sizes: Sizes) -> float:
                     return a / b
                 case ast.Pow():
                     return a**b
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")
+    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic; use dims, numbers and + - * / **")

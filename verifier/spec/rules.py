@@ -40,7 +40,7 @@ def check(spec: Declared) -> None:
 def _check_names(spec: Declared) -> None:
     for dim in spec.dims:
         if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in RESERVED:
-            raise fault(f"dim {dim!r} is no name for a size; use a word such as M or d_model", "dims", dim)
+            raise fault(f"dim {dim!r} is not a name for a size; use a word such as M or d_model", "dims", dim)
     for dim in spec.static:
         if dim not in spec.dims:
             raise fault(f"static dim {dim!r} is not declared; {instead(dim, spec.dims)}", "static")
@@ -52,7 +52,7 @@ def _check_names(spec: Declared) -> None:
         for name in getattr(spec, kind):
             _check_name(name, kind, name)
             if name in taken:
-                raise fault(f"{name!r} is already {taken[name]}; give it a name of its own", kind, name)
+                raise fault(f"{name!r} is already {taken[name]}; choose another name", kind, name)
             taken[name] = f"among the {kind}"
     for name, value in spec.constants.items():
         if not math.isfinite(value):
@@ -62,7 +62,7 @@ def _check_names(spec: Declared) -> None:
 def _check_name(name: str, *place: str | int) -> None:
     if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name):
         rule = "use a-z, 0-9 and _, a letter first, at most 64, no Python keyword"
-        raise fault(f"{name!r} is no name for a value; {rule}", *place)
+        raise fault(f"{name!r} is not a name for a value; {rule}", *place)
 
 
 def _check_shapes(spec: Declared) -> None:
@@ -104,7 +104,7 @@ def _check_experts(spec: Declared) -> None:
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         for name, tensor in tensors.items():
             if len(tensor.shape) == 3:
-                message = f"{kind} {name} has 3 axes: a matrix for each expert stands beside init"
+                message = f"{kind} {name} has 3 axes: a matrix for each expert needs an input with init"
                 raise fault(f"{message} {{offsets: T}}; flatten other tensors", f"{kind}s", name, "shape")
 
 
@@ -146,7 +146,7 @@ def _check_solvable(spec: Declared) -> None:
     try:
         solving_order(shapes, dims, named_by_callers(shapes, dims, spec.static))
     except Unsolvable as error:
-        message = f"dim {error.dim!r} follows from no input's shape; give some input an axis of {error.dim}, "
+        message = f"dim {error.dim!r} follows from no input's shape; give an input an axis of {error.dim}, "
         raise fault(f"{message}or make it static, which callers then name", "dims", error.dim) from None
 
 
@@ -264,7 +264,8 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
     read = {n: t for n, t in (spec.inputs | forward.inputs).items() if n not in stored}
     floats = [n for n, t in read.items() if t.dtype not in INDICES]
     if not any(n.startswith("d_") and n[2:] in stored for n in floats):
-        raise fault("no input is the gradient of what forward assigns; name it d_ and the value", place)
+        message = "no input is the gradient of a value that forward assigns; such an input is named d_VALUE"
+        raise fault(message, place)
     for name in spec.outputs:
         if not (name.startswith("d_") and name[2:].removesuffix(PARTS) in floats):
             message = f"output {name!r} is the gradient of no float that is drawn; name it d_ and the input"

@@ -135,7 +135,7 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     )
     changed = Outcome(other, outcome.source, outcome.kernel, outcome.authorship, outcome.usage)
     run = runs.reopen(name)
-    with run.journal, pytest.raises(Refused, match="toy: the evidence is for another lowering"):
+    with run.journal, pytest.raises(Refused, match="toy: the evidence is for other lowered code"):
         accept(changed, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
 

@@ -306,7 +306,7 @@ def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None
         measure(edit(path, plant))
 
 
-@pytest.mark.parametrize(("text", "words"), [("", "a spec is a mapping"), ("a: [", "no YAML mapping")])
+@pytest.mark.parametrize(("text", "words"), [("", "a spec is a mapping"), ("a: [", "not a YAML mapping")])
 def test_a_spec_that_is_none(packed: tuple[str, Path], text: str, words: str) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(spec_text=text))
@@ -336,7 +336,8 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
     if kind == "results":
         content = content.replace(b"bundle", b"results").replace(b"entries", b"results")
     path.write_bytes(content)
-    with pytest.raises(InvalidInput, match=f"{kind}.json: this is no {kind} file of coda-agent: ") as caught:
+    words = f"{kind}.json: this is not a {kind} file of coda-agent: "
+    with pytest.raises(InvalidInput, match=words) as caught:
         measure(path) if kind == "bundle" else bundle.take(path)
     assert len(str(caught.value)) < 400 + len(str(path)) and "\n" not in str(caught.value)
 
@@ -541,7 +542,7 @@ def test_what_quack_won_with_before_is_raced_again(
 
 
 HOSTILE_QUACK: list[tuple[dict[str, Any], str]] = [
-    ({"QuACK": [[{}]]}, "'QuACK' is no arm of QuACK's"),
+    ({"QuACK": [[{}]]}, "'QuACK' is not an arm of QuACK's"),
     ({MATMUL: [[{"tile_m": 128, "shell": 1}]]}, "have no field 'shell'"),
     ({MATMUL: [[{"tile_m": 128.0}]]}, "valid"),
     ({MATMUL: [[{"tile_m": "128"}]]}, "valid"),

@@ -46,7 +46,7 @@ SPEC_MISTAKES = {
     "shapes": ("(a @ b)", "(b @ a)", r"toy\.yaml:11: .*shapes cannot be multiplied"),
     "a key twice": ("summary:", "name: toy\nsummary:", r"toy\.yaml:2: .*duplicate key.*keep one"),
     "no mapping": (TOY, "- a\n- list\n", r"toy\.yaml:1: a spec is a mapping"),
-    "no YAML": (TOY, "name: [\n", r"toy\.yaml:\d: this is no YAML mapping"),
+    "no YAML": (TOY, "name: [\n", r"toy\.yaml:\d: this is not a YAML mapping"),
 }
 
 

@@ -124,6 +124,6 @@ def test_files_that_are_none(command: Command, spec: Path, gpu: None) -> None:
     for name, kind, what in (("measure", "bundle", "a file written by bundle"), ("import", "results", "a "
                                                                                                       "file")):
         done = command(name, spec)
-        assert done.status == 2 and f"toy.yaml: this is no {kind} file of coda-agent" in done.said()
+        assert done.status == 2 and f"toy.yaml: this is not a {kind} file of coda-agent" in done.said()
         done = command(name, spec.with_name("nothing"))
         assert done.status == 2 and "nothing: " in done.err and f"give {what}" in done.err

@@ -214,7 +214,7 @@ def test_a_bundle_is_looked_for_before_a_gpu(command: Command, tmp_path: Path) -
     )
     path = tmp_path / "b.json"
     path.write_text("{}")
-    wrong(command("measure", path), "b.json: this is no bundle")
+    wrong(command("measure", path), "b.json: this is not a bundle")
     path.write_text(Bundle(entries=()).model_dump_json())
     done = command("measure", path)
     assert done.status == 3 and f"copy {path} to a machine with an H100" in done.said()

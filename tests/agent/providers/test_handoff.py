@@ -248,10 +248,10 @@ def test_a_link_that_takes_an_answers_place_is_not_followed(
 
 def test_a_pipe_or_a_folder_is_no_answer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "answer-1.md")
-    assert refused(tmp_path).endswith("is no regular file")
+    assert refused(tmp_path).endswith("is not a regular file")
     (tmp_path / "answer-1.md").unlink()
     (tmp_path / "answer-1.md").mkdir()
-    assert refused(tmp_path).endswith("is no regular file")
+    assert refused(tmp_path).endswith("is not a regular file")
 
 
 def test_an_answer_has_a_largest_size(tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ def test_a_schedule_before_the_first_acceptance_is_not_looked_at(toy: Path) -> N
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ("[1]", "no object of objects"),
-        ('{"0": 3}', "no object of objects"),
+        ("[1]", "not an object of objects"),
+        ('{"0": 3}', "not an object of objects"),
         ('{"a": {}}', "invalid literal"),
         ('{"0": {"tile": 1}}', "schedule field 'tile'"),
         ('{"0": {"swizzle": 5}}', "swizzle one of"),

@@ -175,7 +175,7 @@ def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
     path.write_text(raw(["Step1_0123456789ab", "Step0", "Step1_0123456789ab"], said=""))
     zero, one = counters.counters(KernelSource(program), counters.read(path))
     assert (zero.kernel, zero.launches, one.kernel, one.launches) == ("Step0", 1, "Step1", 2)
-    assert zero.other_text and one.other_text and "of another lowering" in counters.words([one])
+    assert zero.other_text and one.other_text and "of other lowered code" in counters.words([one])
 
 
 def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no CSV of ncu; export with ncu --csv --page raw"),
+        ("", "not a CSV export of ncu; use ncu --csv --page raw"),
         ('"ID","Metric"\n"0","1"\n', ":1: no column Kernel Name"),
         (raw(["Other_0123456789ab"] * 3), "it has no kernel of this program .*its kernels: kernel_cutlass"),
         (raw(["Step0"], said="# gemm_rope at 1B: M 8"), "measures gemm_rope, not gemm_swiglu_bwd"),

@@ -88,7 +88,7 @@ ANSWERS = (
     ),
     says(
         "garbage for an object", "The loader may stumble.", f"target.write_bytes(b'x' * 4096)\n{END}",
-        rejected("compile", "object", "no 64-bit"),
+        rejected("compile", "object", "not a 64-bit"),
     ),
     says(
         "a library for an object",
@@ -109,7 +109,7 @@ ANSWERS = (
         "checks that pass", "Changes them where it is, which is not where they are applied.",
         "import coda_agent.primitives.raw as r\nr.inspect = r.same_host = lambda *data: b'yes'\n"
         f"target.write_bytes(b'x')\n{END}",
-        rejected("compile", "object", "no 64-bit"),
+        rejected("compile", "object", "not a 64-bit"),
     ),
     says(
         "an answer before the answer", "The parent may read the first of two.", "os.write(pipe, done)",
@@ -117,7 +117,7 @@ ANSWERS = (
     ),
     says(
         "an answer that is none", "Numbers that no compile has.",
-        "done = done.replace(b'1.0', b'NaN')\n" + END, rejected("compile", "forged", "no answer"),
+        "done = done.replace(b'1.0', b'NaN')\n" + END, rejected("compile", "forged", "not an answer"),
     ),
     says(
         "an answer too deep", "Its parent's parser runs out of stack.",

@@ -97,7 +97,7 @@ def test_an_objects_name_is_one_of_ours_to_the_end(
     name = next(name for name in given if name.endswith(".json"))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     for changed in (f"{name}.json", f"{name}/../../../x.json", f"{name}\n", f"x/{name}"):
-        with pytest.raises(CompileError, match="is no object's name"):
+        with pytest.raises(CompileError, match="is not an object's name"):
             raw.unpack(built, {changed: given[name]})
     assert not list(tmp_path.rglob("*"))
 
@@ -140,7 +140,7 @@ def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tm
         )
         assert narrow.path() == replace(narrow, sizes={**narrow.sizes, "M": 999}).path()
         write_atomic(narrow.path(), b"kept")
-        with pytest.raises(CompileError, match="no 64-bit"):
+        with pytest.raises(CompileError, match="not a 64-bit"):
             raw.load(narrow)
         with pytest.raises(CompileError, match="does not compile"):
             raw.load(wide)

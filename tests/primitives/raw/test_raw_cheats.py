@@ -123,7 +123,7 @@ def test_the_twins_object_is_not_served(
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     write_atomic(wanted(TWIN.source).path(), b"kept")
-    with pytest.raises(CompileError, match="no 64-bit"):
+    with pytest.raises(CompileError, match="not a 64-bit"):
         raw.load(wanted(TWIN.source))
     with pytest.raises(CompileError, match="does not compile"):
         raw.load(wanted(cheat.source))

@@ -157,8 +157,8 @@ def test_the_cubin_is_one_that_the_tools_read(objects: dict[str, bytes], tmp_pat
 
 
 FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
-    "no ELF": (lambda f: f.header(0, "<I", 0), "no 64-bit"),
-    "32 bits": (lambda f: f.header(4, "<B", 1), "no 64-bit"),
+    "no ELF": (lambda f: f.header(0, "<I", 0), "not a 64-bit"),
+    "32 bits": (lambda f: f.header(4, "<B", 1), "not a 64-bit"),
     "shared object": (lambda f: f.header(16, "<H", 3), "not relocatable"),
     "another machine": (lambda f: f.header(18, "<H", 183), "machine 183"),
     "program headers": (lambda f: f.header(56, "<H", 1), "1 segments"),
@@ -170,7 +170,7 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
     "an early constructor": (lambda f: f.set_section(".fini_array", kind=16), "run at loading"),
     "a constructor by name": (lambda f: f.rename(".rodata.cst32", ".init_array"), "run at loading"),
     "an old constructor": (lambda f: f.rename(".rodata.cst32", ".ctors"), "run at loading"),
-    "a section of its own": (lambda f: f.rename(".rodata.cst32", ".mine"), "none of the compiler's"),
+    "a section of its own": (lambda f: f.rename(".rodata.cst32", ".mine"), "not one that the compiler emits"),
     "two functions at the end": (lambda f: f.set_section(".fini_array", size=16), "16 bytes"),
     "another function at the end": (
         lambda f: f.set_relocation(".rela.fini_array", 0, addend=0), "at unloading",
@@ -179,12 +179,12 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
         lambda f: f.set_section(".rela.fini_array", size=0), "at unloading",
     ),
     "writable code": (lambda f: f.set_section(".ltext", flags=0x10000007), "writable and executable"),
-    "compressed": (lambda f: f.set_section(".lrodata", flags=0x10000802), "none of the compiler's"),
-    "thread-local": (lambda f: f.set_section(".lbss", flags=0x10000403), "none of the compiler's"),
+    "compressed": (lambda f: f.set_section(".lrodata", flags=0x10000802), "not one that the compiler emits"),
+    "thread-local": (lambda f: f.set_section(".lbss", flags=0x10000403), "not one that the compiler emits"),
     "an address of its own": (lambda f: f.set_section(".lrodata", address=4096), "asks for address 4096"),
     "much memory": (lambda f: f.set_section(".lbss", size=1 << 40), "zeros"),
     "a wide alignment": (lambda f: f.set_section(".lbss", alignment=1 << 30), "alignment"),
-    "an unknown kind": (lambda f: f.set_section(".eh_frame", kind=6), "none of the compiler's"),
+    "an unknown kind": (lambda f: f.set_section(".eh_frame", kind=6), "not one that the compiler emits"),
     "system": (lambda f: f.rename("_cudaGetDevice", "system"), "asks for 'system'"),
     "a weak symbol": (lambda f: f.set_symbol("_cudaGetDevice", info=0x20), "binding 2"),
     "an indirect function": (lambda f: f.set_symbol("__tvm_ffi_func", info=0x1A), "an indirect function"),
@@ -204,7 +204,7 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
     "a relocation by no symbol": (
         lambda f: f.set_relocation(".rela.ltext", 0, info=(9999 << 32) | 29), "symbol 9999",
     ),
-    "a pointer beside a function": (lambda f: f.set_relocation(".rela.ltext", 2, addend=4096), "beside"),
+    "a pointer beside a function": (lambda f: f.set_relocation(".rela.ltext", 2, addend=4096), "bytes from"),
     "a pointer just behind its section": (
         lambda f: f.set_relocation(".rela.ltext", 1, addend=f.section(".lrodata")[5] + 9), "points",
     ),
@@ -219,7 +219,7 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
     "syscall within an instruction": (lambda f: f.put(".ltext", 2, b"\x0f\x05"), "bytes of syscall at 0x2"),
     "sysenter": (lambda f: f.put(".ltext", 1, b"\x0f\x34"), "bytes of sysenter"),
     "int 0x80": (lambda f: f.put(".ltext", 1, b"\xcd\x80"), "bytes of int 0x80"),
-    "no fat binary": (lambda f: f.header(f.fatbin(), "<I", 0), "no fat binary"),
+    "no fat binary": (lambda f: f.header(f.fatbin(), "<I", 0), "not a fat binary"),
     "two images": (lambda f: f.header(f.fatbin() + 24, "<I", 4096), "not one cubin"),
     "PTX": (lambda f: f.header(f.fatbin() + 16, "<H", 1), "image of kind 1"),
     "compressed image": (lambda f: f.header(f.fatbin() + 16 + 0x48, "<I", 0), "compressed or foreign"),

@@ -129,7 +129,7 @@ def test_a_measurement_without_clocks_or_power_says_so_once_a_reason() -> None:
     blind = {"nvml": "unavailable: pynvml is not installed; pip install nvidia-ml-py"}
     (said,) = findings({"score/0/large": blind, "score/0/wide": blind, "score/1/large": READ})
     assert said == (
-        "clocks and power are not known, so this is no evidence: NVML unavailable: pynvml is not installed; "
+        "clocks and power are not known, so this is not evidence: NVML unavailable: pynvml is not installed; "
         "pip install nvidia-ml-py (during score/0/large, score/0/wide)"
     )
 

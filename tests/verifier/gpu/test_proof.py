@@ -78,11 +78,11 @@ def writes(target: Callable[[Tensors, Tensors, Tensor], Tensor]) -> Callable[...
 
 
 ASTRAY: dict[str, tuple[Callable[..., object], str, str]] = {
-    "behind an output": (writes(lambda i, o, w: past(o["s"])), "out_of_bounds", "beside output 's' were"),
-    "before an output": (writes(lambda i, o, w: before(o["s"])), "out_of_bounds", "beside output 's' were"),
-    "behind an input": (writes(lambda i, o, w: past(i["w"])), "out_of_bounds", "beside input 'w' were"),
-    "before a vector": (writes(lambda i, o, w: before(i["rstd"])), "out_of_bounds", "beside input 'rstd'"),
-    "in the workspace": (writes(lambda i, o, w: w[-1]), "out_of_bounds", "one kernel leaves for the next"),
+    "behind an output": (writes(lambda i, o, w: past(o["s"])), "out_of_bounds", "wrote outside output 's'"),
+    "before an output": (writes(lambda i, o, w: before(o["s"])), "out_of_bounds", "wrote outside output 's'"),
+    "behind an input": (writes(lambda i, o, w: past(i["w"])), "out_of_bounds", "wrote outside input 'w'"),
+    "before a vector": (writes(lambda i, o, w: before(i["rstd"])), "out_of_bounds", "outside input 'rstd'"),
+    "in the workspace": (writes(lambda i, o, w: w[-1]), "out_of_bounds", "into gaps of the workspace"),
     "an input": (writes(lambda i, o, w: i["w"][0, 0]), "inputs_written", "input(s) w were changed"),
     "reads past an input": (
         lambda i, o, w: o["s"].add_(past(i["rstd"]).nan_to_num(1.0)), "unstable", "output 's' differs",

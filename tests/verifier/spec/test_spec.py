@@ -125,9 +125,9 @@ def test_loading_without_check_needs_no_torch(write):
         ("    bench: false", "    bnech: false", 24, "unknown key 'bnech'; did you mean 'bench'?"),
         ("name: large", "name: small", 20, "case 'small' is there twice"),
         ("columns}", "columns, H: heads}", 3, "dim 'H' follows from no input's shape"),
-        ("dims: {M", "dims: {name: x, M", 3, "dim 'name' is no name for a size"),
-        ("scale: {shape", "Scale: {shape", 7, "'Scale' is no name for a value"),
-        ("eps: 1e-6", "lambda: 1e-6", 9, "'lambda' is no name for a value"),
+        ("dims: {M", "dims: {name: x, M", 3, "dim 'name' is not a name for a size"),
+        ("scale: {shape", "Scale: {shape", 7, "'Scale' is not a name for a value"),
+        ("eps: 1e-6", "lambda: 1e-6", 9, "'lambda' is not a name for a value"),
         ("eps: 1e-6", "a: 1e-6", 9, "'a' is already among the inputs"),
         ("eps: 1e-6", "eps: .inf", 9, "constant eps is inf; it must be finite"),
         ("eps: 1e-6", "eps: small", 9, "eps is 'small'; it must be a number"),
@@ -136,7 +136,7 @@ def test_loading_without_check_needs_no_torch(write):
         ("updates: old", "updates: a", 11, "c is fp16 [M, 2*N] but updates a, fp16 [M, K]"),
         ("std: K**-0.5", "std: Q**-0.5", 6, "dim 'Q' is not declared"),
         ("std: K**-0.5", "std: K - 16", 6, "is 0.0; it must be positive"),
-        ("std: K**-0.5", "std: sqrt(K)", 6, "'sqrt(K)' is no arithmetic"),
+        ("std: K**-0.5", "std: sqrt(K)", 6, "'sqrt(K)' is not arithmetic"),
         ("uniform: [0.5, 1.5]", "uniform: [1.5, 0.5]", 7, "must be finite, low then high"),
         ("uniform: [0.5, 1.5]", "uniform: [0.5, 1.5, 2]", 7, "it must be a list of two numbers"),
         ("uniform: [0.5, 1.5]", "unifrom: [0.5, 1.5]", 7, "unknown key 'unifrom'; did you mean 'uniform'?"),
@@ -146,7 +146,7 @@ def test_loading_without_check_needs_no_torch(write):
         ("  # a comment", "  import os", 15, "needs no import"),
         ("  r = rsqrt", "  q = rsqrt", 14, "reference never assigns output 'r'; add a line 'r = ...'"),
         ("cases:\n", "cases: []\nother:\n", 19, "unknown key 'other'"),
-        ("dims: {M", "dims: {M: [", 3, "this is no YAML mapping"),
+        ("dims: {M", "dims: {M: [", 3, "this is not a YAML mapping"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(write, old, new, line, words):
@@ -199,12 +199,12 @@ def test_files_that_are_no_spec(write):
     for text, words in [
         ("", "is a mapping with keys"),
         ("- 1\n", "is a mapping with keys"),
-        ("\0", "no YAML"),
+        ("\0", "YAML"),
     ]:
         path.write_text(text)
         assert fails(path).startswith("scaled.yaml:1: ") and words in fails(path)
     path.write_bytes(b"name: \xff")
-    assert "no UTF-8 text: byte 6 is 0xff" in fails(path)
+    assert "not UTF-8 text: byte 6 is 0xff" in fails(path)
 
 
 def test_every_shape_agrees_with_what_it_solves(write):
@@ -329,5 +329,5 @@ def test_a_reference_of_a_spec_made_in_python_is_checked(write):
 def test_yaml_that_cannot_be_built_is_one_message(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text(text)
-    with pytest.raises(SpecError, match="no YAML"):
+    with pytest.raises(SpecError, match="YAML"):
         load(path, check=False)
