@@ -119,7 +119,7 @@ def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
 
 
 def _refused(made: Pair) -> str:
-    """Why the pair fails a gate; empty if it passes."""
+    """Why the derived program fails a gate of the verifier; empty if it passes."""
     from coda_agent.verifier.spec.file import SpecError
     from coda_agent.verifier.verify import check_program
 

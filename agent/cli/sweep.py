@@ -191,8 +191,8 @@ def spreads(ray: str | None) -> bool:
 
 @contextmanager
 def fleet(ray: str | None) -> Iterator[Pool]:
-    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits until one is
-    there."""
+    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits until a GPU
+    is there."""
     from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a note about one
+NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a marker without one
 PATIENCE = 120.0  # seconds to wait for objects to be sent
 
 

@@ -2,7 +2,7 @@
 
 Outages last from seconds to hours, and runs continue overnight without a person. So retries of a transient
 fault are limited by time, not by number. Permanent faults are raised at once. The time of a stream is limited
-too: the API sends pings, so a stream without content is never silent.
+too: the API sends pings, so a read timeout never ends a stream without content.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience has ended. One last request follows the last wait."""
+        """Whether patience has ended. The last wait ends with it, and one more request follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
@@ -110,7 +110,7 @@ def persist(
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # raised here, so that its context is not an SDK exception, which may hold the key in a header
+        # raised here: its __context__ must not be an SDK exception, which may hold the API key
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1

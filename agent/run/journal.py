@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-GPU_SECONDS = "gpu_seconds"  # the charge in a measurement's event
+GPU_SECONDS = "gpu_seconds"  # the key of a measurement's event that holds its GPU seconds
 _APPLICATION = 0x434F4441  # "CODA" in the file's header, which no other SQLite file has
 
 _TABLES = f"""
@@ -390,7 +390,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:  # a bug of ours
         raise
-    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged file
+    except UnicodeDecodeError as error:  # SQLite's message may quote bytes that are no UTF-8
         raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
     except sqlite3.DatabaseError as error:
         code = _code(error)

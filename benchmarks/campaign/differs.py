@@ -18,9 +18,9 @@ from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-AIMED = 24  # draws that aim at the values that a mutant's conditions test
-INTEGERS = ("integers", "offsets")  # inits of inputs that mean places
-STEPS = 4  # steps in which a draw approaches such a value
+AIMED = 24  # the most draws whose nodes come near the thresholds in a mutant's conditions
+INTEGERS = ("integers", "offsets")  # the init of inputs that hold positions
+STEPS = 4  # the most times that a draw is rescaled to come near a threshold
 
 
 class CampaignDraw:
@@ -116,7 +116,7 @@ class Judge:
         return draw
 
     def _itself(self, node: int) -> bool:
-        """Whether a node is an input, or an input spread over a tile."""
+        """Whether a node is an input, or an input broadcast to a tile."""
         of = self.program.nodes[node]
         return of.op == "input" or (OPERATIONS[of.op].spread is not None and self._itself(of.args[0]))
 

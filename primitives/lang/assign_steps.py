@@ -1,8 +1,8 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM that it needs. The expression may also need a vector that becomes
-final only *after* its home. Then it is pending: it waits for a later GEMM. This module needs only the
-standard library, because the jail imports it.
+A tile expression's *home* is the last GEMM that it needs. The expression may also read a reduced
+vector that is complete only after that GEMM. Then it is pending: it waits for a later GEMM. This module needs
+only the standard library, because the jail imports it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Placer:
         self.step_of = {g: k for k, g in enumerate(self.gemms)}
 
     def gemms_in_order(self) -> list[int]:
-        """Order GEMMs so that their operands come first and, where possible, reductions precede the epilogues
-        that spread them. The result does not depend on the program's order of independent GEMMs."""
+        """Order GEMMs so that their operands come first and, where possible, each reduction is complete
+        before an epilogue broadcasts it."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -50,8 +50,8 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """For each GEMM: the GEMMs that its operands need, and the GEMMs whose sums only its epilogue
-        needs."""
+        """For each GEMM: the GEMMs that its operands need, and those whose sums its epilogue needs and its
+        operands do not."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
         tiles: list[set[int]] = []  # for each node, the accumulators that it reads

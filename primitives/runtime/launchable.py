@@ -31,7 +31,7 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
         if types[index].kind == "tile" and index not in program.outputs.values():
             tensors[f"the tile that node {index} passes to the next step"] = (types[index].shape, dtype)
     for name, index in program.outputs.items():
-        if types[index].kind == "head":  # threads store statistics one by one
+        if types[index].kind == "head":  # stored by element, not in bulk: needs no alignment
             del tensors[name]
     found = []
     for name, (shape, dtype) in tensors.items():
@@ -100,7 +100,7 @@ def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
     """Raise LaunchError if offsets do not rise from 0 to the number of rows. This reads the offsets, and so
-    waits for the GPU. Kernels do not check offsets but bound them, so that wrong ones reach no other
+    waits for the GPU. Kernels do not check offsets. They clamp them, so that wrong ones reach no other
     memory."""
     types, grouped = program.types(), [n for n in program.nodes if n.op == "gemm" and len(n.args) > 2]
     for a, b, offsets in (node.args for node in grouped):
@@ -113,8 +113,8 @@ def check_offsets(
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise LaunchError if an input that is overwritten shares memory with another input. The program reads
-    the overwritten input only element by element; tracing has checked this."""
+    """Raise LaunchError if an input that is overwritten shares memory with another input. Within a
+    program, overwriting is safe: each element is read only where it is written, as tracing has checked."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]

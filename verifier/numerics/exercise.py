@@ -1,5 +1,5 @@
-"""Check a program's choices: inputs must need both sides of each choice, and no result may depend on an exact
-size."""
+"""Check the operations that choose between values, such as ``where`` and ``maximum``: for each operand, some
+valid input must give another result without it. Also check that no result jumps at a particular size."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
-STEEPEST = 8  # results may follow at most this power of a size
-SMALLEST = 8  # the smallest size from which powers of sizes change smoothly
+STEEPEST = 8  # results may grow with at most this power of a size
+SMALLEST = 8  # the smallest size tried; between smaller ones, even a smooth power changes too much
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
-TRIES = 3  # at most this many runs are repeated without a side, until one fails
+TRIES = 3  # per operand, how many runs are repeated without it, unless one fails before
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage: record which open sides decided values in it, and which sides it
-    needed."""
+    """Add a judged run to the coverage. For each operand (side) that no run has needed so far, record
+    whether it decided values here, and whether this run needs it."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -82,13 +82,13 @@ def reach(
 
 
 def smooth(spec: Spec, program: Program, seed: int) -> None:
-    """Compare the program at the sizes that it computes with, and at almost the same sizes.
+    """Run the program with slightly different sizes in its formulas, on the same tensors, and compare the
+    outputs.
 
-    Results must depend smoothly on sizes. A mean does: over twice as many columns, the same sum gives half
-    the mean. The program runs on small inputs, but with a case's sizes in its formulas, and then with one or
-    all of these sizes slightly changed. Scalars that depend only on sizes are computed for every size up to
-    twice a case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size
-    does.
+    Results must depend smoothly on sizes, as a mean does: it divides a sum by the number of columns. The
+    program runs on small inputs, but with a case's sizes in its formulas, and then with one or all of these
+    sizes slightly changed. Scalars that depend only on sizes are computed for every size up to twice a
+    case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -121,8 +121,8 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """For one dim, compute the scalars that depend only on sizes at every size up to twice a case's; the
-    case's other sizes stay."""
+    """Take the scalars that depend on nothing but sizes. Compute them for every value of one dim up to twice
+    the case's; the other dims keep the case's values."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
     used: set[int] = set()  # nodes with at least one reader that depends on more than sizes
