@@ -102,13 +102,23 @@ def _plain(module: nn.Module, sharded: bool) -> str:
     return ""
 
 
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """The linear modules of queries, keys and values."""
+    attention = layer.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
     """Why a part of a layer is not fused; empty if it is. ``sharded``: the weights are shards while the layer
     does not run, as with FSDP."""
     if part == "mlp" and not how.activation:
         return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
     for path, module in _modules(layer, part):
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if _hooked(module):
             return f"{path} has hooks"
         if not path.endswith("_proj"):
             continue
@@ -252,13 +262,13 @@ def _heads(
     rotated = False
     if refusal(layer, how, "in"):
         normed = layer.input_layernorm(x)
-        projected: Any = [part(normed) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        projected: Any = [part(normed) for part in _projections(layer)]
     else:
-        usual = cos.shape[-1] == attention.head_dim and not any(norm._forward_hooks for norm in norms)
+        usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
         # A cache must have the model's own order of columns, whatever reads it next.
         rotated = usual and how.rotates and not cached
         packed = _projected(layer, how, x, begun, angles if rotated else None)
-        sizes = [part.weight.shape[0] for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        sizes = [part.weight.shape[0] for part in _projections(layer)]
         if usual and not rotated:
             gammas = (norms[0].weight, norms[1].weight) if norms else None
             eps = norms[0].variance_epsilon if norms else 0.0
@@ -276,13 +286,12 @@ def _projected(
 ) -> Tensor:
     """Queries, keys and values side by side, [..., N]. With ``angles``, queries and keys are rotated, and the
     columns of each rotated pair are adjacent."""
-    attention, dtype = layer.self_attn, _dtype(x)
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    parts, dtype = _projections(layer), _dtype(x)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     table = functional.angles(*angles, x.shape[:-1]).to(dtype) if angles else None
     norm = _norm(layer.input_layernorm, how.centered)
-    width = attention.head_dim if angles else 0
+    width = layer.self_attn.head_dim if angles else 0
     packed = _reordered(how, partial(_packed, dtype=dtype, width=width), *weights)
     turned = sum(len(weight) for weight in weights[:2])
     return functional.before_attention(x, norm, packed, bias, table, turned, begun)

@@ -75,6 +75,15 @@ def test_every_part_of_a_layer_runs_fused(family: str, stack: bool, where: Where
     assert said["attention"] == "PyTorch" and "the model's own" in str(table)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_norm_of_heads_runs_its_hooks(register: str) -> None:
+    model, ran = small_models.model("Qwen3"), list[Any]()
+    fused.patch(model)
+    getattr(model.model.layers[0].self_attn.k_norm, register)(lambda *given: ran.append(given))
+    trained(model, tokens(), use_cache=False)
+    assert len(ran) == 1
+
+
 @EVERY_FAMILY
 @BOTH_MODES
 def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
