@@ -19,16 +19,39 @@ PROGRAMS = 1056  # of the backward, 8 for each SM; each adds up the norms' weigh
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pairs(start, heads, first, stride, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of the first halves of heads, and which of these heads exist."""
+def _halves(start, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the halves of a vector of one head's width, in fp32."""
+    column = tl.arange(0, HALF)
+    return tl.load(start + column).to(tl.float32), tl.load(start + HALF + column).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(start, heads, first, stride, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of the first halves of some heads, and which of these heads exist."""
     head = first + tl.arange(0, BLOCK)
     return start + head[:, None] * stride + tl.arange(0, HALF)[None, :], (head < heads)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _halves(start, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    column = tl.arange(0, HALF)
-    return tl.load(start + column).to(tl.float32), tl.load(start + HALF + column).to(tl.float32)
+def _load(start, heads, first, stride, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the halves of some heads, in fp32."""
+    at, there = _places(start, heads, first, stride, HALF, BLOCK)
+    return tl.load(at, there, 0).to(tl.float32), tl.load(at + HALF, there, 0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(start, heads, first, a, b, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the halves of some adjacent heads."""
+    at, there = _places(start, heads, first, 2 * HALF, HALF, BLOCK)
+    tl.store(at, a.to(start.dtype.element_ty), there)
+    tl.store(at + HALF, b.to(start.dtype.element_ty), there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(a, b, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divide the halves of heads by their RMS; also return its reciprocal."""
+    rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    return a * rstd, b * rstd, rstd
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,15 +64,11 @@ def _forward_heads(  # type: ignore[no-untyped-def]
     if NORMED:
         gamma_a, gamma_b = _halves(gamma, HALF)
     for first in range(0, heads, BLOCK):
-        at, there = _pairs(z, heads, first, 2 * HALF, HALF, BLOCK)
-        a = tl.load(at, there, 0).to(tl.float32)
-        b = tl.load(at + HALF, there, 0).to(tl.float32)
+        a, b = _load(z, heads, first, 2 * HALF, HALF, BLOCK)
         if NORMED:
-            rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-            a, b = a * rstd * gamma_a, b * rstd * gamma_b
-        to, there = _pairs(out, heads, first, 2 * HALF, HALF, BLOCK)
-        tl.store(to, (a * cos_a - b * sin_a).to(out.dtype.element_ty), there)
-        tl.store(to + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), there)
+            a, b, _ = _normed(a, b, eps, HALF)
+            a, b = a * gamma_a, b * gamma_b
+        _store(out, heads, first, a * cos_a - b * sin_a, b * cos_b + a * sin_b, HALF, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,25 +121,18 @@ def _backward_heads(  # type: ignore[no-untyped-def]
     if NORMED:
         gamma_a, gamma_b = _halves(gamma, HALF)
     for first in range(0, heads, BLOCK):
-        at, there = _pairs(d, heads, first, stride, HALF, BLOCK)
-        turned_a = tl.load(at, there, 0).to(tl.float32)
-        turned_b = tl.load(at + HALF, there, 0).to(tl.float32)
+        turned_a, turned_b = _load(d, heads, first, stride, HALF, BLOCK)
         da = turned_a * cos_a + turned_b * sin_b
         db = turned_b * cos_b - turned_a * sin_a
         if NORMED:
-            at, there = _pairs(z, heads, first, 2 * HALF, HALF, BLOCK)
-            a = tl.load(at, there, 0).to(tl.float32)
-            b = tl.load(at + HALF, there, 0).to(tl.float32)
-            rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-            a, b = a * rstd, b * rstd
+            a, b = _load(z, heads, first, 2 * HALF, HALF, BLOCK)
+            a, b, rstd = _normed(a, b, eps, HALF)
             total_a += tl.sum(da * a, 0)
             total_b += tl.sum(db * b, 0)
             da, db = da * gamma_a, db * gamma_b
             mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
             da, db = (da - a * mean) * rstd, (db - b * mean) * rstd
-        to, there = _pairs(out, heads, first, 2 * HALF, HALF, BLOCK)
-        tl.store(to, da.to(out.dtype.element_ty), there)
-        tl.store(to + HALF, db.to(out.dtype.element_ty), there)
+        _store(out, heads, first, da, db, HALF, BLOCK)
     return total_a, total_b
 
 
@@ -181,10 +193,9 @@ def _backward(  # type: ignore[no-untyped-def]
         k_b += more_b
         start += groups * width
         for first in range(0, groups, BLOCK):
-            of, there = _pairs(dv + sequence * dv_sequence + at * dv_row, groups, first, dv_head, HALF, BLOCK)
-            to, there = _pairs(out + start, groups, first, width, HALF, BLOCK)
-            tl.store(to, tl.load(of, there, 0), there)
-            tl.store(to + HALF, tl.load(of + HALF, there, 0), there)
+            own = dv + sequence * dv_sequence + at * dv_row
+            a, b = _load(own, groups, first, dv_head, HALF, BLOCK)
+            _store(out + start, groups, first, a, b, HALF, BLOCK)
     if NORMED:
         d_gamma += tl.program_id(0) * 4 * HALF
         tl.store(d_gamma + column, q_a)

@@ -33,7 +33,7 @@ def heads(
     Everything is computed in fp32 and rounded once.
     """
     width = cos.shape[-1]
-    if runs_on_gpu(packed) and width % 2 == 0 and (width // 2).bit_count() == 1:
+    if runs_on_gpu(packed) and width > 1 and width.bit_count() == 1:
         return _InOnePass.apply(packed, cos, sin, groups, *(norms or (None, None)), eps)
     return plainly(packed, cos, sin, groups, norms, eps)
 
