@@ -32,6 +32,7 @@ from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.runtime import launch
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.launchable import sorted_rows
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
@@ -76,8 +77,8 @@ def measured(name: str, where: str) -> dict[str, Any]:
         n: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=where)
         for n, t in program.signature.inputs.items()
     }
-    if "offsets" in inputs:
-        inputs["offsets"][1:] = sizes["T"]  # all rows belong to the first expert
+    for rows_of, rows in sorted_rows(program):
+        inputs[rows_of][1:] = rows(sizes)  # all rows belong to the first expert
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
     operator = ops.define(program, order, f"{name}_host_time")  # its CPU side may be a stub
     dims = [sizes[dim] for dim in program.signature.named]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
+from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program, Signature
 from coda_agent.primitives.lang.ops.tiles import check_offsets as rising
@@ -96,18 +97,26 @@ def check_tensors(
         raise LaunchError(str(error)) from None
 
 
+def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
+    """The inputs that hold each expert's first row, and the number of rows that they sort."""
+    types = program.types()
+    for node in program.nodes:
+        if node.op == "gemm" and len(node.args) > 2:
+            a, b, offsets = node.args
+            rows = types[a if types[a].kind == "tile" else b].shape[0]
+            yield str(program.nodes[offsets].attribute), rows
+
+
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
     """Raise LaunchError if offsets do not rise from 0 to the number of rows. This reads the offsets, and so
     waits for the GPU. Kernels do not check offsets. They clamp them, so that wrong ones reach no other
     memory."""
-    types, grouped = program.types(), [n for n in program.nodes if n.op == "gemm" and len(n.args) > 2]
-    for a, b, offsets in (node.args for node in grouped):
+    for name, rows in sorted_rows(program):
         sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
-        name = str(program.nodes[offsets].attribute)
         try:
-            rising(inputs[name].tolist(), types[a if types[a].kind == "tile" else b].shape[0](sizes))
+            rising(inputs[name].tolist(), rows(sizes))
         except ValueError as error:
             raise LaunchError(f"input {name!r}: {error}") from None
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coda_agent.primitives.compiler.lower import lower
-from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import MAX_BYTES, OPERATIONS, Program
+from coda_agent.primitives.runtime.launchable import sorted_rows
 
 pytestmark = pytest.mark.slow
 
@@ -137,13 +137,6 @@ def outcome(text: str) -> str:
     return "lowered" if not interpreted(program) else "interpreted"
 
 
-def offsets(program: Program) -> dict[str, Dim]:
-    """The inputs that sort rows by expert, and their numbers of rows."""
-    types, grouped = program.types(), (n.args for n in program.nodes if n.op == "gemm" and len(n.args) > 2)
-    found = [(program.nodes[o], types[a if types[a].kind == "tile" else b].shape[0]) for a, b, o in grouped]
-    return {str(node.attribute): rows for node, rows in found}
-
-
 def interpreted(program: Program) -> bool:
     """Whether it runs: on inputs of small sizes, where its shapes have any."""
     import torch
@@ -158,7 +151,7 @@ def interpreted(program: Program) -> bool:
     except ValueError:  # a dim that no input has
         return False
     inputs = {k: torch.ones(shapes[k]).to(torch_dtype(t.dtype)) for k, t in program.signature.inputs.items()}
-    for name, rows in offsets(program).items():  # all rows belong to the first expert
+    for name, rows in sorted_rows(program):  # all rows belong to the first expert
         inputs[name][:1], inputs[name][1:] = 0, rows(sizes)
     try:
         interpret(program, inputs)
