@@ -293,9 +293,10 @@ def measured_on(
 
     label = entry.identity.spec_hash
     told = run_shared(pool, slot, label, pieces.measure, asked, patience=MEASURING, progress=heard)
-    found = MEASUREMENT.validate_python(told)
-    invalid = isinstance(found, Unmeasured) and found.evidence.get("controls")
-    pool.controlled(slot, str(told["reason"]) if invalid else "")
+    found, fault = MEASUREMENT.validate_python(told), ""
+    if isinstance(found, Unmeasured) and found.evidence.get("controls"):
+        fault = found.reason
+    pool.controlled(slot, fault)
     return found
 
 

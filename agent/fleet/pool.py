@@ -21,7 +21,7 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 TICK = 0.5  # seconds between two reads of the executor's slots
 # seconds to wait for a slot if the fleet has none of the needed kind, for example while it grows
 ALONE = 600.0
-VOIDS = 2  # how many invalid measurements in a row exclude a GPU; noise alone may cause one
+INVALID = 2  # how many invalid measurements in a row exclude a GPU; noise alone may cause one
 LOSSES = 5  # how many slots one piece of work may lose before the driver gives it up
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
@@ -38,15 +38,15 @@ class Suspect(Exception):
 
 @dataclass
 class SlotState:
-    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle. ``voids``: how many of its
-    last measurements were invalid."""
+    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle. ``invalid``: how many
+    measurements in a row were invalid on it."""
 
     slot: Slot
     joined: float
     now: str = ""
     busy: float = 0.0
     since: float = 0.0
-    voids: int = 0
+    invalid: int = 0
 
 
 @dataclass
@@ -161,12 +161,12 @@ class Pool:
 
     def controlled(self, slot: Slot, fault: str) -> None:
         """Exclude a GPU whose controls failed in several measurements in a row. ``fault``: why they failed;
-        "" if they passed."""
+        "" if none failed."""
         if not (use := self.uses.get(slot.name)):
             return
-        use.voids = use.voids + 1 if fault else 0
-        if use.voids == VOIDS:
-            self.leave_out(slot, f"it failed its controls {VOIDS} times in a row: {fault}")
+        use.invalid = use.invalid + 1 if fault else 0
+        if use.invalid == INVALID:
+            self.leave_out(slot, f"it failed its controls {INVALID} times in a row: {fault}")
 
     def _take(self, gpu: bool, piece: str, deadline: float | None, prefer: str) -> SlotState:
         lonely, queue, turn = time.monotonic() + ALONE, self._queues[gpu], object()

@@ -125,7 +125,7 @@ def test_a_gpu_that_fails_its_controls_stays_out_until_it_is_readmitted(toy: Pat
 
 
 def test_a_gpu_that_fails_its_controls_once_stays(toy: Path) -> None:
-    """As on a fleet whose only GPU is disturbed for a moment."""
+    """Noise may disturb a fleet's only GPU for a moment."""
     bad = iter([True])
 
     def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured | Unmeasured:
