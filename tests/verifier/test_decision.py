@@ -97,7 +97,8 @@ def test_a_sample_that_is_no_duration_makes_figures_void(wrong: float) -> None:
     row = (1.0,) * 11
     rows, others = ((1.0, *row), (wrong, *row)), ((1.0, *row),) * 2
     for given in ((rows, others), (others, rows)):
-        with pytest.raises(InvalidMeasurement, match=f"a timed call took {wrong} ms, which is not"):
+        words = f"a timed call took {wrong} ms, which is not a duration"
+        with pytest.raises(InvalidMeasurement, match=words):
             compared(*given)
     with pytest.raises(InvalidMeasurement, match="not a duration"):
         central(rows)

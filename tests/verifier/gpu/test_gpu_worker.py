@@ -200,7 +200,7 @@ def test_a_sanitizer_s_summary_decides(
     [
         ("printf '========= Invalid __global__ write\n========= ERROR SUMMARY: 1 error\n'",
          "found 1 error.*Invalid __global__ write"),
-        ("echo '========= ERROR SUMMARY: 0 errors'", "the kernel crashed: .*unspecified launch"),
+        ("echo '========= ERROR SUMMARY: 0 errors'", "the kernel crashed: .*unspecified launch failure"),
     ],
 )  # fmt: skip
 def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(

@@ -199,7 +199,7 @@ def test_files_that_are_no_spec(write):
     for text, words in [
         ("", "is a mapping with keys"),
         ("- 1\n", "is a mapping with keys"),
-        ("\0", "YAML"),
+        ("\0", "this is not a YAML mapping"),
     ]:
         path.write_text(text)
         assert fails(path).startswith("scaled.yaml:1: ") and words in fails(path)
@@ -329,5 +329,5 @@ def test_a_reference_of_a_spec_made_in_python_is_checked(write):
 def test_yaml_that_cannot_be_built_is_one_message(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text(text)
-    with pytest.raises(SpecError, match="YAML"):
+    with pytest.raises(SpecError, match="this is not a YAML mapping|this YAML cannot be read"):
         load(path, check=False)
