@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 
-from benchmarks import derived_ledger
+from benchmarks.derived import ledger
 from benchmarks.programs import forward
 from coda_agent.primitives import gelu
 from coda_agent.primitives.compiler.roofline import roofline
@@ -27,7 +27,7 @@ AGREES = 1e-10
 
 
 def test_every_forward_operator_stands_in_two_forms() -> None:
-    for name in derived_ledger.operators():
+    for name in ledger.operators():
         rows = [line for line in LINES if line[0] == name]
         assert [row[1].partition(",")[0] for row in rows] == ["alone", "behind a product"]
         for row in rows:
@@ -39,19 +39,19 @@ def test_every_forward_operator_stands_in_two_forms() -> None:
     "name", ["gemm_swiglu", "gemm_residual_rmsnorm_gemm", "gemm_rmsnorm_qkv_rope", "gemm_fp8_swiglu"]
 )
 def test_an_operator_s_rows_are_today_s(name: str) -> None:
-    for row in derived_ledger.operator(name, agreement=False):
+    for row in ledger.operator(name, agreement=False):
         assert row[:-1] in [line[:-1] for line in LINES]
 
 
 def test_no_derived_backward_has_more_steps_or_bytes_than_by_hand() -> None:
-    for each in derived_ledger.by_hand():
+    for each in ledger.by_hand():
         (steps, moved), (own, less) = each.hand(), each.ours()
         assert own <= steps and less < 1.0001 * moved, each.kernel  # 0.01%: a vector of the rows
-    assert all(row in LINES for row in derived_ledger.hand_rows())
+    assert all(row in LINES for row in ledger.hand_rows())
 
 
 def test_the_derived_layer_moves_less() -> None:
-    rows = derived_ledger.layer_rows()
+    rows = ledger.layer_rows()
     assert all(row in LINES for row in rows)
     derived = [row for row in rows if row[1].startswith("derived")]
     assert len(derived) == 6
@@ -110,7 +110,7 @@ def swiglu(spec: Spec) -> Program:
 
 
 def biased_gelu(spec: Spec) -> Program:
-    mlp = derived_ledger.two_products("F", gelu).program("mlp")
+    mlp = ledger.two_products("F", gelu).program("mlp")
     made = derive(mlp, spec.cases[0].sizes, of=["out"], recompute=["act"]).program
     assert made
     outputs = {"dz": operand(made, "d_x", 0), "act": operand(made, "d_w_down", 1)}
@@ -118,7 +118,7 @@ def biased_gelu(spec: Spec) -> Program:
 
 
 def cross_entropy(spec: Spec) -> Program:
-    loss = derived_ledger.loss().program("loss")
+    loss = ledger.loss().program("loss")
     made = derive(loss, spec.cases[0].sizes, wrt=["x", "w"], of=["loss"]).program
     assert made
     return cut_out(made, spec, {"dlogits": operand(made, "d_x", 0)}, {"d_loss": "dloss"})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fleet_simulation
-from benchmarks.fleet_simulation import SimulatedResources, drawn, efficiency, phases, simulate
+from benchmarks.fleet import simulation
+from benchmarks.fleet.simulation import SimulatedResources, drawn, efficiency, phases, simulate
 
 RUN = [("author", 5.0), ("core", 2.0), ("gpu", 10.0)]
 
@@ -36,15 +36,15 @@ def test_sixty_four_gpus_reach_nine_tenths_of_linear() -> None:
 def test_the_page_has_what_was_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fleet_simulation, "GPUS", (1, 4))
-    monkeypatch.setattr(fleet_simulation, "SPECS", (30,))
-    monkeypatch.setattr(fleet_simulation, "WORK", 30)
-    monkeypatch.setattr(fleet_simulation, "FLEET", 4)
+    monkeypatch.setattr(simulation, "GPUS", (1, 4))
+    monkeypatch.setattr(simulation, "SPECS", (30,))
+    monkeypatch.setattr(simulation, "WORK", 30)
+    monkeypatch.setattr(simulation, "FLEET", 4)
     run = {"run": "24 checks on 2 one-core node(s)", "seconds": 50.0, "predicted": 55.0}
     (tmp_path / "runs.json").write_text(json.dumps({"compared": [run]}))
-    real = [tmp_path / "runs.json", fleet_simulation.ROOT / "docs" / "fleet_runs" / "neighbours.json"]
+    real = [tmp_path / "runs.json", simulation.ROOT / "docs" / "fleet_runs" / "neighbours.json"]
     files = ["--out", str(tmp_path), "--runs", *map(str, real)]
-    fleet_simulation.main(["--driver", "0.03", *files])
+    simulation.main(["--driver", "0.03", *files])
     found = json.loads(capsys.readouterr().out)
     assert found["kernels"] == len(phases()) and found["driver"] == 0.03
     assert all(row[0] == 1.0 and 0 < row[1] <= 1.0 for row in found["efficiency"].values())

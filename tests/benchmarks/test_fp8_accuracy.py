@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import fp8_accuracy as bench
-from benchmarks.fp8_accuracy import FUSED, RowWise, errors, mlp
+from benchmarks.fp8 import accuracy as bench
+from benchmarks.fp8.accuracy import FUSED, RowWise, errors, mlp
 from coda_agent.comparison.layers.plain import Function, layer
 from coda_agent.comparison.layers.shape import Shape
 

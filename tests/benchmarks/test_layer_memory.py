@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from checkout import ROOT
 
-from benchmarks import layer_memory
+from benchmarks.models import memory
 
 
 def test_the_page_has_what_is_counted() -> None:
-    assert layer_memory.table().strip() in (ROOT / "docs" / "fused.md").read_text(encoding="utf-8")
+    assert memory.table().strip() in (ROOT / "docs" / "fused.md").read_text(encoding="utf-8")
 
 
 def test_a_patched_layer_keeps_less() -> None:
-    plain, ours = layer_memory.both(layer_memory.MODELS["8B"])
+    plain, ours = memory.both(memory.MODELS["8B"])
     assert ours < 0.65 * plain

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import serving, training
+from benchmarks.models import serving, training
 
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY |= {"intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512}

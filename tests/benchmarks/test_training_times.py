@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import training
+from benchmarks.models import training
 
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY |= {"intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512}

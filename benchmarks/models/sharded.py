@@ -1,4 +1,4 @@
-"""Train a patched model under FSDP2 on several GPUs: ``python -m benchmarks.sharded_training --out FILE``.
+"""Train a patched model under FSDP2 on several GPUs: ``python -m benchmarks.models.sharded --out FILE``.
 
 A random Llama of about half a billion parameters trains under ``fully_shard``, one process per GPU, with and
 without ``fused.patch``. Then the patched model trains on one GPU with the batches of all. FILE receives the
@@ -27,7 +27,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.training import FUSED, PACKAGES, PLAIN, RATE, model
+from benchmarks.models.training import FUSED, PACKAGES, PLAIN, RATE, model
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
@@ -36,7 +36,7 @@ from coda_agent.verifier.statistics import ratio
 
 dist: Any = torch.distributed  # mypy finds almost no exports in it
 fully_shard: Any = torch.distributed.fsdp.fully_shard
-SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with benchmarks.training's widths: 0.43 billion
+SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with training's widths: 0.43 billion
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 WARM = 2  # number of rounds that are not counted
@@ -157,7 +157,7 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_training")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models.sharded")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--world", type=int, default=2, help="GPUs")
     parser.add_argument("--steps", type=int, default=60)
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build(asked)
     with tempfile.TemporaryDirectory() as scratch:
         asked.scratch = Path(scratch)
-        line = [sys.executable, "-m", "benchmarks.sharded_training", *given, "--scratch", scratch]
+        line = [sys.executable, "-m", "benchmarks.models.sharded", *given, "--scratch", scratch]
         others = [
             subprocess.Popen([*line, "--rank", str(rank)], env=dict(os.environ))
             for rank in range(1, asked.world)

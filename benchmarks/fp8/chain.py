@@ -1,4 +1,4 @@
-"""Measure an MLP in fp8: ``python -m benchmarks.fp8_chain FILE [--widths 7B]``, on an H100.
+"""Measure an MLP in fp8: ``python -m benchmarks.fp8.chain FILE [--widths 7B]``, on an H100.
 
 The chain computes, from the normalised rows of a residual stream, the next ones: up projection, SwiGLU, down
 projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. Their
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from benchmarks.fp8_accuracy import END, program, rows
+from benchmarks.fp8.accuracy import END, program, rows
 from coda_agent.comparison.layers.plain import rmsnorm
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launch import Kernel

@@ -1,4 +1,4 @@
-"""Simulate where a sweep stops scaling: ``python -m benchmarks.fleet_simulation --driver SECONDS``.
+"""Simulate where a sweep stops scaling: ``python -m benchmarks.fleet.simulation --driver SECONDS``.
 
 A discrete-event simulation runs sweeps on 1 to 1,024 GPUs. It writes a page and a chart to the folder
 ``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
@@ -6,7 +6,7 @@ the numbers of attempts from the recorded runs. Simulated runs are drawn from th
 authors one kernel. From its first question to its end it occupies one of the driver's places for runs in
 progress. It asks its author, then waits for a core to examine its source, for a core to compile it, and for a
 GPU. Before each stage the driver, a single process, works for ``--driver`` seconds. ``--runs`` names JSON
-files of ``benchmarks.fleet_checks`` and ``benchmarks.two_gpus``. The page compares their real runs with
+files of ``benchmarks.fleet.checks`` and ``benchmarks.fleet.two_gpus``. The page compares their real runs with
 simulations of the same runs.
 """
 
@@ -27,7 +27,7 @@ from coda_agent.agent.reporting.charts import image, styled
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
@@ -249,7 +249,7 @@ def chart(found: dict[str, Any]) -> bytes:
 
 
 def _neighbours_page(told: dict[str, Any]) -> str:
-    """A section on the timings of ``benchmarks.two_gpus disturb``."""
+    """A section on the timings of ``benchmarks.fleet.two_gpus disturb``."""
     states = {
         "idle": "idles, as the cores do",
         "compiling": "idles, and the cores compile",
@@ -270,7 +270,7 @@ def _neighbours_page(told: dict[str, Any]) -> str:
 ## Do neighbours disturb each other?
 
 Timings of `{kernel}` at {case} on one of {len(told["gpus"])} {told["gpus"][0]} of a host with
-{told["cores"]} cores, by `python -m benchmarks.two_gpus disturb`; {versions}, {told["date"][:10]}.
+{told["cores"]} cores, by `python -m benchmarks.fleet.two_gpus disturb`; {versions}, {told["date"][:10]}.
 Each timing has fresh inputs and gives one estimate of each control; the table has the least and the largest.
 The planted delay's own launch adds one or two microseconds to it.
 
@@ -301,7 +301,7 @@ def page(found: dict[str, Any]) -> str:
     places = ", ".join(f"{number} for answers of {author} s" for author, number in found["places"].items())
     return f"""# Where a sweep stops scaling
 
-Simulated by `python -m benchmarks.fleet_simulation`; no fleet of this size was measured. Seconds of every
+Simulated by `python -m benchmarks.fleet.simulation`; no fleet of this size was measured. Seconds of every
 phase are those in the {found["kernels"]} committed reports, each from one NVIDIA H100 80GB HBM3. On average
 they take {mean_of["examine"]:.1f} s to examine a source, {mean_of["compile"]:.1f} s to compile it, and
 {mean_of["measure"]:.0f} s to measure it. There is one core for each GPU, beside those that tuning uses on the

@@ -1,4 +1,4 @@
-"""Count the bytes that derived backwards move: ``python -m benchmarks.derived_ledger PAGE``. It needs no GPU.
+"""Count the bytes that derived backwards move: ``python -m benchmarks.derived.ledger PAGE``. It needs no GPU.
 
 The page has three tables. The first shows every forward operator of ``specs`` with its derived backward. The
 second compares the backwards that people arranged from hand-authored kernels with the derived ones. The third
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.by_hand.runners import accepted_programs, calls
-from benchmarks.derived_layer import backwards, beside_stream
+from benchmarks.derived.layer import backwards, beside_stream
 from benchmarks.layer_profile.ledger import ATTENTION, rows
 from benchmarks.programs import forward
 from coda_agent.agent.backward import pair
@@ -38,7 +38,7 @@ from coda_agent.verifier.numerics.gradients import errors
 from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BACKWARDS = ("_bwd", "_accumulate")  # suffixes of specs that are backwards
 KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
@@ -236,8 +236,6 @@ def hand_rows() -> list[list[str]]:
 # The layer
 
 
-
-
 def layer_by_hand(shape: Shape) -> int:
     """The bytes that the layer's backward moves as arranged in ``benchmarks.by_hand``, but with the
     rotation's transpose in one pass."""
@@ -323,7 +321,7 @@ def page() -> str:
 
 PAGE = """# Derived backwards, counted
 
-{where}. Written by `python -m benchmarks.derived_ledger docs/derived_ledger.md`. Bytes are compulsory: each
+{where}. Written by `python -m benchmarks.derived.ledger docs/derived_ledger.md`. Bytes are compulsory: each
 step reads and writes each of its tensors once ([how a backward is derived](derive.md)).
 
 ## Every operator
@@ -350,7 +348,7 @@ less the bytes of each weight read once and its gradient written once, which no 
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.derived_ledger")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.derived.ledger")
     parser.add_argument("page", type=Path)
     write_atomic(parser.parse_args(given).page, page())
 

@@ -1,4 +1,4 @@
-"""Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.layer_memory``.
+"""Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.models.memory``.
 
 It counts the bytes that autograd stores for one Llama layer in bf16: as Hugging Face computes the layer, and
 patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is computed. Weights

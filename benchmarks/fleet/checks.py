@@ -1,9 +1,9 @@
-"""Count checks per minute on Ray clusters: ``python -m benchmarks.fleet_checks [--kernels 24] [--out FILE]``.
+"""Count checks per minute on Ray clusters: ``python -m benchmarks.fleet.checks [--kernels 24] [--out FILE]``.
 
 It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine: on one
 node and on two nodes, each pinned to its own core. Every pass starts with empty caches. A check has two
 pieces of work, which run in workers. The report also gives the share of time that Ray and the driver take
-outside the workers. Under ``compared`` it gives the seconds that ``benchmarks.fleet_simulation`` predicts
+outside the workers. Under ``compared`` it gives the seconds that ``benchmarks.fleet.simulation`` predicts
 from the pieces of the first pass. Other work on this machine distorts the figures, so the machine's load is
 reported with them.
 """
@@ -27,14 +27,14 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from benchmarks.fleet_simulation import SimulatedResources, simulate
+from benchmarks.fleet.simulation import SimulatedResources, simulate
 from coda_agent.agent.fleet import pieces
 from coda_agent.agent.fleet.driver import SILENCE
 from coda_agent.agent.fleet.executor import CPU, environment
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 JOINING = 300.0  # seconds for all cores to join
 
@@ -164,6 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     # so that nodes, which have another __main__, can unpickle its functions
-    from benchmarks import fleet_checks
+    from benchmarks.fleet import checks
 
-    fleet_checks.main()
+    checks.main()

@@ -1,4 +1,4 @@
-"""Measure decoding with fused parts: ``python -m benchmarks.serving``.
+"""Measure decoding with fused parts: ``python -m benchmarks.models.serving``.
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times the next token of 1, 16 and 128
 sequences as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training import SAID, command, model, sharing
+from benchmarks.models.training import SAID, command, model, sharing
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
@@ -264,7 +264,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 PAGE = """# Decoding with fused parts
 
-{where}. Drawn by `python -m benchmarks.serving draw` from what `measure` wrote.
+{where}. Drawn by `python -m benchmarks.models.serving draw` from what `measure` wrote.
 
 The next token of a Hugging Face model in bf16 (parameters, {sizes}) over a static cache of {prompt} tokens,
 {tokens} tokens a round. All arms share one set of parameters and take turns in random order, {rounds} rounds;

@@ -1,11 +1,11 @@
-"""Try a fleet on the GPUs of one host: ``python -m benchmarks.two_gpus COMMAND``.
+"""Try a fleet on the GPUs of one host: ``python -m benchmarks.fleet.two_gpus COMMAND``.
 
 ``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
-every lease, and what ``benchmarks.fleet_simulation`` predicts from the leases' seconds. ``compare --
+every lease, and what ``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare --
 OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``. ``faults`` measures a bundle; meanwhile
 it kills a worker and removes a GPU. ``disturb`` times the controls of a measurement on the first GPU, while
 the second GPU idles, while other cores compile, and while the second GPU measures. Each command writes
-FOLDER/NAME.json. ``benchmarks.sharded_training`` tests training on such a host.
+FOLDER/NAME.json. ``benchmarks.models.sharded`` tests training on such a host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.fleet_simulation import SimulatedResources, simulate
+from benchmarks.fleet.simulation import SimulatedResources, simulate
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.fleet.bundles import measure
 from coda_agent.agent.fleet.executor import environment, usable_gpus
@@ -40,7 +40,7 @@ from coda_agent.verifier.gpu.worker import Task, Worker
 from coda_agent.verifier.measure import DEFAULT_ARMS, ROUNDS, MeasureOptions
 from coda_agent.verifier.report import CANDIDATE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 JOINING = 120.0  # seconds for all GPUs to join
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
@@ -341,7 +341,7 @@ def verdict(found: Rows) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_gpus")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.two_gpus")
     commands = parser.add_subparsers(dest="command", required=True)
     compare = commands.add_parser("compare")
     compare.add_argument("--results", type=Path, required=True, help="the folder, as of compare --out")

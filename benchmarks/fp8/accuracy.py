@@ -1,4 +1,4 @@
-"""Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8_accuracy [--seeds 5]``.
+"""Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8.accuracy [--seeds 5]``.
 
 It needs no GPU. All arms compute from the same bf16 numbers. An output's or gradient's error is its distance
 from the plain layer in fp32: the RMS of the difference over the RMS of the fp32 value. Programs run in the
@@ -35,7 +35,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import student_quantile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
 LOUD, TIMES = 64, 30.0  # one in LOUD channels is TIMES as large, as in trained models

@@ -1,4 +1,4 @@
-"""Measure the training of a Hugging Face model with fused parts: ``python -m benchmarks.training``.
+"""Measure the training of a Hugging Face model with fused parts: ``python -m benchmarks.models.training``.
 
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
 parameters. The arms are: the unpatched model, eager and under ``torch.compile``; the model with Liger's
@@ -356,7 +356,7 @@ def _risen(losses: Sequence[float]) -> int:
 
 PAGE = """# Training with fused parts
 
-{where}. Drawn by `python -m benchmarks.training draw` from what `measure` wrote.
+{where}. Drawn by `python -m benchmarks.models.training draw` from what `measure` wrote.
 
 A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
 (parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;

@@ -1,4 +1,4 @@
-"""Measure the layer with a derived backward: ``python -m benchmarks.derived_layer``.
+"""Measure the layer with a derived backward: ``python -m benchmarks.derived.layer``.
 
 ``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
 first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
@@ -260,7 +260,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 PAGE = """# A layer with a derived backward
 
-{where}. Drawn by `python -m benchmarks.derived_layer draw` from what `measure` wrote.
+{where}. Drawn by `python -m benchmarks.derived.layer draw` from what `measure` wrote.
 
 The Transformer layer of [the comparison](comparison.md), 16,384 tokens, in four arms that take turns in one
 process, from a cold L2. The forward is the same in the first three. *By hand*: the backward that people
@@ -289,7 +289,7 @@ about 0.002.
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.derived_layer")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.derived.layer")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("file", type=Path)
