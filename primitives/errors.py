@@ -1,7 +1,7 @@
 """The errors that end a command, and the exit status of each. Standard library only.
 
     CodaError
-    |-- Refused           1  the work was done, and the answer is no
+    |-- Refused           1  the command did its work, and the answer is no
     |   |-- CompileError        the compiler refuses a lowered module
     |   `-- OutOfBudget         a run's limit is reached
     |-- InvalidInput      2  a file or value from the user cannot be used
@@ -33,7 +33,7 @@ class CodaError(Exception):
 
 
 class Refused(CodaError):
-    """The work is done, and the answer is no: a kernel is not accepted, a budget is spent, git refuses."""
+    """The command did its work, and the answer is no: a kernel is rejected, a budget spent, git refuses."""
 
     exit_status = 1
 

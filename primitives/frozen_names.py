@@ -1,8 +1,8 @@
 """The module name ``primitives``, from which kernel files and lowered texts import.
 
-The bytes of these files are hashed as evidence, so they keep importing that name. The name refers to this
-package only while such a file loads, so it does not affect a user's own ``primitives`` module. Device code is
-never imported under another name.
+Reports contain hashes of these files, so the files cannot change and keep importing that name. The name
+refers to this package only while such a file loads, so a user may have a ``primitives`` module too. Device
+code is always imported under the name ``primitives.device``.
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ class Machine(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: a part of the GPU's
-    device name.
+    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: text that the GPU's
+    device name contains.
 
-    ``architecture``: the compilers' name. ``environment``: variables that make compilers target this
-    architecture on any machine. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong). Clusters are CTAs
-    along M and N. Swizzles are sizes of a rasterisation group.
+    ``architecture``: its name for compilers. ``environment``: variables that make compilers target it on any
+    machine. ``elf``: its number in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a
+    pattern for its tensor-core instructions. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong).
+    ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a rasterisation group.
     """
 
     machine: Machine
@@ -51,7 +52,7 @@ class Target(NamedTuple):
     swizzles: tuple[int, ...]
 
 
-# The datasheet's peaks, because a cool chip could exceed sustained rates.
+# The datasheet's peaks. Measured, sustained rates would be lower, and a cool chip could exceed them.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
@@ -70,14 +71,14 @@ HOPPER = Target(
     elf=90,
     block_bytes=227 << 10,
     matrix="[HQ]GMMA",  # HGMMA takes 16-bit operands, QGMMA takes fp8
-    # Pairs of lanes need tile_n % 32 == 0.
+    # tile_n % 32 == 0, as tiles of half the GEMM's width need (``pairs``)
     large_tiles=frozenset(
         [(256, n, False) for n in (128, 160, 192, 208)]
         + [(128, n, False) for n in (128, 160, 192, 224, 256)]
         + [(128, n, True) for n in (128, 160, 192, 208)]
         + [(192, 128, True)]
     ),
-    # for outputs with too few large tiles to give every SM one
+    # for outputs with fewer large tiles than the GPU has SMs
     small_tiles=frozenset(
         [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
     ),

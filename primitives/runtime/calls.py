@@ -1,7 +1,7 @@
-"""Write what a plan's calls do as Python functions without branches, as Inductor does for a graph.
+"""Generate a plan's calls as straight-line Python functions, as Inductor does for a graph.
 
-The text of a function has allocations, views and launches one after another, so a call looks nothing up and
-loops over nothing, which takes half the host time.
+A generated function contains allocations, views and launches, one after another. It has no loops or lookups,
+which halves the host time of a call.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class CallWriter:
-    """Writes functions of ``number`` tensors. A value is a Python expression: ``x0``, ``x1`` and so on for
-    the tensors that a call is given, ``c0``, ``c1`` and so on for constants, and views of both. No name of a
-    program enters the text. ``known``: further names that the text uses."""
+    """Generates functions of ``number`` tensors. A value is a Python expression: ``x0``, ``x1``, ... are the
+    tensors passed to a call, ``c0``, ``c1``, ... are constants. The code contains no name from a program.
+    ``known``: further names that the code uses."""
 
     def __init__(self, number: int, known: Mapping[str, Any]):
         self.given = [f"x{i}" for i in range(number)]
         self._constants: dict[str, Any] = dict(known)
-        self._views: dict[str, str] = {}  # of constants, each taken once
+        self._views: dict[str, str] = {}  # names of views of constants, by their code
 
     def constant(self, value: Any) -> str:
         """The name of a value that no call changes."""
@@ -27,8 +27,8 @@ class CallWriter:
         return name
 
     def view(self, value: str, change: str) -> str:
-        """A view, such as ``{}.mT``, of a value. Each call takes it again, but a view of a constant is taken
-        only here."""
+        """The code of a view of a value. ``change``: a template such as ``{}.mT``. A view of a constant is
+        computed here; any other view is computed in each call."""
         text = change.format(value)
         if value not in self._constants:
             return text
@@ -36,9 +36,9 @@ class CallWriter:
             self._views[text] = self.constant(eval(text, self._constants))
         return self._views[text]
 
-    def function(self, taken: Sequence[str], lines: Iterable[str]) -> Callable[..., Any]:
-        """A function of the ``taken`` tensors that runs these lines."""
-        text = "\n    ".join([f"def call({', '.join(taken)}):", *lines])
+    def function(self, parameters: Sequence[str], lines: Iterable[str]) -> Callable[..., Any]:
+        """A function with these parameters that runs these lines of code."""
+        text = "\n    ".join([f"def call({', '.join(parameters)}):", *lines])
         names = dict(self._constants)
         exec(compile(text, "<calls of a plan>", "exec"), names)
-        return names.pop("call")  # else the function would keep itself, and a workspace, alive
+        return names.pop("call")  # else the function would keep itself, and the workspace, alive

@@ -1,7 +1,7 @@
-"""Compile lowered modules into kernels to call, and into cubins for a resource report.
+"""Compile lowered code into callable kernels, and report the resources of compiled kernels.
 
-A program's own lowering compiles in the calling process (``jit``). Edited code compiles in a confined child
-process (``primitives.raw``). The resource report needs no GPU: a child process (``python -m
+Lowered code compiles in the calling process (``jit``). Edited code compiles in a confined child process
+(``primitives.raw``). The resource report needs no GPU: a child process (``python -m
 coda_agent.primitives.runtime.compile``) compiles for sm_90a and reads the cubin.
 """
 
@@ -51,9 +51,9 @@ FORMAT = 6  # version of cached reports
 def compile_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule. Of ``sizes``, only the static dims matter.
+    """Compile a step for one schedule. ``sizes`` must have the static dims; other dims do not matter.
 
-    A is passed as [M, K] with any strides. B is passed as it is stored: as [K, N], or as [N, K] if
+    The kernel takes A as [M, K] with any strides, and B as it is stored: [K, N], or [N, K] if
     ``b_transposed``. Edited code compiles in a confined child process, unless its object is cached. Raises
     CompileError if the child refuses the code.
     """
@@ -75,32 +75,33 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's resources from its
     cubin.
 
-    ``sizes`` holds the static dims. Schedules that do not fit a step are left out. If none fits, the first
-    fitting schedule of tuning replaces them (``probe_schedules``). Compilation runs in a child process,
+    ``sizes``: the static dims. Each step compiles on the ``schedules`` that fit it. If none fits, it compiles
+    on the first candidate of tuning that fits (``probe_schedules``). Compilation runs in a child process,
     because a compiler can crash; edited code compiles in a confined child of that process. Results are cached
-    by content. Raises CompileError (with the code CROWDED if a step fits no tile) and CacheError.
+    by content. Raises CacheError, and CompileError, with the code CROWDED if a step fits no tile.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
-    tried = _compile_all(program, lowered, sizes, tuple(schedules))
+    tried = _schedules_to_compile(program, lowered, sizes, tuple(schedules))
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
-    asked = kernel.to_json() | {"sizes": static, "schedules": tried}
-    rows = cached_json("resources", key, lambda: _run_child(json.dumps(asked)))
+    request = kernel.to_json() | {"sizes": static, "schedules": tried}
+    rows = cached_json("resources", key, lambda: _run_child(json.dumps(request)))
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 
-def _compile_all(
+def _schedules_to_compile(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """For each step, the schedules to compile it on; none for a step whose heads fit into no tile."""
+    """For each step, the schedules to compile it on; empty for a step whose heads fit no tile. Raises
+    CompileError for a step whose epilogue leaves too little shared memory on every tile."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
         if not fitting and candidates(gemm, sizes):
-            words, node = crowded(program, gemm, sizes)
-            raise CompileError(words, CROWDED, node=node)
+            message, node = crowded(program, gemm, sizes)
+            raise CompileError(message, CROWDED, node=node)
         tried.append([schedule.to_json() for schedule in fitting])
     return tried
 
@@ -109,8 +110,8 @@ COMPILE_SECONDS = 300
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. Raises CompileError with the compiler's message, or if the child dies or takes too
-    long."""
+    """Send a request to the child; return its answer. Raises CompileError if the compiler refuses the code,
+    or if the child dies or takes too long."""
     with _turn:
         child = _child()
         try:
@@ -121,13 +122,13 @@ def _run_child(request: str) -> str:
 
 
 def _child() -> _Child:
-    """The running child, or a new one if none is usable."""
-    global _kept
-    if _kept is None or not _kept.usable():
-        if _kept is not None:
-            _kept.end()
-        _kept = _Child()
-    return _kept
+    """The running child; a new one if there is none or it is not usable."""
+    global _running
+    if _running is None or not _running.usable():
+        if _running is not None:
+            _running.end()
+        _running = _Child()
+    return _running
 
 
 class _Child:
@@ -137,7 +138,7 @@ class _Child:
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in end()
-        self.made = self._circumstances()
+        self.origin = self._settings()
         self.process = subprocesses.converse(
             "coda_agent.primitives.runtime.compile",
             self.scratch.name,
@@ -146,13 +147,14 @@ class _Child:
         )
 
     @staticmethod
-    def _circumstances() -> tuple[object, ...]:
-        """The parent process, and the settings that determine a child's code and files."""
+    def _settings() -> tuple[object, ...]:
+        """The parent process and the settings that a child inherits from it. A child that was started with
+        others is not usable."""
         paths = (os.environ.get("PYTHONPATH"), cache_dir())
         return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
 
     def usable(self) -> bool:
-        return self.made == self._circumstances() and not subprocesses.ended(self.process)
+        return self.origin == self._settings() and not subprocesses.ended(self.process)
 
     def answer(self, request: str) -> str:
         limit = deadline.within(COMPILE_SECONDS)
@@ -171,7 +173,7 @@ class _Child:
         )
 
     def end(self) -> None:
-        if self.made[0] != os.getpid():  # after a fork the child process belongs to the parent
+        if self.origin[0] != os.getpid():  # this process was forked, and the child belongs to its parent
             return
         subprocesses.hang_up(self.process)
         self.errors.close()
@@ -179,18 +181,19 @@ class _Child:
 
 
 _turn = threading.Lock()
-_kept: _Child | None = None
+_running: _Child | None = None
 
 
 def _environment() -> dict[str, str]:
-    """The environment for the compiler, without the user's own compiler settings, which would change the
-    report."""
-    given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
-    return given | TARGET.environment
+    """The environment for the compiler. The user's own compiler settings are left out, because they would
+    change the report."""
+    settings = ("CUTE_DSL_", "QUACK_")
+    plain = {k: v for k, v in subprocesses.environment().items() if not k.startswith(settings)}
+    return plain | TARGET.environment
 
 
 def _serve(scratch: Path) -> None:
-    """For each request line, write one answer line: the resources, or the compiler's message."""
+    """Read one request per line; write one answer per line, the resources or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     import_quack()
@@ -209,7 +212,7 @@ def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     lowered = KernelSource.from_json(request).lowered
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
     for gemm, tried in zip(lowered.gemms, request["schedules"], strict=True):
-        wanted += [(gemm, each) for fields in tried for each in Schedule.from_json(fields).launches]
+        wanted += [(gemm, launch) for fields in tried for launch in Schedule.from_json(fields).launches]
     wanted += [(vector, None) for vector in lowered.vectors]
     return [asdict(_resources(scratch, lowered, kernel, s, sizes)) for kernel, s in wanted]
 
@@ -227,9 +230,9 @@ def _resources(
         cubin = scratch / "built.cubin"
         cubin.write_bytes(built.cubin)
         copies = _bulk_copies(kernel)
-        found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds, copies)
+        resources = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds, copies)
         cubin.unlink()
-        return replace(found, own_launch=built.own_launch)
+        return replace(resources, own_launch=built.own_launch)
     build = partial(compile_kernel, lowered, kernel, schedule, sizes)
     return _resources_of(scratch, kernel.name, fields, build, _bulk_copies(kernel))
 
@@ -253,9 +256,9 @@ def _resources_of(
         build()
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
-    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, copies)
+    resources = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, copies)
     cubin.unlink()  # because the next configuration's cubin has the same name
-    return found
+    return resources
 
 
 if __name__ == "__main__":

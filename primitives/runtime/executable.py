@@ -1,6 +1,6 @@
 """A plan: a program bound to sizes and schedules, with compiled kernels and one workspace.
 
-The host decides everything when it builds the plan, so that calling the plan only launches kernels.
+Building a plan makes all decisions on the host, so a call only launches kernels.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
-GAP = 4096  # unused bytes before and after each tensor of a workspace, in which a check finds stray writes
-HERE = nullcontext()  # for the case that PyTorch's current device is already the right one
+GAP = 4096  # unused bytes before and after each tensor of a workspace; a check looks for stray writes there
+HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which ``device`` is PyTorch's current device, so that a kernel is launched on that
+    """A context in which ``device`` is PyTorch's current device. A kernel launched in it runs on that
     device's current stream."""
     import torch
 
@@ -43,15 +43,15 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _on_its_device(device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
-    def there(*inputs: torch.Tensor) -> Any:
+    def switched(*inputs: torch.Tensor) -> Any:
         with on_device(device):
             return call(*inputs)
 
-    return there
+    return switched
 
 
 def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """itemgetter that returns a tuple even for one name."""
+    """An itemgetter that returns a tuple even for a single name."""
     return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
 
 
@@ -64,14 +64,13 @@ def _strided(shape: list[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _span(axis: int, first: int, past: int) -> str:
-    """The text of a range along an axis."""
+    """The code that slices rows (axis 0) or columns (axis 1) from ``first`` to ``past``."""
     return f"{{}}[{':, ' * axis}{first}:{past}]"
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function that allocates an uninitialised tensor of given size, strides and dtype, on the current
-    device of this type. Inductor's generated code calls the same function, which takes half the host time of
-    ``torch.empty``."""
+    """A function (size, strides, dtype) that allocates an uninitialised tensor on the current device of this
+    type. Inductor's generated code calls it too: it takes half the host time of ``torch.empty``."""
     from torch._C._dynamo import guards
 
     return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
@@ -84,12 +83,15 @@ Part = tuple[Literal["gemm", "vector"], int]
 class Plan:
     """A kernel with a schedule for each of its steps, bound to sizes and a device.
 
-    ``plan.call(*inputs)`` takes inputs in the signature's order and returns outputs by name. They are fresh,
-    but an output that updates an input is that input's tensor, overwritten. ``plan.run(inputs, outputs)``
-    writes into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and
-    device of the plan. All calls share the workspace, a tensor of bytes. The plan allocates it if the caller
-    gives none, or one that is too small. Any threads and streams may call a plan; its calls run one after
-    another on the GPU (``turns``). But different plans that share a workspace do not wait for each other.
+    ``plan.call(*inputs)`` takes inputs in the signature's order, allocates outputs, and returns them by name.
+    An output that updates an input is that input's tensor, overwritten. ``plan.run(inputs, outputs)`` writes
+    into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and device
+    of the plan.
+
+    All calls share the workspace, a tensor of bytes. The plan allocates its own if the caller gives none, or
+    one that is too small. Several threads and streams may call one plan: its calls run one after another on
+    the GPU (``turns``). Different plans that share a workspace do not wait for each other.
+
     ``parts``: the parts of the program, in launch order. ``kept``: the tensors and numbers that calls share,
     by role and node. ``gaps``: the unused bytes of the workspace.
     """
@@ -144,8 +146,8 @@ class Plan:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
-        """The shape of a reduction's partial results: [1, M, tiles along N] along rows, [1, tiles along M, N]
-        along columns."""
+        """The shape of a reduction's partial results: [1, M, tiles along N] for a reduction along rows, [1,
+        tiles along M, N] for one along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
         schedule = self.schedules[gemm.step]
         if self._along_columns(reduced):
@@ -157,9 +159,9 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """Allocate, in one buffer, the tensors that one kernel writes and a later one reads. First come tiles
-        and vectors that are not outputs. Partial results of reductions follow, because their number depends
-        on the chosen tiles."""
+        """Allocate, in one buffer, the tensors that one kernel writes and a later kernel reads. Tiles and
+        vectors come first. Partial results of reductions come last, because their number depends on the
+        schedules."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}
@@ -176,8 +178,8 @@ class Plan:
                     values["bounds", a.node] = (self._shape(a.node), a.dtype)
                 elif a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # The offsets of ``values`` must not depend on the tiles: plans of one tuning share a buffer, and a
-        # plan may run a step on results that another plan left there.
+        # The offsets of ``values`` must not depend on the schedules. Plans of one tuning share a buffer, and
+        # a plan may run a step on results that another plan left there.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -187,8 +189,8 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # Partial results of a selection must be -inf before each call; the finishing kernel resets them. They
-        # have their own buffer, because the shared buffer may contain another plan's bytes.
+        # A selection's buffer must hold -inf before each call; the finishing kernel resets it. It is not part
+        # of the workspace, where another plan may have left its own bytes.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -204,8 +206,8 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The value of a scalar argument: the size that the node names. For the roles ``extent`` and
-        ``count``, it is the node's number of columns or of rows."""
+        """The value of a number argument. By role: the size that the node names (``scalar``), or the node's
+        number of columns (``extent``) or rows (``count``)."""
         from cutlass import Float32, Int32
 
         if role == "count":
@@ -220,8 +222,8 @@ class Plan:
         return self._values[self._names.get(node) or ("value", node)]
 
     def _argument(self, argument: Argument | None, pointer: str = "{}.data_ptr()") -> str:
-        """The text of an argument. ``pointer`` turns a tensor that holds one number into the argument that
-        the kernel takes."""
+        """The code of an argument. ``pointer``: a template that turns a tensor with one element into a
+        kernel's argument."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return "None"
         if argument.role in (*NUMBERS, "bounds"):
@@ -243,25 +245,25 @@ class Plan:
         clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
         if not schedule.split:
             return [self._launch(kernel, schedule, clusters)]
-        beside = (get_max_active_clusters(1) - 4 * clusters) // 2
+        left = (get_max_active_clusters(1) - 4 * clusters) // 2  # clusters of two on the idle SMs
         rows, columns = self._shape(self._steps.gemms[kernel.step].gemm)
-        taken = share((rows, columns), schedule, clusters, beside)
-        spans = (0, taken, clusters), (taken, rows, beside)
+        boundary = share((rows, columns), schedule, clusters, left)
+        spans = (0, boundary, clusters), (boundary, rows, left)
         return [
-            self._launch(kernel, each, most, (first, past))
-            for each, (first, past, most) in zip(schedule.launches, spans, strict=True)
+            self._launch(kernel, launch, most, (first, past))
+            for launch, (first, past, most) in zip(schedule.launches, spans, strict=True)
             if first < past
         ]
 
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> str:
-        """The text that launches a step, or only some of its ``rows``, with at most this many clusters at a
+        """The code that launches a step, or only its ``rows`` (first, past). At most ``clusters`` run at a
         time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         constant, view = self._calls.constant, self._calls.view
-        made = self._epilogue_arguments(kernel.step)
+        epilogue = self._epilogue_arguments(kernel.step)
         own = {a.name: self._rows(a, schedule, rows) for a in kernel.arguments}
         a, b = self._value(kernel.a), self._value(kernel.b)
         a = view(a, "{}.mT") if kernel.a_transposed else a
@@ -270,7 +272,7 @@ class Plan:
         bounds = None if kernel.offsets is None else self.kept["bounds", kernel.offsets]
         arguments = [
             *(a, b, self._rows(kernel.d, schedule, rows), self._rows(kernel.c, schedule, rows)),
-            f"{constant(made._make)}(({''.join(f'{own.get(field)}, ' for field in made._fields)}))",
+            f"{constant(epilogue._make)}(({''.join(f'{own.get(field)}, ' for field in epilogue._fields)}))",
             constant(make_scheduler_args(clusters, schedule.swizzle, None)),
             constant(make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)),
             *("None", "None"),
@@ -279,7 +281,7 @@ class Plan:
         return f"{constant(compiled)}({', '.join(arguments)})"
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
-        """The text of an argument, or of the part of it that a launch of only some rows uses."""
+        """The code of an argument. If a launch has only some ``rows``, the code of the part that it uses."""
         value = self._argument(argument)
         if argument is None or rows is None:
             return value
@@ -296,7 +298,8 @@ class Plan:
         return value
 
     def _epilogue_arguments(self, step: int) -> Any:
-        """The class of a step's epilogue arguments. Edited code uses the class of the unedited code."""
+        """The class of a step's epilogue arguments. For edited code it is the class of the unedited code,
+        because this process must not import edited code."""
         lowered = lower(self.program) if self.lowered.edited else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
@@ -306,7 +309,7 @@ class Plan:
         return f"{compiled}({', '.join(self._argument(a, '{}.view(1)') for a in kernel.arguments)})"
 
     def _launching(self, wanted: Collection[Part]) -> list[str]:
-        """Text that launches some parts, in a turn of its own."""
+        """The code that takes a turn (``Turns``) and launches the ``wanted`` parts."""
         launches = (f"    {text}" for part, text in self._launches if part in wanted)
         return ["with lock:", "    take()", *launches]
 
@@ -321,14 +324,14 @@ class Plan:
             fresh = f"empty({shape}, {strides}, {self._calls.constant(dtype)})"
             updated = self._updates.get(name)
             lines.append(f"{self._values[name]} = {self._values[updated] if updated else fresh}")
-        made = [f"{self._calls.constant(name)}: {self._values[name]}" for name in self._like]
-        lines += [*self._launching(self.parts), f"return {{{', '.join(made)}}}"]
-        here = self._calls.function(inputs, lines)
+        outputs = [f"{self._calls.constant(name)}: {self._values[name]}" for name in self._like]
+        lines += [*self._launching(self.parts), f"return {{{', '.join(outputs)}}}"]
+        call = self._calls.function(inputs, lines)
         if self.device.type != "cuda":
-            return here
+            return call
         current = self._calls.constant(torch._C._cuda_getDevice)
-        there = self._calls.constant(_on_its_device(self.device, here))
-        switch = f"if {current}() != {self.device.index}: return {there}({', '.join(inputs)})"
+        switched = self._calls.constant(_on_its_device(self.device, call))
+        switch = f"if {current}() != {self.device.index}: return {switched}({', '.join(inputs)})"
         return self._calls.function(inputs, [switch, *lines])
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -340,20 +343,21 @@ class Plan:
         return {name: self._empty(*like) for name, like in self._like.items()}
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs for a ``run``: fresh tensors, except that an output which updates an input is that
-        input's tensor."""
+        """Outputs for ``run``: an output that updates an input is that input's tensor, the others are
+        fresh."""
         updated = {output: inputs[name] for output, name in self._updates.items()}
         return {n: updated[n] if n in updated else self._empty(*like) for n, like in self._like.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Launch on the current stream. The caller guarantees shapes, dtypes and device. An output that
-        updates an input may be that input's tensor, which is then overwritten."""
+        """Launch on the current stream. Shapes, dtypes and device are not checked. An output that updates an
+        input may be that input's tensor; the kernel then overwrites it."""
         self.run_parts(self.parts, inputs, outputs)
 
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Launch one step's GEMM and the vector kernels after it, using results of an earlier ``run``."""
+        """Launch one step's GEMM and the vector kernels after it. They read the results of an earlier
+        ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -362,7 +366,7 @@ class Plan:
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Launch some of ``parts``, in order, on the results of an earlier ``run``."""
+        """Launch the ``wanted`` parts, in order. They read the results of an earlier ``run``."""
         for output, name in self._added:
             if outputs[output] is not inputs[name]:  # the kernel adds to the output's contents
                 outputs[output].copy_(inputs[name])

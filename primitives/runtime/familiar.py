@@ -1,4 +1,4 @@
-"""Recognize arguments like those of recent calls, so that a call checks only what is new to it."""
+"""Recognize arguments like those of a recent call, which need no further checks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ MOST = 8  # calls that are remembered
 
 
 def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[..., bool]:
-    """A function that recognizes, in half a microsecond, arguments like the ``passed`` ones, which passed all
-    checks: tensors of the same kind and equal integers; floats may differ. ``written``: the positions of
-    tensors that are overwritten, so that they may overlap no other.
+    """A function that returns whether arguments are like the ``passed`` ones, which passed all checks.
+    Tensors must agree in kind, and integers in value; floats may differ. A call takes half a microsecond.
+    ``written``: the positions of tensors that the kernel overwrites; they must overlap no other tensor.
 
-    Types, dtypes, devices, sizes and strides are compared by the guards of ``torch.compile``, in C++. A
-    result of False means only that the arguments must be checked. For example, a call that passes one tensor
-    twice is never recognized.
+    The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. False means only
+    that the arguments must be checked. For example, a call that passes one tensor twice is never recognized.
     """
     import torch
     from torch._C._dynamo.guards import TensorGuards
@@ -46,7 +45,7 @@ def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[.
 
 
 class FamiliarPlans:
-    """The plans of the last calls, by what their arguments are like."""
+    """The plans of the last calls, each with a recognizer of its arguments."""
 
     def __init__(self, written: Sequence[int] = ()):
         self._written = written
@@ -54,12 +53,13 @@ class FamiliarPlans:
 
     def get(self, arguments: Sequence[Any]) -> Plan | None:
         """The plan of a recent call with such arguments; None if they must be checked."""
-        for known, plan in self._last:
-            if known(*arguments):
+        for recognizes, plan in self._last:
+            if recognizes(*arguments):
                 return plan
         return None
 
     def add(self, given: Sequence[Any], passed: Sequence[Any], plan: Plan) -> None:
-        """Remember the plan of a call, unless other arguments than the ``given`` ones passed the checks."""
-        if (known := recognizer(passed, self._written))(*given):
-            self._last = ((known, plan), *self._last[: MOST - 1])
+        """Remember the plan of a call. ``given``: the caller's arguments. ``passed``: the same arguments with
+        the strides that passed the checks. If the two differ, the plan is not remembered."""
+        if (recognizes := recognizer(passed, self._written))(*given):
+            self._last = ((recognizes, plan), *self._last[: MOST - 1])

@@ -37,22 +37,23 @@ NONE: Mapping[str, int] = MappingProxyType({})
 class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
-    It launches on the current stream of the tensors' device. The first call with new shapes plans and tunes.
-    This takes seconds to minutes, and the result is stored on disk. Later calls only launch. Schedules in the
-    source replace tuning. ``known``: good schedules by step. Tuning then times others only if these have too
-    few tiles. Edited code is timed only on ``known`` schedules, because its results on others have not been
-    checked.
+    A call launches on the current stream of the tensors' device. The first call with new shapes plans and
+    tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. A step whose
+    schedule the source gives is not tuned. ``known``: good schedules by step, which tuning times instead of
+    all schedules (``tune.search_again``). Edited code is timed only on ``known`` schedules, because its
+    results on others are unchecked.
 
-    Any threads and CUDA streams may call it at once. Calls with the same shapes share a workspace, so they
-    run one after another on the GPU: a stream waits for the stream of the previous call. For overlapping
-    calls, create one Kernel per stream. A call captured into a CUDA graph does not wait, and neither do the
-    graph's replays. So replays must not overlap each other or other calls, and no other thread may call the
-    Kernel during a capture. An external stream must stay alive until the next call from another stream. A
-    copied or unpickled Kernel plans again.
+    Several threads and CUDA streams may call a Kernel at once. Calls with the same shapes share a workspace,
+    so they run one after another on the GPU: a stream waits for the stream of the previous call. Create one
+    Kernel per stream if calls should overlap.
+
+    A call captured into a CUDA graph does not wait, and neither do the graph's replays. So a replay must not
+    overlap another replay or call. No other thread may call the Kernel during a capture. An external stream
+    must stay alive until the next call from another stream. A copied or unpickled Kernel plans again.
 
     The first call with a new combination of tensors reads the offsets of experts' rows, and refuses wrong
-    ones. Later calls do not check, so that they need not wait for the GPU. Wrong offsets then give wrong
-    results, but touch no other memory.
+    offsets. Later calls skip this check, because reading offsets waits for the GPU. Wrong offsets then give
+    wrong results, but touch no other memory.
     """
 
     def __init__(
@@ -78,30 +79,31 @@ class Kernel:
         schedules: Mapping[int, Schedule] | None = None,
         edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json. ``edited``: a NAME.raw.py, which replaces the program's own lowering and
-        compiles in a confined child process. Without ``schedules``, edited code runs only on the schedules of
-        the report in the same folder. Raises OSError, or ProgramError for an invalid program."""
+        """Read a NAME.program.json. ``edited``: a NAME.raw.py, which replaces the program's lowered code; a
+        confined child process compiles it. Without ``schedules``, edited code runs only on the schedules in
+        the report beside the file. Raises OSError, or ProgramError for an invalid program."""
         program = Program.from_json(Path(path).read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)
         return cls(source, known=_proved(source, Path(edited)) if edited else None)
 
     def plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE) -> Plan:
-        """The plan for tensors of these shapes and for dims ``given`` by name. Raises LaunchError if the
-        kernel cannot run on the inputs."""
+        """The plan for these inputs' shapes and device. ``given``: the dims that no shape determines. Raises
+        LaunchError if the kernel cannot run on the inputs."""
         sizes = check_tensors(self.program.signature, inputs, given)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
-        found = self._plans.get(key)
-        if found is None:
-            check_sizes(self.program, sizes)  # the sizes of existing plans are known to fit
+        plan = self._plans.get(key)
+        if plan is None:
+            check_sizes(self.program, sizes)
             with self._planning, on_device(device):  # one thread plans; the others then use its plan
-                found = self._plans.get(key) or self._planned(inputs, sizes, device)
-                self._plans[key] = found
-        return found
+                plan = self._plans.get(key) or self._new_plan(inputs, sizes, device)
+                self._plans[key] = plan
+        return plan
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Compile jobs for the kernel's schedules at these sizes, or for those that tuning tries first."""
+        """Jobs that compile the kernel's schedules at these sizes; for a step without any, the schedules that
+        tuning times first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
             step = gemm.step
@@ -110,34 +112,35 @@ class Kernel:
         return to_compile(self.source, sizes, wanted)
 
     def is_tuned(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the kernel's schedules at these sizes are already chosen. This reads the GPU's name,
-        because choices are stored by GPU."""
+        """Whether every step already has a schedule at these sizes. Needs a GPU, because tunings are cached
+        by the GPU's name."""
         steps = {step.index for step in cut(self.program).gemms}
         return steps <= self.source.fixed.keys() or bool(cached(self.source, sizes, self.known))
 
-    def _planned(
+    def _new_plan(
         self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], device: torch.device
     ) -> Plan:
         steps = {n for n, _ in enumerate(cut(self.program).gemms)}
         schedules = self.source.fixed
         if not steps <= schedules.keys():
-            self._expect_proved(sizes)
+            self._check_proved(sizes)
             schedules = tuned_schedules(self.source, inputs, sizes, self.known) | schedules
         return Plan(self.source.on(schedules), sizes, device)
 
-    def _expect_proved(self, sizes: Mapping[str, int]) -> None:
+    def _check_proved(self, sizes: Mapping[str, int]) -> None:
+        """Raise LaunchError for edited code without a known schedule that fits these sizes."""
         for gemm in lower(self.program).gemms if self.source.edited else ():
             known = (self.known or {}).get(gemm.step, ())
             if gemm.step not in self.source.fixed and not any(gemm.admits(s, sizes) for s in known):
                 raise LaunchError(
-                    f"step {gemm.step}: no report says that the edited text is right on a schedule which "
-                    "these sizes admit: give schedules, or leave edited out"
+                    f"step {gemm.step}: no report says that the edited text is right on a schedule that fits "
+                    "these sizes: give schedules, or leave edited out"
                 )
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the kernel; return its outputs by name. An output that updates an input is that input's tensor,
-        overwritten. Pass as integers the static dims that no input's shape determines. Raises LaunchError if
-        the kernel cannot run on the inputs."""
+        """Run the kernel; return its outputs by name. ``inputs``: tensors, and as integers the static dims
+        that no shape determines. An output that updates an input is that input's tensor, overwritten. Raises
+        LaunchError if the kernel cannot run on the inputs."""
         try:
             arguments = self._in_order(inputs)
         except KeyError:
@@ -151,22 +154,21 @@ class Kernel:
         return outputs
 
     def _checked_plan(self, inputs: Mapping[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
-        """The plan for arguments unlike those of recent calls, and the arguments in order, with the strides
-        that the plan needs."""
+        """Check the inputs. Return their plan, and the inputs in order with the strides that it needs."""
         named = self.program.signature.named
         given = {dim: inputs[dim] for dim in named if dim in inputs}
         passed = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
-        taken = {name: t for name, t in passed.items() if name not in named}
-        plan = self.plan(taken, given)
-        check_offsets(self.program, taken, given)
+        tensors = {name: t for name, t in passed.items() if name not in named}
+        plan = self.plan(tensors, given)
+        check_offsets(self.program, tensors, given)
         arguments = self._in_order(passed)
         self._familiar.add(self._in_order(inputs), arguments, plan)
         return plan, arguments
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """The schedules, by step, on which the report in the same folder measured this edited code; empty if no
-    report is about it."""
+    """The schedules, by step, on which the report beside the file measured this edited code. Empty if there
+    is no such report."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}

@@ -34,13 +34,13 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
     for name, index in program.outputs.items():
         if types[index].kind == "head":  # stored by element, not in bulk: needs no alignment
             del tensors[name]
-    found = []
+    errors = []
     for name, (shape, dtype) in tensors.items():
         if len(shape) >= 2:
             extent = shape[-1](sizes)
             if extent * ITEM_BYTES[dtype] % ALIGNMENT:
-                found.append(f"{name}: rows of {extent} {dtype} are not a multiple of {ALIGNMENT} bytes")
-    return found
+                errors.append(f"{name}: rows of {extent} {dtype} are not a multiple of {ALIGNMENT} bytes")
+    return errors
 
 
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
@@ -53,11 +53,11 @@ def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
 def check_tensors(
     signature: Signature, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """The sizes that follow from the tensors and the ``given`` dims. Raises LaunchError if the tensors do not
-    match the signature.
+    """The size of each dim, from the tensors' shapes and the ``given`` dims. Raises LaunchError if the
+    tensors do not match the signature.
 
-    A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
-    loss on its outputs would silently train nothing.
+    While PyTorch records gradients, no tensor may require grad. A kernel has no autograd, so a loss on its
+    outputs would silently train nothing.
     """
     import torch
 
@@ -98,7 +98,7 @@ def check_tensors(
 
 
 def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """The inputs that hold each expert's first row, and the number of rows that they sort."""
+    """The inputs that hold the experts' row offsets, and for each the number of rows that it divides."""
     types = program.types()
     for node in program.nodes:
         if node.op == "gemm" and len(node.args) > 2:
@@ -110,9 +110,8 @@ def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raise LaunchError if offsets do not rise from 0 to the number of rows. This reads the offsets, and so
-    waits for the GPU. Kernels do not check offsets. They clamp them, so that wrong ones reach no other
-    memory."""
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows. Reading the offsets waits for
+    the GPU. A kernel does not check its offsets; it clamps them, so that it touches no other memory."""
     for name, rows in sorted_rows(program):
         sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
         try:
@@ -122,8 +121,8 @@ def check_offsets(
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise LaunchError if an input that is overwritten shares memory with another input. Within a
-    program, overwriting is safe: each element is read only where it is written, as tracing has checked."""
+    """Raise LaunchError if an input that the kernel overwrites shares memory with another input. Overwriting
+    is safe otherwise: tracing checks that each element is read only where it is written."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]
@@ -136,9 +135,9 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same elements with the strides of a fresh tensor; most tensors are returned as they are.
-    PyTorch calls a single row contiguous whatever its stride, but bulk copies need a stride that is a
-    multiple of 16 bytes."""
+    """A view of a contiguous tensor with the strides of a fresh tensor. PyTorch ignores the stride of an axis
+    of size 1, but bulk copies need a stride that is a multiple of 16 bytes. A tensor with such strides, or
+    one that is not contiguous, is returned as it is."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
@@ -146,11 +145,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """One message per input or output without elements at these sizes. This is possible because an extent may
+    """One message per input or output that has no elements at these sizes. An extent can be 0 because it may
     be a difference of sizes."""
-    found = []
+    errors = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]
         if min(extents, default=1) < 1:
-            found.append(f"{name} would be {extents} at {dict(sizes)}: every extent is at least 1")
-    return found
+            errors.append(f"{name} would be {extents} at {dict(sizes)}: every extent is at least 1")
+    return errors

@@ -1,10 +1,11 @@
 """Count the machine instructions for each line of lowered code.
 
-CuTeDSL's line information contains the file and line where an operation was traced; it does not change the
-instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the
+CuTeDSL can record for each instruction the file and line where its operation was traced. This does not change
+the instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the
 helper. Each instruction counts once, however often it runs. An epilogue is fully unrolled, so its counts are
-for one thread and one tile. Compilation needs no GPU. It happens in a child process that runs this module
-with ``python -m``.
+for one thread and one tile.
+
+Compilation needs no GPU. It happens in a child process, which runs this module with ``python -m``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import cached_json
 
 FORMAT = 3  # version of the cached listings
-LOWERED = ""  # stands for the lowered code itself as a file name
+LOWERED = ""  # the file name that means the lowered code itself
 
 _KINDS = {
     "HGMMA": "HGMMA QGMMA",
@@ -60,8 +61,8 @@ _KIND = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.
 
 @dataclass(frozen=True)
 class Instruction:
-    """One machine instruction: its byte address in the kernel, its text, and its source ``line`` of ``file``:
-    LOWERED, a file of a library or the project, or "?" if unknown."""
+    """One machine instruction: its byte address in the kernel, its text, and the source line that caused it.
+    ``file``: LOWERED, a file of a library or of the project, or "?" if unknown."""
 
     address: int
     text: str
@@ -72,16 +73,15 @@ class Instruction:
     def kind(self) -> str:
         """One of KINDS."""
         opcode = re.sub(r"^@!?U?P\w+\s+", "", self.text)
-        found = re.match(r"\w+", opcode)
-        return _KIND.get(found[0], OTHER) if found else OTHER
+        name = re.match(r"\w+", opcode)
+        return _KIND.get(name[0], OTHER) if name else OTHER
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A kernel's instructions, in order of address. ``schedule`` is the schedule of a GEMM, or None for a
-    vector kernel. ``source`` contains the lines of the kernel's class in the lowered code, by line number.
-    ``part`` is the number of this launch, from 1, and the number of launches. A ``split`` step launches one
-    class twice."""
+    """A kernel's instructions, in order of address. ``schedule``: None for a vector kernel. ``source``: the
+    lines of the kernel's class in the lowered code, by line number. ``part``: the number of this launch, from
+    1, and the number of launches, which is two for a ``split`` step."""
 
     kernel: str
     schedule: Schedule | None
@@ -94,39 +94,39 @@ class Listing:
         return Counter(i.kind for i in self.instructions)
 
     def lines(self) -> dict[int, Counter[str]]:
-        """The number of instructions of each kind, for each line of the lowered code that has any."""
+        """The number of instructions of each kind, by line of the lowered code."""
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The number of instructions of each kind from other files (mainloop, scheduler, TMA stores), by
-        file, largest total first."""
-        found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
-        return dict(sorted(found.items(), key=lambda item: -item[1].total()))
+        """The number of instructions of each kind from other files, by file, largest total first. Such files
+        contain the mainloop, the scheduler and the TMA stores."""
+        counts = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
+        return dict(sorted(counts.items(), key=lambda item: -item[1].total()))
 
 
 def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
-    found: dict[Key, Counter[str]] = {}
+    counts: dict[Key, Counter[str]] = {}
     for key, kind in pairs:
-        found.setdefault(key, Counter())[kind] += 1
-    return dict(sorted(found.items()))
+        counts.setdefault(key, Counter())[kind] += 1
+    return dict(sorted(counts.items()))
 
 
 def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions. A step with two
     launches gives two listings, in order.
 
-    ``sizes`` holds the static dims. A step without a schedule uses the first of its probe schedules.
-    Compilation runs in a child process; edited code compiles in a confined child of that process. Results are
-    cached by content. Raises CompileError and CacheError.
+    ``sizes``: the static dims. A step without a schedule uses its first probe schedule
+    (``probe_schedules``). Compilation runs in a child process; edited code compiles in a confined child of
+    that process. Results are cached by content. Raises CompileError and CacheError.
     """
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    # the program, because the code does not state the tiles' dtypes
+    # the key has the program's hash too, because the lowered code does not state the tiles' dtypes
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
-    asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
-    rows = cached_json("sass", key, lambda: _run_child(json.dumps(asked)))
+    request = kernel.to_json() | {"sizes": static, "schedules": chosen}
+    rows = cached_json("sass", key, lambda: _run_child(json.dumps(request)))
     text = lowered.text.splitlines()
     return tuple(_listing(row, text) for row in rows)
 
@@ -149,27 +149,27 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. Raises CompileError with the compiler's message, or if the child dies or takes too
-    long."""
+    """Run a child on a request; return its answer. Raises CompileError if the compiler refuses the code, or
+    if the child dies or takes too long."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
         begin = partial(subprocesses.start_module, module, scratch, env=environment)
-        status, said, words = subprocesses.attend(begin, request, COMPILE_SECONDS)
+        status, answer, errors = subprocesses.attend(begin, request, COMPILE_SECONDS)
     if status is None:
         raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
     if status:
-        raise CompileError(refusal(words) or f"the compiler died with status {status}")
-    return said
+        raise CompileError(refusal(errors) or f"the compiler died with status {status}")
+    return answer
 
 
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    asked = KernelSource.from_json(request)
-    lowered = asked.lowered
+    source = KernelSource.from_json(request)
+    lowered = source.lowered
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None, int]]()
-    given = by_step(request["schedules"])
+    chosen = by_step(request["schedules"])
     for gemm in lowered.gemms:
-        schedule = given.get(gemm.step) or probes(asked.program, gemm, sizes)[0]
+        schedule = chosen.get(gemm.step) or probes(source.program, gemm, sizes)[0]
         wanted += [(gemm, schedule, launch) for launch in range(len(schedule.launches))]
     wanted += [(vector, None, 0) for vector in lowered.vectors]
     return [_row(lowered, kernel, step, launch, sizes, scratch) for kernel, step, launch in wanted]
@@ -182,7 +182,7 @@ def _cubin(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> tuple[bytes, str]:
-    """A kernel's machine code, and the path that its line information gives for the lowered code."""
+    """A kernel's cubin, and the path that its line information gives for the lowered code."""
     if lowered.edited:
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
@@ -195,8 +195,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within the ``with`` block, attribute each traced operation to the innermost line of lowered code on its
-    call stack."""
+    """Within the ``with`` block, give each traced operation the innermost line of the lowered code at
+    ``path`` that is on its call stack."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 
@@ -237,11 +237,11 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
-    """Parse the output of ``nvdisasm -c -g``. ``lowered``: the path of the lowered code. Labels in
-    instructions are replaced by addresses."""
+    """Parse the output of ``nvdisasm -c -g``. ``lowered``: the path of the lowered code. In the results,
+    addresses replace labels."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for line in sass.splitlines():
         if at := _PLACE.match(line):
             place = (LOWERED if at[1] == lowered else _short(at[1]), int(at[2]))
@@ -250,16 +250,16 @@ def parse(sass: str, lowered: str) -> Iterator[Instruction]:
         elif code := _CODE.match(line):
             labels |= dict.fromkeys(waiting, f"{int(code[1], 16):#06x}")
             waiting.clear()
-            found.append(Instruction(int(code[1], 16), code[2], *place))
-    while found and found[-1].text == "NOP":  # padding at the end of the kernel
-        found.pop()
-    for i in found:
+            instructions.append(Instruction(int(code[1], 16), code[2], *place))
+    while instructions and instructions[-1].text == "NOP":  # padding at the end of the kernel
+        instructions.pop()
+    for i in instructions:
         text = re.sub(r"`\((\.L_\w+)\)", lambda m: labels.get(m[1], m[1]), i.text)
         yield Instruction(i.address, text, i.file, i.line)
 
 
 def _short(path: str) -> str:
-    """A file's path from its package on."""
+    """A file's path relative to the folder of its package."""
     root = f"{Path(__file__).parents[2]}{os.sep}"
     return re.sub(r"^.*?/(?:site|dist)-packages/", "", path.removeprefix(root))
 

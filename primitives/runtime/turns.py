@@ -46,23 +46,22 @@ class CudaStreams:
 
 class Turns:
     """Orders the calls that share tensors. A call holds ``lock`` while it calls ``take()`` and enqueues its
-    launches.
+    launches, so threads enqueue one after another.
 
-    So threads enqueue one after another. A stream first waits for the stream of the previous call, if that
-    was another one. A stream that is being captured into a CUDA graph must not wait, so the graph's user must
-    order its replays.
+    ``take()`` makes the current stream wait for the previous call's stream, if the two differ. A stream that
+    is being captured into a CUDA graph cannot wait, so the user must order the graph's replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams`` is None on a device without streams. The current stream comes first, because it created
-        the tensors."""
+        """``streams``: None on a device without streams. The stream that created the ``tensors`` must be the
+        current one, because the first call waits for it."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None
         self._handle = streams.handle() if streams else 0
 
     def take(self) -> None:
-        """Let the current stream run next. The caller holds ``lock``."""
+        """Make the current stream wait for the previous call's stream. The caller holds ``lock``."""
         if self._streams and (handle := self._streams.handle()) != self._handle:
             self._follow(self._streams, handle)
 
@@ -71,7 +70,7 @@ class Turns:
             return
         stream = streams.current()
         stream.wait_stream(self._last)
-        # so that their memory stays reserved until this stream has finished with it
+        # PyTorch must not reuse the tensors' memory before this stream has finished with it.
         for tensor in self._tensors:
             tensor.record_stream(stream)
         self._last, self._handle = stream, handle

@@ -391,7 +391,7 @@ def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[s
         return started[-1]
 
     monkeypatch.setattr(subprocesses, "converse", converse)
-    monkeypatch.setattr("coda_agent.primitives.runtime.compile._kept", None)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile._running", None)
     monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *given: None)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(directory / "cache"))
     return started

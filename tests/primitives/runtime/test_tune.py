@@ -15,6 +15,7 @@ from coda_agent.primitives.compiler.lower import GemmKernel, editable, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
 from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime.race import Load
 from coda_agent.primitives.target import H100
 
 pytestmark = pytest.mark.slow
@@ -220,7 +221,7 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
 
 def test_load_counts_until_it_has_cooled_off() -> None:
     now = iter([0.0, 0.7, 0.7, 3.0, 3.5, 3.6, 9.0, 9.1])
-    load = tune.Load(lambda: next(now))
+    load = Load(lambda: next(now))
     followed = []
     for _ in range(4):
         with load.more() as before:

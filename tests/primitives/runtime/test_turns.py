@@ -286,6 +286,6 @@ def test_who_waits_for_a_process_that_is_killed_tunes(cold: Path, tmp_path: Path
 
 def test_who_waits_for_another_s_tuning_waits_until_the_deadline(cold: Path) -> None:
     path = tune.cache_path(KernelSource(PROGRAM), TUNED_SIZES)
-    with tune._alone(path), deadline.until(time.monotonic() + 0.2), pytest.raises(deadline.Late):
+    with tune._locked(path), deadline.until(time.monotonic() + 0.2), pytest.raises(deadline.Late):
         tune.tuned_schedules(KernelSource(PROGRAM), {}, TUNED_SIZES)
     assert not cold.read_text()
