@@ -9,7 +9,7 @@ from typing import Literal
 
 from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction
+from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Program, reduction
 from coda_agent.primitives.lang.partition import Steps
 from coda_agent.primitives.lang.schedule import TILES, Schedule
 
@@ -21,7 +21,7 @@ CUTE_DTYPES = {
     "int64": "cutlass.Int64",
 }
 HEAD_GRAIN = 8  # the accumulator lanes of one thread repeat every so many columns
-SUM_GRAIN = 32  # columns of one epilogue subtile
+SUBTILE = 32  # columns of one epilogue subtile, unless ``subtile`` returns another number
 # tile_n must be a multiple of this if TMA stores a tile that is half as wide as the GEMM
 PAIR_GRAIN = Dim.parse(32)
 
@@ -115,8 +115,10 @@ class GemmKernel:
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         cuts = any(schedule.tile_n % grain(sizes) for grain in self.grains)
-        if cuts or self.narrow(sizes) or self.torn(sizes):
-            return f"a tile of {schedule.tile_n} columns does not hold {self.wants(sizes)}"
+        columns = max(SUBTILE, subtile(schedule, self.d)[1])
+        if cuts or self.narrow(sizes, columns) or self.torn(sizes, columns):
+            tile = f"{schedule.tile_n} columns" + (f" in subtiles of {columns}" if columns > SUBTILE else "")
+            return f"a tile of {tile} does not hold {self.wants(sizes, columns)}"
         return ""
 
     @property
@@ -124,33 +126,39 @@ class GemmKernel:
         """Whether two launches can share the rows. They cannot if rows belong to experts."""
         return self.offsets is None
 
-    def torn(self, sizes: Mapping[str, int]) -> dict[int, int]:
-        """The nodes of the ranges that begin inside an epilogue subtile, by first column. A bulk store skips
-        columns past its tensor's end, but must not begin before the tensor's first column."""
+    def torn(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> dict[int, int]:
+        """The nodes of the ranges that begin inside an epilogue subtile of so many columns, and their first
+        columns. A bulk store skips columns past its tensor's end, but must not begin before the tensor's
+        first column."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
-        return {node: first for node, first in firsts.items() if first % SUM_GRAIN}
+        return {node: first for node, first in firsts.items() if first % columns}
 
-    def narrow(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a thread's lanes would mix heads of these widths. A thread holds two of every HEAD_GRAIN
-        columns, and head sums combine SUM_GRAIN columns at a time. So widths must be multiples of these."""
-        sums = [a.period for a in self.arguments if a.role == "head" and a.period]
-        return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
+    def narrow(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> bool:
+        """Whether an epilogue with subtiles of so many columns would mix heads of these widths. A thread
+        holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. TMA loads a
+        subtile's columns of a table, if a head is a multiple of SUBTILE."""
+        heads = [(a.role, a.period(sizes)) for a in self.arguments if a.period]
+        whole = [width for role, width in heads if role == "head" or width % SUBTILE == 0]
+        mixed = any(width % columns for width in whole)
+        return mixed or any(period(sizes) % HEAD_GRAIN for period in self.periods)
 
     @property
     def whole(self) -> tuple[Dim, ...]:
         """The ``periods`` of heads that must lie within one tile."""
         return tuple(period for period in self.periods if period in self.grains)
 
-    def wants(self, sizes: Mapping[str, int]) -> str:
-        """Describe the step's demands on a tile, for the person who chose the sizes or the tile."""
+    def wants(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> str:
+        """Describe the step's demands on a tile with subtiles of so many columns, for the person who chose
+        the sizes or the tile."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
-            found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
+            least = f"{HEAD_GRAIN}, or of {SUBTILE} for head_sums" if columns == SUBTILE else str(columns)
+            found[-1] += f" (multiples of {least})"
         if PAIR_GRAIN in self.grains:
             found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
-        if torn := self.torn(sizes):
+        if torn := self.torn(sizes, columns):
             begin = ", ".join(map(str, sorted(torn.values())))
-            found.append(f"ranges from columns {begin} on (multiples of {SUM_GRAIN})")
+            found.append(f"ranges from columns {begin} on (multiples of {columns})")
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:
@@ -158,7 +166,7 @@ class GemmKernel:
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
-        step = SUM_GRAIN if sums else HEAD_GRAIN
+        step = SUBTILE if sums else HEAD_GRAIN
         return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
 
     def range_starts(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -203,6 +211,14 @@ class Lowered:
     def module(self) -> str:
         """The module name under which the code is imported. All edits of one lowering share it."""
         return f"coda_edited_{self.unedited.hash[:16]}" if self.unedited else f"coda_lowered_{self.hash[:16]}"
+
+
+def subtile(schedule: Schedule, d: Argument | None) -> tuple[int, int]:
+    """The rows and columns of one epilogue subtile, as QuACK's ``GemmSm90`` computes its ``epi_tile``.
+    It has 64 rows per warpgroup that works on the tile. With ``pingpong``, an fp8 ``d`` doubles its columns.
+    """
+    wide = schedule.pingpong and d is not None and d.dtype in EIGHTS
+    return 64 if schedule.pingpong else 128, math.gcd(2 * SUBTILE if wide else SUBTILE, schedule.tile_n)
 
 
 def literal(value: float) -> str:

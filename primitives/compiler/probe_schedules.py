@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import gcd, prod
+from math import prod
 from typing import Literal
 
-from coda_agent.primitives.compiler.lowered import SUM_GRAIN, Argument, GemmKernel
+from coda_agent.primitives.compiler.lowered import SUBTILE, Argument, GemmKernel, subtile
 from coda_agent.primitives.compiler.resources import StepResources
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.ir import Program
@@ -111,7 +111,7 @@ def _resources(program: Program, kernel: GemmKernel) -> StepResources:
 
 
 def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    rows, columns = _subtile(schedule)
+    rows, columns = subtile(schedule, resources.d)
     subtiles = schedule.tile_m * schedule.tile_n // (rows * columns)
     taken, beside = Counter[Kind](), 0
     for argument, kind, size in _shares(resources, schedule, sizes):
@@ -129,7 +129,7 @@ def _shares(
 ) -> Iterator[tuple[Argument, Kind, int]]:
     """The epilogue's resources in shared memory with their bytes: in total, or per "load" or "store"
     stage."""
-    rows, columns = _subtile(schedule)
+    rows, columns = subtile(schedule, resources.d)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
     for argument in (*own, *(a for a, _ in resources.all())):
@@ -138,7 +138,7 @@ def _shares(
         match argument.role:
             case "load":
                 yield argument, "load", rows * columns * each
-            case "table" if period % SUM_GRAIN == 0:  # otherwise threads read the table from global memory
+            case "table" if period % SUBTILE == 0:  # otherwise threads read the table from global memory
                 yield argument, "load", rows * columns * each
             case "store":
                 yield argument, "store", int(rows * columns * min(1, resources.width_of(argument))) * each
@@ -150,8 +150,3 @@ def _shares(
                 yield argument, "once", schedule.tile_m * (schedule.tile_n // period) * each
             case "partial" if resources.reduction(argument.node).axis == "column":
                 yield argument, "once", schedule.tile_n * (warps - 1) * each
-
-
-def _subtile(schedule: Schedule) -> tuple[int, int]:
-    """The rows and columns of one epilogue subtile. It has 64 rows per warpgroup that works on the tile."""
-    return 64 if schedule.pingpong else 128, gcd(32, schedule.tile_n)

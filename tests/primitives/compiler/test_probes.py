@@ -18,6 +18,7 @@ from coda_agent.agent.artifacts import bundle
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.lowered import subtile
 from coda_agent.primitives.compiler.probe_schedules import PROBES, choices, fits, operand_stages, probes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import TILES, Schedule
@@ -77,6 +78,12 @@ ROOMY = {
     "four and four in fp32": crowded(4, 4, "M, N", "fp32"),
 }
 FULL = crowd(6, 6, "M, 2*N")
+EIGHT = trace(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("N, K"), "r": tensor("M, N")}, {"q": tensor("M, N", "fp8_e4m3")}
+    ),
+    "return {'q': gemm(x, w.mT) + r}",
+)
 # A process of its own: it imports the DSL. What QuACK splits is read off before anything is traced.
 COUNT = """
 import json, sys
@@ -91,10 +98,11 @@ class Counted(BaseException):
 usual = FusedGemm._compute_stages
 
 def counted(self, *arguments, **more):
+    subtile = arguments[1]
     try:
-        raise Counted(usual(self, *arguments, **more)[0])
+        raise Counted(usual(self, *arguments, **more)[0], *subtile)
     except ValueError as error:
-        raise Counted(int(str(error).split("for ")[1].split()[0]))
+        raise Counted(int(str(error).split("for ")[1].split()[0]), *subtile)
 
 FusedGemm._compute_stages = counted
 found = []
@@ -103,7 +111,7 @@ for text, sizes, step, fields in json.load(sys.stdin):
     try:
         compile_kernel(lowered, lowered.gemms[step], Schedule(*fields), sizes)
     except Counted as error:
-        found.append(error.args[0])
+        found.append(error.args)
 print(json.dumps(found))
 """
 
@@ -112,15 +120,17 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
     examples = [(e.program, e.sizes) for e in EXAMPLES.values()]
     examples += [(QK_NORM.program, {"P": 64}), (ROPE.program, {"P": 16}), (ROPE.program, {"P": 40})]
     examples += [(program, {}) for program in (*ROOMY.values(), trace(FULL[0], *FULL[1]))]
+    examples += 4 * [(EIGHT, {})]
     asked: list[tuple[str, dict[str, int], int, tuple[object, ...]]] = []
     counted = []
-    for program, sizes in examples:
+    for number, (program, sizes) in enumerate(examples):
         for gemm in lower(program).gemms:
-            for tile in sorted(TILES)[len(asked) % 4 :: 4]:  # each tile for some programs
+            for tile in sorted(TILES)[number % 4 :: 4]:  # each tile for some programs
                 schedule = Schedule(*tile)
                 if gemm.admits(schedule, sizes):
                     asked.append((program.to_json(), sizes, gemm.step, tile))
-                    counted.append(operand_stages(program, gemm, schedule, sizes))
+                    stages = operand_stages(program, gemm, schedule, sizes)
+                    counted.append([stages, *subtile(schedule, gemm.d)])
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
         "PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_CACHE": str(tmp_path),
@@ -134,7 +144,8 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
     )
     assert json.loads(done.stdout) == counted and len(counted) > 50
-    assert min(counted) < 2 < max(counted)
+    assert min(counted)[0] < 2 < max(counted)[0]
+    assert {tuple(c[1:]) for c in counted} == {(128, 32), (128, 16), (64, 16), (64, 32), (64, 64)}
 
 
 @pytest.mark.parametrize("name", ROOMY)

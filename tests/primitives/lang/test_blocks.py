@@ -7,10 +7,12 @@ import torch
 from kernels import Tensors, run_lowered, signature, tensor, trace
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.schedule import TILES, Schedule
 from coda_agent.primitives.runtime.compile import report
 
 # The last input is there for its axis, from which B follows.
@@ -79,6 +81,43 @@ def test_a_tile_of_another_width_is_refused_with_the_way_out(body: str, remedy: 
     with pytest.raises(ProgramError) as refused:
         trace(declared, "t = gemm(x, w.mT)", f"return {{'s': {body}}}")
     assert refused.value.code == "width" and remedy in refused.value.message
+
+
+# With pingpong and an fp8 D, QuACK's epilogue works on 64 columns at a time: two heads of 32, or the end of
+# one range and the start of the next.
+HEADS_OF_32 = {
+    "statistic": (INPUTS, BODIES["gelu"], OUTPUTS),
+    "table": (
+        {"x": tensor("M, K"), "w": tensor("H*B, K"), "table": tensor("M, B")},
+        ("return {'q': gemm(x, w.mT) * per_head(table)}",),
+        {"q": OUTPUTS["q"]},
+    ),
+    "range": (
+        PAIRED,
+        ("t = gemm(x, w.mT)", "return {'q': t, 'r': column_range(t, H * B, H * B)}"),
+        {"q": tensor("M, 2*H*B", "fp8_e4m3"), "r": tensor("M, H*B")},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS_OF_32)
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "bf16"])
+def test_no_subtile_holds_two_heads_or_the_start_of_a_range(kind: str, dtype: str) -> None:
+    inputs, body, outputs = HEADS_OF_32[kind]
+    returned = outputs | {"q": TensorType(outputs["q"].shape, dtype)}
+    program = trace(signature(inputs, returned, ("B", "H")), *body)
+    (gemm,) = lower(program).gemms
+    assert gemm.d and gemm.d.node == program.outputs["q"]
+    sizes = {"M": 64, "K": 64, "H": 1, "B": 32}
+    refused = {t for t in TILES if not gemm.admits(Schedule(*t), sizes)}
+    shared = {(m, n, p) for m, n, p in TILES if p and n % 64 == 0} if dtype != "bf16" else set()
+    indivisible = {t for t in TILES if t[1] % 32} if kind != "range" else set()
+    assert refused == shared | indivisible
+    assert all(gemm.admits(Schedule(*t), sizes | {"B": 64}) for t in TILES if t[1] % 64 == 0)
+    if shared:
+        why = gemm.objection(Schedule(128, 128, True), sizes)
+        assert why.startswith("a tile of 128 columns in subtiles of 64 does not hold")
+        assert "multiples of 64" in why and candidates(gemm, sizes)
 
 
 @pytest.mark.slow
