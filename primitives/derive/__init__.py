@@ -1,7 +1,7 @@
 """Derive backward programs from forward programs.
 
-``derive`` runs reverse-mode differentiation over a program, with the derivatives of its primitives. Its
-results are two ordinary programs. ``head`` is the pointwise part that needs no matmul, for ``torch.compile``.
+``derive`` runs reverse-mode differentiation over a program, with the derivatives of its primitives. The
+backward has two programs. ``head`` is the pointwise part that needs no matmul, for ``torch.compile``.
 ``program`` has the matmuls with their epilogues. ``choose`` finds the cheapest way to divide the work between
 the two.
 """
@@ -33,27 +33,29 @@ def derive(
 ) -> Derived:
     """Derive the backward of a checked program.
 
-    ``wrt``: inputs whose gradients are wanted; by default all floating-point inputs. ``of``: outputs whose
-    gradients the backward reads as inputs; by default all outputs. ``behind``: an output whose gradient the
-    backward computes as the matmul of the inputs ``d_next`` and ``w_next``. Outputs that together are all
-    columns of one tile count as that tile; its name joins theirs, as in ``q_k_v``. ``save_bytes``: the limit
-    on the bytes per row that the forward stores for the backward, without the forward's inputs. ``sizes``:
-    the sizes at which bytes are compared. ``positive``: inputs that are never zero. ``accumulate``: inputs
-    whose gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save``: outputs, or nodes such as
-    ``node 3``, that must be stored. ``recompute``: the same, that must not be stored. Raises ProgramError for
-    a program without a derivable backward.
+    ``sizes``: the sizes at which plans are compared. ``wrt``: inputs whose gradients are wanted; by default
+    all floating-point inputs. ``of``: outputs whose gradients the backward reads as inputs; by default all
+    outputs. ``behind``: an output whose gradient the backward computes as the matmul of two inputs,
+    ``d_next`` and ``w_next``. ``save_bytes``: the most bytes per row that the forward may store for the
+    backward, not counting its inputs. ``positive``: inputs that are never zero. ``accumulate``: inputs whose
+    gradients are added in place to an fp32 buffer, ``sum_NAME``. ``save``: outputs, or nodes such as ``node
+    3``, that must be stored. ``recompute``: outputs or nodes that must not be stored.
+
+    Outputs that together are all columns of one tile count as one output, named as in ``q_k_v``. Raises
+    ProgramError if no backward can be derived.
     """
-    wanted, whole = _wanted(program, wrt), joined(program)
+    wanted, whole = _inputs_to_differentiate(program, wrt), joined(program)
     for name in accumulate:
         if name not in wanted:
             raise ProgramError("accumulate", f"no gradient of {name!r} is asked for; {', '.join(wanted)} are")
-    asked = BackwardRequest(
-        whole.program, wanted, _given(whole, of, behind), behind, tuple(positive), tuple(accumulate)
+    request = BackwardRequest(
+        whole.program, wanted, _incoming(whole, of, behind), behind, tuple(positive), tuple(accumulate)
     )
-    return Search(asked, sizes, save_bytes, forced(whole.program, save, recompute)).best()
+    return Search(request, sizes, save_bytes, forced(whole.program, save, recompute)).best()
 
 
-def _wanted(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
+def _inputs_to_differentiate(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
+    """Check ``wrt``, or choose all floating-point inputs."""
     signature = program.signature
     if signature.updates:
         output, name = next(iter(signature.updates.items()))
@@ -74,7 +76,8 @@ def _wanted(program: Program, wrt: Collection[str] | None) -> tuple[str, ...]:
     return floats if wrt is None else tuple(wrt)
 
 
-def _given(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
+def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
+    """The outputs whose gradients come in. Checks ``of`` and ``behind``."""
     program, outputs = whole.program, whole.program.signature.outputs
     of = None if of is None else whole.named(of)
     for name in (*(of or ()), *([behind] if behind else [])):

@@ -1,5 +1,4 @@
-"""Arrange one backward: decide which values the program of the matmuls computes, and which the pointwise part
-before it (the head) computes."""
+"""Build the backward of one plan: the program of matmuls, and the pointwise head that runs before it."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ class Derived(NamedTuple):
     """A backward.
 
     ``head`` and ``program``: see ``derive``. ``same``: gradients that equal an input or another gradient.
-    ``folds``: gradients that the caller sums from an output's elements: from all of them for a scalar, over
+    ``folds``: gradients that the caller must sum from an output, over all its elements for a scalar, over
     heads otherwise. ``stored``: the forward's inputs, outputs and saved values that the backward reads.
-    ``saves``: those stored values that the forward does not return yet, with their nodes. ``recomputed``: the
-    forward's matmuls, sums and outputs that are computed again, with their nodes. ``left``: inputs without a
-    derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of several. ``widths``:
-    new dims for those sizes of the forward that the shapes in the backward do not determine. ``bound``: the
+    ``saves``: stored values that the forward does not return yet, with their nodes. ``recomputed``: the
+    forward's matmuls, sums and outputs that the backward computes again, with their nodes. ``left``: inputs
+    without a derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of several.
+    ``widths``: new dims, for sizes of the forward that the backward's shapes do not determine. ``bound``: the
     fewest bytes and FLOPs of all compared plans.
     """
 
@@ -59,7 +58,8 @@ class BackwardRequest(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A choice of the forward nodes in memory (``stored``), and of ``Simplifier``'s two simplifications."""
+    """A plan for a backward. ``stored``: forward nodes in memory. ``moves``, ``turns``: whether
+    ``Simplifier`` applies these simplifications."""
 
     stored: frozenset[int]
     moves: bool = False
@@ -67,11 +67,11 @@ class BackwardPlan(NamedTuple):
 
 
 class PlannedBackward:
-    """The backward of one plan."""
+    """Builds the backward of one plan."""
 
-    def __init__(self, asked: BackwardRequest, plan: BackwardPlan):
-        self.asked, self.plan = asked, plan
-        self.program, self.types = asked.program, asked.program.types()
+    def __init__(self, request: BackwardRequest, plan: BackwardPlan):
+        self.request, self.plan = request, plan
+        self.program, self.types = request.program, request.program.types()
         signature = self.program.signature
         self.narrow = next(
             (t.dtype for t in signature.inputs.values() if len(t.shape) == 2 and t.dtype != "fp32"), "bf16"
@@ -87,37 +87,38 @@ class PlannedBackward:
         self.wanted: set[int] = set()  # forward nodes whose values the backward needs
 
     def declare(self, name: str, index: int) -> str:
-        """Add an input with the shape of a forward value to the backward; return its name."""
+        """Add to the backward an input with the shape of a forward value; return its name."""
         kind = self.types[index]
         return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
 
     def announce(self, name: str, tensor: TensorType) -> str:
+        """Add an input to the backward, under this name or, if it is taken, a longer one."""
         while name in self.inputs:
             name += "_"
         self.inputs[name] = tensor
         return name
 
     def derive(self) -> Derived:
-        asked, nodes = self.asked, self.program.outputs
-        given = {nodes[n]: self.declare(f"d_{n}", nodes[n]) for n in asked.of}
+        request, nodes = self.request, self.program.outputs
+        incoming = {nodes[n]: self.declare(f"d_{n}", nodes[n]) for n in request.of}
         trace = Simplifier(self.signature(), self.plan.moves)
         self.used = trace.used
-        reverse = Reverse(self.program, trace, self.stored, asked.positive)
+        reverse = Reverse(self.program, trace, self.stored, request.positive)
         with tracing(trace):
-            after = nodes[asked.behind] if asked.behind else -1
+            after = nodes[request.behind] if request.behind else -1
             known: dict[int, int] = {}
-            for index, name in given.items():
+            for index, name in incoming.items():
                 node = Node("input", (), name)
                 if index == after:
                     pair = [trace.add(Node("input", (), n)) for n in ("d_next", "w_next")]
                     node = Node("gemm", tuple(pair))
                 known[index] = trace.add(node)
-            gradients = reverse.gradients(known, asked.wrt)
+            gradients = reverse.gradients(known, request.wrt)
             self.wanted = set(reverse.known)
         if not gradients:
             unreached = "nothing differentiable leads to an output: name others with --of or --wrt"
             why = next(iter(reverse.stopped.values()), unreached)
-            raise ProgramError("wrt", f"no gradient of {', '.join(asked.wrt)}: {why}")
+            raise ProgramError("wrt", f"no gradient of {', '.join(request.wrt)}: {why}")
         outputs, folds = self.outputs(trace, gradients)
         again = {i: reverse.known[i] for i in reverse.again}
         if self.plan.turns:
@@ -129,12 +130,12 @@ class PlannedBackward:
     def signature(self) -> Signature:
         """The signature of all inputs that the backward may read."""
         own, dims = self.program.signature, self.program.signature.dims
-        if self.asked.behind:
-            rows, columns = own.outputs[self.asked.behind].shape
+        if self.request.behind:
+            rows, columns = own.outputs[self.request.behind].shape
             self.inputs["d_next"] = TensorType((rows, Dim.parse(NEXT)), self.narrow)
             self.inputs["w_next"] = TensorType((Dim.parse(NEXT), columns), self.narrow)
             dims = (*dims, NEXT)
-        for name in self.asked.accumulate:
+        for name in self.request.accumulate:
             whole = TensorType(own.inputs[name].shape, "fp32")
             self.updates[f"d_{name}"] = self.announce(f"sum_{name}", whole)
         return Signature(f"{own.name}_backward", dims, self.inputs, {}, static=own.static)
@@ -142,7 +143,7 @@ class PlannedBackward:
     def outputs(
         self, trace: Simplifier, gradients: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, str]]:
-        """The outputs, and the gradients (``folds``) that the caller sums from an output's elements."""
+        """The outputs by name, and ``Derived.folds``."""
         outputs: dict[str, int] = {}
         folds: dict[str, str] = {}
         for name, index in gradients.items():
@@ -153,7 +154,7 @@ class PlannedBackward:
         return outputs, folds
 
     def accumulated(self, trace: Simplifier, name: str, index: int) -> int:
-        """Add a gradient to its buffer, if it has one."""
+        """Add a gradient to its buffer. Without a buffer, the gradient is returned unchanged."""
         if name not in self.updates:
             return index
         if not self.late(trace)[index]:
@@ -163,7 +164,7 @@ class PlannedBackward:
     def again(
         self, trace: Simplifier, outputs: Mapping[str, int], known: Mapping[int, int]
     ) -> dict[str, int]:
-        """The forward's matmuls, sums and outputs that the backward computes again, with their nodes."""
+        """``Derived.recomputed``. ``known``: recomputed forward nodes, with their nodes in the trace."""
         reached = set(self.reached(trace, outputs.values()))
         names = {i: n for n, i in self.program.outputs.items()}
         named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
@@ -177,7 +178,7 @@ class PlannedBackward:
             name: next(
                 (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), UNUSED
             )
-            for name in self.asked.wrt
+            for name in self.request.wrt
             if not gradients.keys() & {f"d_{name}", f"d_{name}_parts"}
         }
         late = self.late(trace)
@@ -233,14 +234,14 @@ class PlannedBackward:
         return same, {n: i for i, n in rest.items()}
 
     def late(self, trace: Simplifier) -> list[bool]:
-        """For each value, whether it needs a matmul."""
-        found: list[bool] = []
+        """For each node of the trace, whether it depends on a matmul."""
+        late: list[bool] = []
         for node in trace.nodes:
-            found.append(node.op == "gemm" or any(found[a] for a in node.args))
-        return found
+            late.append(node.op == "gemm" or any(late[a] for a in node.args))
+        return late
 
     def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The operands of matmuls, and the outputs, that need no matmul themselves."""
+        """The operands of matmuls, and the outputs, that depend on no matmul."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
@@ -252,18 +253,18 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The vectors made of sums that need no matmul, if another value reads them, and the outputs that
-        need no matmul."""
-        made: list[bool] = []
+        """The vectors computed from sums without a matmul, where a value of another kind reads them. Also the
+        outputs that depend on no matmul."""
+        summed: list[bool] = []
         for index, node in enumerate(trace.nodes):
-            own = reduction(node) is not None or any(made[a] for a in node.args)
-            made.append(own and not late[index] and trace.types[index].kind == "vector")
-        others = (i for i in self.reached(trace, outputs.values()) if not made[i])
-        found = {a: f"head_{a}" for i in others for a in trace.nodes[i].args if made[a]}
-        return found | {i: n for n, i in outputs.items() if not late[i]}
+            own = reduction(node) is not None or any(summed[a] for a in node.args)
+            summed.append(own and not late[index] and trace.types[index].kind == "vector")
+        others = (i for i in self.reached(trace, outputs.values()) if not summed[i])
+        roots = {a: f"head_{a}" for i in others for a in trace.nodes[i].args if summed[a]}
+        return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The values without a matmul that are outputs, or that are read by values with a matmul."""
+        """The values that depend on no matmul and are outputs, or are read by a value that depends on one."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
@@ -278,6 +279,7 @@ class PlannedBackward:
         return roots
 
     def reached(self, trace: Simplifier, roots: Collection[int]) -> list[int]:
+        """The nodes on which ``roots`` depend, with ``roots`` themselves, in order."""
         seen, pending = set[int](), list(roots)
         while pending:
             index = pending.pop()
@@ -289,20 +291,24 @@ class PlannedBackward:
     def products(
         self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
     ) -> Program | None:
+        """The program of matmuls: it computes the outputs that are not among ``roots``, which the head
+        computes. Raises ProgramError if no kernel can run it."""
         mine = {n: i for n, i in outputs.items() if i not in roots}
-        made = self.part(trace, trace.signature.name, mine, roots)
-        if made:
-            cut(made)
+        program = self.part(trace, trace.signature.name, mine, roots)
+        if program:
+            cut(program)
+            signature = program.signature
             try:
-                solving_order(made.signature.shapes, made.signature.dims, made.signature.named)
+                solving_order(signature.shapes, signature.dims, signature.named)
             except Unsolvable as error:
                 raise ProgramError("dim", f"{error} that the backward reads: widen --wrt") from None
-        return made
+        return program
 
     def part(
         self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
     ) -> Program | None:
-        """The program that computes these outputs. It reads ``inputs`` instead of computing them."""
+        """The program that computes these outputs, or None if there are none. It reads the nodes ``inputs``
+        instead of computing them."""
         if not outputs:
             return None
         nodes: list[Node] = []
@@ -323,11 +329,11 @@ class PlannedBackward:
                 read[str(node.attribute)] = self.inputs[str(node.attribute)]
             place[index] = len(nodes)
             nodes.append(Node(node.op, tuple(place[a] for a in node.args), node.attribute))
-        made = {n: self.tensor(trace, n, i) for n, i in outputs.items()}
-        said = [Dim.parse(str(n.attribute)) for n in nodes if n.op == "dim"]
-        said += [Dim.parse(size) for n in nodes for size in sizes_named(n)]
-        inner = {d for dim in said for d in dim.names}
-        tensors = {**read, **made}
+        written = {n: self.tensor(trace, n, i) for n, i in outputs.items()}
+        sizes = [Dim.parse(str(n.attribute)) for n in nodes if n.op == "dim"]
+        sizes += [Dim.parse(size) for n in nodes for size in sizes_named(n)]
+        inner = {d for dim in sizes for d in dim.names}
+        tensors = {**read, **written}
         if all(n.op != "per_head" for n in nodes):
             tensors = self.solvable(trace.signature.dims, read, tensors, inner)
         names = {d for t in tensors.values() for dim in t.shape for d in dim.names} | inner
@@ -335,9 +341,9 @@ class PlannedBackward:
             name,
             tuple(d for d in (*trace.signature.dims, *self.widths) if d in names),
             {n: tensors[n] for n in sorted(read)},
-            {n: tensors[n] for n in made},
+            {n: tensors[n] for n in written},
             static=tuple(d for d in trace.signature.static if d in names),
-            updates={n: self.updates[n] for n in made if n in self.updates},
+            updates={n: self.updates[n] for n in written if n in self.updates},
         )
         return Program(signature, tuple(nodes), {n: place[i] for n, i in outputs.items()}).check()
 
@@ -348,8 +354,8 @@ class PlannedBackward:
         tensors: dict[str, TensorType],
         inner: set[str],
     ) -> dict[str, TensorType]:
-        """The tensors, with a new dim for each size, such as 2*H*P, that the inputs' shapes do not determine.
-        A size with at most one dim outside ``inner`` (the dims that nodes name) stays."""
+        """Replace each size that the inputs' shapes do not determine, such as 2*H*P, by a new dim. A size
+        with at most one dim outside ``inner`` (the dims that nodes name) stays."""
         shapes = {n: tensors[n].shape for n in read}
         known = {d for s in shapes.values() for dim in s for d in dim.names}
         try:

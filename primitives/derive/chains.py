@@ -1,10 +1,10 @@
 """Chains of a Transformer as graphs, from which backwards are derived.
 
-A chain begins and ends with a matmul, so that the epilogues of matmuls can compute its gradients. A chain is
-not a single kernel: if it contains a norm, its forward takes several kernels. Weights have the layout of
-``torch.nn.Linear``. Rows of gate and up are interleaved, and the two rows of each rotation are adjacent. The
-outputs are the results, and the values that the forward stores for the backward. Numbers such as ``eps`` are
-scalars, passed to each launch.
+A chain begins and ends with a matmul, so that the epilogues of matmuls can compute its gradients. The forward
+of a chain with a norm takes several kernels. Weights have the layout of ``torch.nn.Linear``. The rows of gate
+and up weights are interleaved, and the two rows of each rotated pair are adjacent. A chain's outputs are its
+results, and the values that the forward stores for the backward. Numbers such as ``eps`` are scalars, passed
+to each launch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """Append a chain that reads this chain's results. ``linked``: for each linked input of the other
-        chain, the output of this chain. Tensors with the same name in both chains are one tensor."""
+        """Append another chain. ``linked`` maps its inputs to outputs of this chain. Tensors with the same
+        name in both chains are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})
@@ -62,18 +62,20 @@ class Chain(NamedTuple):
 
     def program(self, name: str) -> Program:
         """Trace the chain to a program."""
-        inputs, outputs = ({n: _tensor(s) for n, s in each.items()} for each in (self.inputs, self.outputs))
+        inputs, outputs = (
+            {n: _tensor(s) for n, s in shapes.items()} for shapes in (self.inputs, self.outputs)
+        )
         shapes = [t.shape for t in (*inputs.values(), *outputs.values())]
         dims = dict.fromkeys(d for shape in shapes for dim in shape for d in sorted(dim.names))
         signature = Signature(name, tuple(dims), inputs, outputs, static=self.static)
         trace = Trace(signature)
         with tracing(trace):
-            made = self.body(**{n: Tensor(trace.add(Node("input", (), n))) for n in inputs})
-        return Program(signature, tuple(trace.nodes), {n: made[n]._index for n in outputs}).check()
+            results = self.body(**{n: Tensor(trace.add(Node("input", (), n))) for n in inputs})
+        return Program(signature, tuple(trace.nodes), {n: results[n]._index for n in outputs}).check()
 
 
-def _tensor(said: str) -> TensorType:
-    shape, _, dtype = said.partition(":")
+def _tensor(text: str) -> TensorType:
+    shape, _, dtype = text.partition(":")
     return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",") if d), dtype.strip() or "bf16")
 
 
@@ -112,8 +114,8 @@ def _gated(function: Callable[[Any], Any], z: Any) -> Any:
 
 
 def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
-    """Pre-norm MLP of the residual stream ``h``. ``residual``: add ``h`` to the result. Stores rstd, z after
-    the norm's row scale, and act."""
+    """Pre-norm MLP of the residual stream ``h``. ``residual``: add ``h`` to the result. Stores rstd, z (after
+    the norm's row scale) and act."""
     width, act_of = ACTIVATIONS[activation]
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
@@ -179,8 +181,9 @@ def loss() -> Chain:
 
 
 def next_norm() -> Chain:
-    """Begin the norm after the residual stream ``out``: ``out`` times its weight, and its row scale. The next
-    chain's first matmul uses the first of these, and scales its rows by the second."""
+    """Begin the norm after the residual stream ``out``. ``next_hg`` is ``out`` times the norm's weight, and
+    ``next_rstd`` the norm's row scale. The next chain's first matmul reads ``next_hg``, and its epilogue
+    multiplies rows by ``next_rstd``."""
 
     def body(out: Any, next_gamma: Any, next_eps: Any) -> dict[str, Any]:
         return {"next_hg": out * per_column(next_gamma), "next_rstd": _normed(out, next_eps)}
@@ -191,8 +194,8 @@ def next_norm() -> Chain:
 
 def head(cap: bool = False) -> Chain:
     """The final norm of the residual stream ``h``, then the cross-entropy: the logits' log-sum-exp and the
-    target's logit. ``cap``: soft-cap the logits. The logits are not stored. The backward recomputes them from
-    rstd and hg (h times the norm's weight)."""
+    target's logit. ``cap``: soft-cap the logits. Logits are not stored. The backward recomputes them from
+    rstd and hg, which is h times the norm's weight."""
 
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)

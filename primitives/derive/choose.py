@@ -1,8 +1,8 @@
 """Choose a backward: which values are stored or recomputed, and which matmuls compute its sums.
 
-Plans are compared at the requested sizes, by the costs in ``Search.weighed``, in this order: bytes stored
-above the limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time and
-stops when no change makes the plan cheaper.
+``Search.weighed`` gives a plan's costs at the requested sizes, most important first: bytes stored above the
+limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time, and stops when
+no change makes the plan cheaper.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ NEXT_SIZE = 2048  # the size of the dim NEXT, unless ``sizes`` has it
 
 
 def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the forward's dims, and of the dims that only the backward has."""
+    """The sizes of all dims: the forward's, and those that only the backward has."""
     return {**sizes, **{name: size(sizes) for name, size in derived.widths.items()}}
 
 
 class Search:
     """The search for the cheapest plan. ``limit``: the bytes per row that the forward may store for the
-    backward, without the forward's inputs. Without a limit the forward stores only its results, or more if no
-    backward can do with these. ``fixed``: forward nodes that must (True) or must not (False) be stored."""
+    backward, not counting its inputs. Without a limit the forward stores only its outputs, or more if no
+    backward works with these alone. ``fixed``: forward nodes that must (True) or must not (False) be
+    stored."""
 
     def __init__(
-        self, asked: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
+        self, request: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
     ):
-        self.asked, self.limit, self.fixed = asked, limit, fixed
+        self.request, self.limit, self.fixed = request, limit, fixed
         self.sizes = {NEXT: NEXT_SIZE, **sizes}
-        self.program, self.types = asked.program, asked.program.types()
+        self.program, self.types = request.program, request.program.types()
         self.rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
         self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
         self.traffic: list[Traffic] = []
@@ -70,14 +71,14 @@ class Search:
         if self.limit is not None and cost[0]:
             raise ProgramError(
                 "save_bytes",
-                f"no backward stores at most {self.limit} bytes a row: the least that was found is "
+                f"no backward stores at most {self.limit} bytes a row: the smallest that was found stores "
                 f"{int(cost[0]) + self.limit}",
             )
         self.cost(BackwardPlan(frozenset(returned | more), True, True))
         return derived._replace(bound=Traffic(*map(min, zip(*self.traffic, strict=True))))
 
     def candidates(self) -> Iterator[int]:
-        """Values that may be worth storing: matmuls, their operands, and vectors spread over tiles."""
+        """Nodes that may be worth storing: matmuls, their operands, and vectors spread over tiles."""
         for index, node in enumerate(self.program.nodes):
             if node.op == "gemm":
                 yield index
@@ -91,29 +92,30 @@ class Search:
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
         """Improve the plan that stores ``stored``, one change at a time. A change toggles a simplification,
-        or whether a value of ``free`` is stored. Small values are tried first; ``largest``: large ones
-        first."""
-        kept = {i for i in stored if self.fixed.get(i, True)} | {i for i, keep in self.fixed.items() if keep}
+        or whether a node of ``free`` is stored. Small tensors are tried first; with ``largest``, large
+        tensors."""
+        always = {i for i, keep in self.fixed.items() if keep}
+        start = {i for i in stored if self.fixed.get(i, True)} | always
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
-        best, plan = BackwardPlan(frozenset(kept)), None
+        best, plan = BackwardPlan(frozenset(start)), None
         while best != plan:
             plan = best = min(self.arranged(best), key=self.cost)
             for index in order:
-                if index in self.wanted[best]:  # storing a value that is not needed changes nothing
+                if index in self.wanted[best]:  # storing a value that the backward does not read is useless
                     best = min(best, best._replace(stored=best.stored ^ {index}), key=self.cost)
         return best
 
     def swaps(self, plan: BackwardPlan, free: set[int]) -> list[BackwardPlan]:
-        """The plans within the limit that store one tile in place of another."""
+        """Variants of a plan that store one tile in place of another and keep to the limit."""
         able = {i for i in self.wanted[plan] & free - self.fixed.keys() if self.types[i].kind == "tile"}
         derived = self.tried[plan][1]
-        room = (self.limit or 0) - self.kept(derived) if derived else 0
+        room = (self.limit or 0) - self.stored_bytes(derived) if derived else 0
         pairs = itertools.product(able & plan.stored, able - plan.stored)
         fits = (p for p in pairs if self.bytes(p[1]) - self.bytes(p[0]) <= room * self.rows)
         return [plan._replace(stored=plan.stored ^ set(pair)) for pair in fits]
 
     def bytes(self, index: int) -> int:
-        """The bytes of a value in memory."""
+        """The bytes of a node's tensor in memory."""
         tensor = TensorType(self.types[index].shape, "fp32" if self.types[index].kind == "vector" else "bf16")
         return ledger.size([tensor], self.sizes)
 
@@ -122,36 +124,36 @@ class Search:
 
     def cost(self, plan: BackwardPlan) -> Cost:
         if plan not in self.tried:
-            attempt = PlannedBackward(self.asked, plan)
+            attempt = PlannedBackward(self.request, plan)
             try:
                 derived = attempt.derive()
-                found: tuple[Cost, Derived | None] = self.weighed(derived), derived
+                result: tuple[Cost, Derived | None] = self.weighed(derived), derived
             except ProgramError as error:
                 self.refusals.append(error)
-                found = REFUSED, None
+                result = REFUSED, None
             # If a simplification had no effect, turning it off gives the same backward.
             for moves in {plan.moves, plan.moves and "moves" in attempt.used}:
-
                 for turns in {plan.turns, plan.turns and "turns" in attempt.used}:
                     same = plan._replace(moves=moves, turns=turns)
-                    self.tried.setdefault(same, found)
+                    self.tried.setdefault(same, result)
                     self.wanted.setdefault(same, attempt.wanted)
         return self.tried[plan][0]
 
     def weighed(self, derived: Derived) -> Cost:
         """The costs, most important first: bytes per row above the limit; FLOPs; recomputed sums over rows or
-        columns; all bytes; number of nodes. Without a limit, the first is the bytes per row that the forward
-        stores only for the backward."""
-        now = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
-        self.traffic.append(now)
-        extra = self.kept(derived, derived.saves)
-        first = extra if self.limit is None else max(0, self.kept(derived) - self.limit)
+        columns; all bytes; number of nodes. Without a limit, the first cost is the bytes per row that the
+        forward stores for the backward alone."""
+        traffic = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
+        self.traffic.append(traffic)
+        extra = self.stored_bytes(derived, derived.saves)
+        first = extra if self.limit is None else max(0, self.stored_bytes(derived) - self.limit)
         parts = [p for p in (derived.program, derived.head) if p]
         sums = sum(self.types[i].kind == "vector" for i in derived.recomputed.values())
-        return first, now.flops, sums, now.moved + extra * self.rows, sum(len(p.nodes) for p in parts)
+        return first, traffic.flops, sums, traffic.moved + extra * self.rows, sum(len(p.nodes) for p in parts)
 
-    def kept(self, derived: Derived, names: Collection[str] | None = None) -> int:
-        """Bytes per row that the forward stores and the backward reads, of the values ``names`` or of all."""
+    def stored_bytes(self, derived: Derived, names: Collection[str] | None = None) -> int:
+        """Bytes per row that the forward stores and the backward reads. ``names``: count only these
+        values."""
         parts = [p for p in (derived.program, derived.head) if p]
         read = {n: t for p in parts for n, t in p.signature.inputs.items()}
         sizes = all_sizes(derived, self.sizes)
@@ -160,9 +162,9 @@ class Search:
 
 
 def forced(program: Program, save: Collection[str], recompute: Collection[str]) -> dict[int, bool]:
-    """The nodes that must (True) or must not (False) be stored, given output names or node numbers (``node
-    3``)."""
-    found: dict[int, bool] = {}
+    """The nodes that must (True) or must not (False) be stored. ``save`` and ``recompute`` name outputs, or
+    nodes such as ``node 3``. Raises ProgramError for an unknown name, or for a node that cannot be stored."""
+    storage: dict[int, bool] = {}
     for names, keep in ((save, True), (recompute, False)):
         for name in names:
             number = name.removeprefix("node").strip()
@@ -175,7 +177,7 @@ def forced(program: Program, save: Collection[str], recompute: Collection[str]) 
                 raise ProgramError("save", f"there is no output or node {name!r}; outputs are {known}")
             if program.types()[index].kind not in LEAVES or program.nodes[index].op == "input":
                 raise ProgramError("save", f"{name!r} is no tile or vector that the forward computes")
-            found[index] = keep
-    return found
+            storage[index] = keep
+    return storage
 
 

@@ -11,8 +11,8 @@ from coda_agent.primitives.lang.ir import Program, TensorType
 
 
 class Traffic(NamedTuple):
-    """The cost of a backward. ``moved``: the bytes if each step reads and writes its tensors once. ``least``:
-    the bytes if the whole backward reads each input and writes each output once."""
+    """The cost of a backward. ``moved``: its bytes if each step reads and writes its tensors once. ``least``:
+    its bytes if one kernel read each input and wrote each output of the whole backward once."""
 
     moved: int
     least: int
@@ -25,7 +25,7 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The traffic of a pointwise head (one pass) and of the program of matmuls after it."""
+    """The traffic of a pointwise head, in one pass, and of the program of matmuls after it."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}
@@ -39,5 +39,5 @@ def count(program: Program | None, head: Program | None, sizes: Mapping[str, int
         floor = roofline(program, sizes)
         moved, flops = moved + floor.bytes, floor.flops
     between = read.keys() & written.keys()
-    ends = [t for each in (read, written) for n, t in each.items() if n not in between]
+    ends = [t for tensors in (read, written) for n, t in tensors.items() if n not in between]
     return Traffic(moved, size(ends, sizes), flops)

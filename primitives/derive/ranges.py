@@ -1,4 +1,5 @@
-"""Join outputs that are ranges of one tile's columns, such as q, k and v. A backward reads the whole tile."""
+"""Join outputs that are ranges of one tile's columns, such as q, k and v, because a backward reads the whole
+tile."""
 
 from __future__ import annotations
 
@@ -11,30 +12,32 @@ from coda_agent.primitives.lang.ir import Program, TensorType, sizes_named
 
 
 class Joined(NamedTuple):
-    """A program that returns each tile whole. ``Joined`` also maps each whole output to the names of its
-    ranges."""
+    """A program with joined outputs. ``parts``: for each joined output, the names of its ranges in order."""
 
     program: Program
     parts: dict[str, tuple[str, ...]]
 
     def named(self, outputs: Collection[str]) -> tuple[str, ...]:
-        """Replace the ranges of a tile by the tile's name. Raises ProgramError if some of them are
-        missing."""
-        found = list(outputs)
+        """Replace the names of ranges by the name of their joined output. Raises ProgramError if
+        ``outputs`` has only some ranges of a tile."""
+        names = list(outputs)
         for whole, parts in self.parts.items():
-            given = [n for n in parts if n in found]
-            if given and len(given) < len(parts):
-                said = f"the gradients of {', '.join(parts)} come in side by side"
-                raise ProgramError("of", f"{said}: ask for all of them, not for {given[0]!r} alone")
-            if given:
-                found[found.index(given[0])] = whole
+            present = [n for n in parts if n in names]
+            if present and len(present) < len(parts):
+                raise ProgramError(
+                    "of",
+                    f"the gradients of {', '.join(parts)} come in side by side: ask for all of them, not for "
+                    f"{present[0]!r} alone",
+                )
+            if present:
+                names[names.index(present[0])] = whole
         ranges = {n for parts in self.parts.values() for n in parts}
-        return tuple(n for n in found if n not in ranges)
+        return tuple(n for n in names if n not in ranges)
 
 
 def joined(program: Program) -> Joined:
-    """Join outputs that together are all columns of a tile into one output, such as q, k and v into q_k_v.
-    The program's nodes keep their numbers."""
+    """Join outputs into one if together they are all columns of a tile, such as q, k and v into q_k_v. The
+    program's nodes keep their numbers."""
     types, tiles = program.types(), dict[int, dict[Dim, str]]()
     for name, index in program.outputs.items():
         if types[index].kind == "range":

@@ -1,5 +1,5 @@
-"""Write a program as straight-line PyTorch, one line per value. The text is a derived spec's reference, or
-the code of a pointwise head."""
+"""Write a program as straight-line PyTorch, one line per value. The text becomes the reference of a derived
+spec, or the code of a backward's pointwise head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INFIX = {
     "not_equal": "!=",
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
-# for rows of experts, each with its own matrix
+# a GEMM with offsets: each expert's rows times that expert's matrix; or one matrix per expert from its rows
 ROWS = "cat([a @ b for a, b in zip({0}.split({2}.diff().tolist()), {1})])"
 OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {
@@ -62,24 +62,25 @@ def reference(program: Program, cast: bool = False) -> str:
         if index not in used:
             names.append("")
         elif node.op in ("input", "dim"):
-            said = str(node.attribute)
-            names.append(said if said.isidentifier() else f"({said})")
+            text = str(node.attribute)
+            names.append(text if text.isidentifier() else f"({text})")
         elif node.op == "constant":
             names.append(repr(node.attribute) if float(node.attribute or 0) >= 0 else f"({node.attribute!r})")
         else:
             name = chosen.get(index, f"v{index}")
             while index not in chosen and name in taken:
                 name += "_"
-            given = [_wide(names[a], types[a], types[index]) for a in node.args]
+            arguments = [_wide(names[a], types[a], types[index]) for a in node.args]
             if cast and narrow and node.op == "gemm":
-                given[:2] = [f"{each}.to({narrow})" for each in given[:2]]
-            lines.append(f"{name} = {_said(node, given, types[index])}")
+                arguments[:2] = [f"{operand}.to({narrow})" for operand in arguments[:2]]
+            lines.append(f"{name} = {_expression(node, arguments, types[index])}")
             names.append(name)
     return "\n".join(lines) + "\n"
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:
-    """The text of a value; it is repeated over heads if an operation combines it with a tile."""
+    """The text of a value of type ``given`` in an operation of type ``wanted``. A value per head is repeated
+    over the columns of a tile."""
     if wanted.kind != "tile" or given.period is None:
         return name
     if given.kind == "spread":
@@ -88,19 +89,19 @@ def _wide(name: str, given: Type, wanted: Type) -> str:
     return f"{name}.repeat({once}({wanted.shape[1]}) // ({given.period}))"
 
 
-def _said(node: Node, given: list[str], made: Type) -> str:
-    if node.op == "gemm" and len(given) > 2:
-        return OWN.format(*given) if made.kind == "experts" else ROWS.format(*given)
+def _expression(node: Node, arguments: list[str], result: Type) -> str:
+    first = arguments[0]
+    if node.op == "gemm" and len(arguments) > 2:
+        return (OWN if result.kind == "experts" else ROWS).format(*arguments)
     if node.op in INFIX:
-        plain = f"{given[0]} {INFIX[node.op]} {given[1]}"
+        plain = f"{first} {INFIX[node.op]} {arguments[1]}"
         return f"({plain}) * 1.0" if INFIX[node.op][0] in "<>=!" else plain
     if node.op in CALLS:
-        return f"{node.op}({given[0]})"
+        return f"{node.op}({first})"
     if node.op in FORMS:
         sizes = [f"({size})" for size in sizes_named(node)]
-        columns = f"torch.arange({given[0]}.shape[1], device={given[0]}.device)"
-        return FORMS[node.op].format(*given, sizes=sizes, columns=columns)
+        columns = f"torch.arange({first}.shape[1], device={first}.device)"
+        return FORMS[node.op].format(*arguments, sizes=sizes, columns=columns)
     if node.op in ("maximum", "minimum"):
-        bounds = [f"torch.as_tensor({each}, device={given[0]}.device)" for each in given[1:]]
-        return f"{node.op}({given[0]}, {bounds[0]})"
+        return f"{node.op}({first}, torch.as_tensor({arguments[1]}, device={first}.device))"
     raise ProgramError("reference", f"{node.op} has no PyTorch text yet")

@@ -18,9 +18,9 @@ SUMS = ("add", "subtract", "join")
 class Reverse:
     """Trace forward values and gradients in one graph.
 
-    ``stored``: forward nodes in memory, with the names under which the backward reads them. ``stopped``:
-    nodes whose gradient is incomplete, with reasons. ``notes``: caveats of operations that a gradient passes
-    through.
+    ``stored``: forward nodes in memory, with the names under which the backward reads them. ``known``: for
+    forward nodes, their nodes in the trace. ``stopped``: nodes whose gradient is incomplete, with reasons.
+    ``notes``: caveats of operations that a gradient passes through.
     """
 
     def __init__(
@@ -38,18 +38,19 @@ class Reverse:
     # Forward values
 
     def value(self, index: int) -> int:
-        """Get a forward value in the trace: read it, recover it from a stored value, or compute it again."""
+        """The node of a forward value in the trace. The backward reads the value, recovers it from a stored
+        value, or computes it again."""
         if index not in self.known:
             if index in self.stored:
                 self.known[index] = self.trace.add(Node("input", (), self.stored[index]))
-            elif self.cheap(index) or (found := self.solved(index)) is None:
+            elif self.cheap(index) or (recovered := self.solved(index)) is None:
                 node = self.nodes[index]
                 self.again.add(index)
                 self.known[index] = self.trace.add(
                     Node(node.op, tuple(self.value(a) for a in node.args), node.attribute)
                 )
             else:
-                self.known[index] = found
+                self.known[index] = recovered
         return self.known[index]
 
     def cheap(self, index: int) -> bool:
@@ -60,7 +61,8 @@ class Reverse:
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """Recover a value from a stored value, if the two differ by a sum, a scale or a sign."""
+        """Recover a value from a stored value that differs from it by a term, a factor or a sign. None if
+        there is no such value."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -69,19 +71,20 @@ class Reverse:
                 continue
             if not all(map(self.cheap, others)) or (node.op == "multiply" and not self.nonzero(others[0])):
                 continue
-            whole = self.value(reader) if reader in self.stored else self.solved(reader)
-            if whole is None:
+            result = self.value(reader) if reader in self.stored else self.solved(reader)
+            if result is None:
                 continue
             if node.op == "negative":
-                return self.trace.add(Node("negative", (whole,)))
+                return self.trace.add(Node("negative", (result,)))
             other = self.value(others[0])
             if node.op == "subtract" and node.args[1] == index:
-                return self.trace.add(Node("subtract", (other, whole)))
+                return self.trace.add(Node("subtract", (other, result)))
             inverse = {"add": "subtract", "subtract": "add", "multiply": "divide"}[node.op]
-            return self.trace.add(Node(inverse, (whole, other)))
+            return self.trace.add(Node(inverse, (result, other)))
         return None
 
     def nonzero(self, index: int) -> bool:
+        """Whether a value is known never to be zero."""
         node = self.nodes[index]
         if node.op == "constant":
             return node.attribute != 0
@@ -105,23 +108,25 @@ class Reverse:
             if index in active and self.nodes[index].args:
                 for total in found[index].values():
                     self.pass_on(index, total, active, found)
-        whole: dict[str, int] = {}
+        complete: dict[str, int] = {}
         for index, totals in found.items():
             if self.nodes[index].op == "input" and index in active and totals and index not in self.stopped:
                 if len(totals) > 1:
                     self.stop([index], "its parts are sums over different sizes", active)
                 else:
-                    whole[str(self.nodes[index].attribute)] = next(iter(totals.values()))
-        return whole
+                    complete[str(self.nodes[index].attribute)] = next(iter(totals.values()))
+        return complete
 
     def active(self, wrt: Collection[str]) -> set[int]:
-        found: set[int] = set()
+        """The nodes that depend on the inputs ``wrt``."""
+        dependent: set[int] = set()
         for index, node in enumerate(self.nodes):
-            if (node.op == "input" and node.attribute in wrt) or found.intersection(node.args):
-                found.add(index)
-        return found
+            if (node.op == "input" and node.attribute in wrt) or dependent.intersection(node.args):
+                dependent.add(index)
+        return dependent
 
     def collect(self, found: dict[int, dict[Type, int]], index: int, gradient: int) -> None:
+        """Add a gradient to a node's total. Gradients of different types have separate totals."""
         kind = self.trace.types[gradient]
         before = found[index].get(kind)
         found[index][kind] = gradient if before is None else self.trace.add(Node("add", (before, gradient)))
@@ -157,9 +162,9 @@ class Reverse:
     # Scales of rows
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
-        """The gradient of a row scale, computed from stored values that are homogeneous in the scale. This is
-        used if the scale's own rule would recompute a matmul. By Euler's theorem, if a value has degree k in
-        the scale, then k times the value equals the scale times the value's derivative."""
+        """The gradient of a row scale, from stored values that are homogeneous in the scale. It replaces the
+        ordinary rule if that would recompute a matmul; None if it does not apply. By Euler's theorem, if a
+        value has degree k in the scale, k times the value equals the scale times the value's derivative."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args
@@ -180,8 +185,8 @@ class Reverse:
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
-        """The first stored values on each path from a row scale to a gradient, with their degrees in the
-        scale. None if some path has no such value."""
+        """The first stored value on each path from a row scale to a gradient, with its degree in the scale.
+        None if some path has no stored value."""
         degrees, ends = {index: 1}, dict[int, int]()
         for reader in range(index + 1, len(self.nodes)):
             node = self.nodes[reader]
@@ -195,7 +200,8 @@ class Reverse:
         return ends
 
     def degree(self, node: Node, given: list[int]) -> int | None:
-        """A value's degree in its row scale, computed from its arguments' degrees; None if it has none."""
+        """A value's degree in a row scale. ``given``: the degrees of its arguments. None if the value is not
+        homogeneous in the scale."""
         if node.op in ALIKE:
             return given[0]
         if node.op in SUMS and given[0] == given[1]:
@@ -209,7 +215,7 @@ class Reverse:
         return None
 
     def stop(self, arguments: list[int], why: str, active: set[int]) -> None:
-        """Record that the gradients of these arguments, and of what they depend on, are incomplete."""
+        """Record that the gradients of these nodes, and of all nodes on which they depend, are incomplete."""
         pending = list(arguments)
         while pending:
             index = pending.pop()

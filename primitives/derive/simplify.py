@@ -1,8 +1,8 @@
 """A trace that simplifies expressions as it grows. The rules do not depend on the derivative.
 
-Arithmetic on vectors is done before they are spread over tiles. Factors that are constant along a row or
-column move out of sums and matmuls. A split followed by a join of the same halves is removed. Each rule holds
-for real numbers at every size.
+The rules compute with vectors before spreading them over tiles. They move factors that are constant along a
+row or column out of sums and matmuls, and remove a split of joined halves. Each rule is exact for real
+numbers, at every size.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ FOLDED: dict[str, Callable[..., float]] = {
     "multiply": lambda a, b: a * b,
     "negative": lambda a: -a,
 }
-# a right argument that does not change the result
+# the right argument that leaves the left argument unchanged
 UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A tile, written as ``core`` times the vectors and scalars ``above``, divided by the vectors and scalars
-    ``below``. If ``core`` is None, the value consists of these factors only."""
+    """A value as a product: ``core`` times the vectors and scalars ``above``, divided by those ``below``.
+    ``core`` is a tile, or None for a product of vectors and scalars alone."""
 
     core: int | None
     above: tuple[int, ...] = ()
@@ -38,10 +38,13 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """A trace that adds an equivalent simpler node if there is one. ``moves``: whether row factors of a
-    matmul's left operand move out of the matmul, or to its right operand. ``products``: matmuls that are
-    needed anyway, by their operands; sums over other matmuls are computed from these (see ``turned``).
-    ``used``: which of the two simplifications ("moves", "turns") had an effect."""
+    """A trace that adds a simpler equivalent node where a rule finds one.
+
+    ``moves``: whether row factors of a matmul's left operand move out of the matmul, or to its right operand.
+    ``products``: matmuls that the backward computes anyway, by their operands; sums over other matmuls are
+    computed from them (see ``turned``). ``used``: the optional simplifications ("moves", "turns") that had an
+    effect.
+    """
 
     def __init__(self, signature: Signature, moves: bool = False):
         super().__init__(signature)
@@ -53,19 +56,19 @@ class Simplifier(Trace):
         """None: no line of a kernel file creates the nodes of this trace."""
 
     def add(self, node: Node) -> int:
-        found = self.simpler(node)
-        return super().add(node) if found is None else found
+        simpler = self.simpler(node)
+        return super().add(node) if simpler is None else simpler
 
     def simpler(self, node: Node) -> int | None:
-        """A cheaper node with the same value as this one; None if no rule finds one."""
+        """A simpler node with the same value; None if no rule finds one."""
         op = node.op
         if op in ("even", "odd"):
-            given = self.nodes[node.args[0]]
-            return given.args[op == "odd"] if given.op == "join" else None
+            source = self.nodes[node.args[0]]
+            return source.args[op == "odd"] if source.op == "join" else None
         if op in ("row_sums", "column_sums"):
             kind = op.removesuffix("_sums")
-            found = self.sums(node, kind)
-            return self.turned(node.args[0], kind) if found is None else found
+            scaled = self.sums(node, kind)
+            return self.turned(node.args[0], kind) if scaled is None else scaled
         if op == "gemm":
             return self.product(*node.args)
         if op == "where":
@@ -80,20 +83,20 @@ class Simplifier(Trace):
         return None
 
     def chosen(self, node: Node) -> Node:
-        """Rewrite a ``where`` on a > b (a < b) that returns a, or b in the second branch, as a maximum
-        (minimum)."""
+        """Simplify the branches of ``where(a > b, ...)``: maximum(a, b) is a in the first branch, and b in
+        the second. The same for a < b and minimum."""
         condition, *branches = node.args
         compared = self.nodes[condition]
         extremum = EXTREMA.get(compared.op)
         if extremum is None:
             return node
-        whole = {self.at(Node(extremum, args)) for args in (compared.args, compared.args[::-1])}
-        known = zip(branches, compared.args, strict=True)
-        return node._replace(args=(condition, *(self.instead(b, whole, value) for b, value in known)))
+        extrema = {self.at(Node(extremum, args)) for args in (compared.args, compared.args[::-1])}
+        values = zip(branches, compared.args, strict=True)
+        return node._replace(args=(condition, *(self.instead(b, extrema, value) for b, value in values)))
 
     def unscaled(self, node: Node) -> int | None:
-        """Rewrite a choice between a scaled vector and 0 as a scaled choice, so that no kernel scales the
-        vector."""
+        """Rewrite ``where(c, number * vector, 0)`` as ``where(c, vector, 0) * number``, so that no kernel has
+        to scale the vector."""
         condition, value, other = node.args
         spread = self.nodes[value]
         if spread.op not in SPREADS.values() or self.constant(other) != 0:
@@ -108,19 +111,19 @@ class Simplifier(Trace):
         """The index of a node, or -1 if the trace does not contain it."""
         return self.nodes.index(node) if node in self.nodes else -1
 
-    def instead(self, index: int, whole: set[int], value: int) -> int:
-        """Rewrite an elementwise value, with ``value`` in place of the nodes ``whole``."""
-        if index in whole:
+    def instead(self, index: int, replaced: set[int], value: int) -> int:
+        """Rewrite an elementwise expression, with ``value`` in place of the nodes ``replaced``."""
+        if index in replaced:
             return value
         node = self.nodes[index]
         if not OPERATIONS[node.op].cute:
             return index
-        args = tuple(self.instead(a, whole, value) for a in node.args)
+        args = tuple(self.instead(a, replaced, value) for a in node.args)
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape (an input if possible). It replaces an argument whose shape alone is
-        used."""
+        """A tile of the same shape, an input if possible. It replaces an argument of which an operation uses
+        only the shape."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -141,19 +144,19 @@ class Simplifier(Trace):
         values = [self.constant(a) for a in node.args]
         if node.op in FOLDED and None not in values:
             return self.number(FOLDED[node.op](*values))
-        if (found := self.neutral(node)) is not None:
-            return found
+        if (unchanged := self.neutral(node)) is not None:
+            return unchanged
         kinds = {self.types[a].kind for a in node.args}
         if node.op in ("multiply", "divide", "negative") and kinds <= {"vector", "head", "scalar"}:
             return self.monomial(node)
         if node.op == "multiply" and kinds == {"scalar", "tile"}:
             return self.scaled_spread(*sorted(node.args, key=lambda a: self.types[a].kind != "scalar"))
         if node.op == "add":
-            if (found := self.doubled(*node.args)) is not None:
-                return found
+            if (doubled := self.doubled(*node.args)) is not None:
+                return doubled
             a, b = (self.nodes[i] for i in node.args)
             if a.op == b.op == "join":
-                halves = (self.add(Node("add", each)) for each in zip(a.args, b.args, strict=True))
+                halves = (self.add(Node("add", pair)) for pair in zip(a.args, b.args, strict=True))
                 return self.add(Node("join", tuple(halves)))
             if a.op == "add" and b.op == "join":
                 for joined, rest in (a.args, a.args[::-1]):
@@ -162,11 +165,10 @@ class Simplifier(Trace):
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:
-        """The argument that equals the result, if the other argument does not change it (such as a factor of
-        1)."""
+        """The argument that equals the result, such as x for x * 1 or x + 0; None if there is none."""
         if node.op == "negative":
-            given = self.nodes[node.args[0]]
-            return given.args[0] if given.op == "negative" else None
+            argument = self.nodes[node.args[0]]
+            return argument.args[0] if argument.op == "negative" else None
         if node.op not in UNIT:
             return None
         a, b = node.args
@@ -196,7 +198,7 @@ class Simplifier(Trace):
         return self.add(Node(spread, (self.add(Node(node.op, tuple(bare))),)))
 
     def doubled(self, a: int, b: int) -> int | None:
-        """Rewrite a + b as 2 * b plus the rest of a, if b equals a or a term of a."""
+        """Rewrite b + b as 2 * b, and (b + c) + b as c + 2 * b."""
         if a == b:
             return self.add(Node("multiply", (self.number(2.0), a)))
         terms = self.nodes[a].args if self.nodes[a].op == "add" else ()
@@ -206,38 +208,38 @@ class Simplifier(Trace):
         return self.add(Node("add", (terms[terms[0] == b], twice)))
 
     def scaled_spread(self, scalar: int, tile: int) -> int | None:
-        """Rewrite a scalar times a tile that has a spread vector as a factor: scale the vector instead."""
+        """Rewrite scalar * (spread vector * tile): multiply the vector by the scalar, not the tile."""
         node = self.nodes[tile]
         for place, argument in enumerate(node.args if node.op == "multiply" else ()):
             if self.nodes[argument].op in SPREADS.values():
-                met = self.add(Node("multiply", (scalar, argument)))
-                return self.add(Node("multiply", (met, node.args[1 - place])))
+                scaled = self.add(Node("multiply", (scalar, argument)))
+                return self.add(Node("multiply", (scaled, node.args[1 - place])))
         return None
 
     def monomial(self, node: Node) -> int | None:
-        """Rewrite products and quotients of vectors as a number times factors, divided by other factors,
-        after cancelling. None if the number is 0, or if all vectors would cancel."""
+        """Cancel factors in products and quotients of vectors. The result is a number times factors, divided
+        by other factors. None if the number is 0, or if all vectors would cancel."""
         number, powers = self.powers(node)
         above = [f for f, power in powers.items() for _ in range(power)]
         below = [f for f, power in powers.items() for _ in range(-power)]
-        kept = {self.types[f].kind for f in (*above, *below)}
-        if not number or not {self.types[a].kind for a in node.args} - {"scalar"} <= kept:
+        remaining = {self.types[f].kind for f in (*above, *below)}
+        if not number or not {self.types[a].kind for a in node.args} - {"scalar"} <= remaining:
             return None
         if number != 1 or not above:
             above.insert(0, super().add(Node("constant", (), number)))
-        made = self.chain(above)
-        return super().add(Node("divide", (made, self.chain(below)))) if below else made
+        numerator = self.chain(above)
+        return super().add(Node("divide", (numerator, self.chain(below)))) if below else numerator
 
-    def chain(self, several: list[int]) -> int:
+    def chain(self, factors: list[int]) -> int:
         """Multiply values in this order, without simplification."""
-        total = several[0]
-        for each in several[1:]:
-            total = super().add(Node("multiply", (total, each)))
-        return total
+        product = factors[0]
+        for factor in factors[1:]:
+            product = super().add(Node("multiply", (product, factor)))
+        return product
 
     def powers(self, node: Node) -> tuple[float, dict[int, int]]:
-        """Split a product of vectors and scalars into its constant and the power of each other factor."""
-        number, found = -1.0 if node.op == "negative" else 1.0, dict[int, int]()
+        """Split a product of vectors and scalars into its constant and the powers of its other factors."""
+        number, totals = -1.0 if node.op == "negative" else 1.0, dict[int, int]()
         for place, argument in enumerate(node.args):
             own, sign = self.nodes[argument], -1 if node.op == "divide" and place else 1
             if own.op in ("multiply", "divide", "negative"):
@@ -247,8 +249,8 @@ class Simplifier(Trace):
                 inner, powers = (1.0, {argument: 1}) if not known else (known, {})
             number = number * inner if sign > 0 else number / inner
             for factor, power in powers.items():
-                found[factor] = found.get(factor, 0) + sign * power
-        return number, dict(sorted(found.items()))
+                totals[factor] = totals.get(factor, 0) + sign * power
+        return number, dict(sorted(totals.items()))
 
     def number(self, value: float) -> int:
         return self.add(Node("constant", (), value + 0.0))
@@ -256,8 +258,8 @@ class Simplifier(Trace):
     # Factors
 
     def factors(self, index: int, kind: str) -> Factors:
-        """Split a tile into a core and those factors that are scalars, or have one value per row (or
-        column)."""
+        """Split a value into a core and factors. A factor is a scalar, or a vector with one value per row
+        (``kind`` "row") or column (``kind`` "column")."""
         node, own = self.nodes[index], self.types[index].kind
         if own == "scalar" or (own == kind and node.op == SPREADS[kind]):
             return Factors(None, (index if own == "scalar" else node.args[0],))
@@ -282,24 +284,26 @@ class Simplifier(Trace):
             return Factors(index)
         return left.times(right, core)
 
-    def gathered(self, found: Factors) -> tuple[int | None, int | None]:
-        """The product of the factors above and that of the factors below, after cancelling common factors."""
-        above, below = list(found.above), list(found.below)
-        for each in found.above:
-            if each in below:
-                above.remove(each)
-                below.remove(each)
+    def gathered(self, factors: Factors) -> tuple[int | None, int | None]:
+        """The product of the factors above, and that of the factors below, after cancelling common
+        factors. A product is None if no factor remains."""
+        above, below = list(factors.above), list(factors.below)
+        for factor in factors.above:
+            if factor in below:
+                above.remove(factor)
+                below.remove(factor)
         return self.all_of(above), self.all_of(below)
 
-    def all_of(self, several: list[int]) -> int | None:
-        total: int | None = None
-        for each in sorted(several):
-            total = each if total is None else self.add(Node("multiply", (total, each)))
-        return total
+    def all_of(self, factors: list[int]) -> int | None:
+        product: int | None = None
+        for factor in sorted(factors):
+            product = factor if product is None else self.add(Node("multiply", (product, factor)))
+        return product
 
-    def scaled(self, index: int, found: Factors, spread: str = "") -> int:
-        """Multiply a value by the gathered factors."""
-        for op, factor in zip(("multiply", "divide"), self.gathered(found), strict=True):
+    def scaled(self, index: int, factors: Factors, spread: str = "") -> int:
+        """Multiply a value by the gathered factors. ``spread``: the operation that spreads a vector over a
+        tile, if the value is a tile."""
+        for op, factor in zip(("multiply", "divide"), self.gathered(factors), strict=True):
             if factor is not None:
                 wide = spread and self.types[factor].kind == "vector"
                 index = self.add(Node(op, (index, self.add(Node(spread, (factor,))) if wide else factor)))
@@ -312,8 +316,8 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int, *offsets: int) -> int | None:
-        """A matmul, with the row and column factors of its operands moved out; with offsets, only row factors
-        move."""
+        """A matmul after moving row and column factors out of its operands. In a matmul with offsets, only
+        row factors of the left operand move."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
@@ -335,9 +339,10 @@ class Simplifier(Trace):
         core = self.add(Node("transpose", (found.core,)))
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
-    def turn(self, *several: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """Rebuild these values. Where possible, compute sums over one matmul from another matmul."""
-        needed, pending = set[int](), [i for each in several for i in each.values()]
+    def turn(self, *groups: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
+        """Rebuild the values of each group. Where possible, compute sums over one matmul from another matmul
+        (``turned``)."""
+        needed, pending = set[int](), [i for group in groups for i in group.values()]
         while pending:
             index = pending.pop()
             if index not in needed:
@@ -349,11 +354,11 @@ class Simplifier(Trace):
         for index in own:
             node = self.nodes[index]
             place[index] = self.add(node._replace(args=tuple(place[a] for a in node.args)))
-        return ({n: place[i] for n, i in each.items()} for each in several)
+        return ({n: place[i] for n, i in group.items()} for group in groups)
 
     def turned(self, summed: int, kind: str) -> int | None:
-        """Compute sums of (A @ B) * C from a matmul that is needed anyway. The sums along rows are the row
-        sums of A * (C @ B'), and the sums along columns are the column sums of B * (A' @ C)."""
+        """Compute sums of (A @ B) * C from a matmul that the backward computes anyway; None if there is none.
+        The row sums equal those of A * (C @ B'), and the column sums equal those of B * (A' @ C)."""
         node = self.nodes[summed]
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
             if self.nodes[product].op != "gemm":
@@ -371,12 +376,12 @@ class Simplifier(Trace):
             if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                # empty meanwhile, or the new sum would be rewritten back
+                # without products, this rule does not rewrite the new sum back
                 known, self.products = self.products, {}
-                met = self.add(Node("multiply", (known[pair], kept)))
-                found = self.add(Node(f"{along}_sums", (met,)))
+                product = self.add(Node("multiply", (known[pair], kept)))
+                sums = self.add(Node(f"{along}_sums", (product,)))
                 self.products = known
-                return found
+                return sums
         return None
 
     def mirrored(self, index: int | None) -> int | None:
