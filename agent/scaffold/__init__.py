@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-The command reads the function's source (modules ``function`` and ``words``). It takes missing facts from
-options or the user. It infers the outputs by running the function's body as a reference (module ``infer``).
+The command parses the function's source. Options or the user's answers add missing facts. To infer the shapes
+and dtypes of the outputs, the command runs the function's body as the spec's reference.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
 class ScaffoldOptions(NamedTuple):
-    """The command's options. Each one except ``ask`` maps names of dims, inputs or outputs to values.
-    ``ask``: ask the user for missing values."""
+    """The command's options. ``dim`` maps dims to sizes. ``shape`` and ``dtype`` map inputs or outputs to
+    shapes and dtypes. ``init`` maps inputs to distributions. If ``ask`` is true, the command asks the user
+    for missing values."""
 
     dim: Mapping[str, str]
     shape: Mapping[str, str]
@@ -42,8 +43,8 @@ class ScaffoldOptions(NamedTuple):
     ask: bool
 
     @classmethod
-    def parse(cls, ask: bool, **given: Sequence[str] | None) -> ScaffoldOptions:
-        pairs = {kind: _pairs(kind, texts or ()) for kind, texts in given.items()}
+    def parse(cls, ask: bool, **options: Sequence[str] | None) -> ScaffoldOptions:
+        pairs = {kind: _pairs(kind, texts or ()) for kind, texts in options.items()}
         return cls(ask=ask, **pairs)
 
 
@@ -55,10 +56,11 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
     function = read(target, {*options.shape, *options.dtype})
     path = out or Path("specs") / f"{function.name}.yaml"
     if path.exists():
-        raise ScaffoldError(f"{path}: this file already exists; remove it, or choose another with --out")
+        raise ScaffoldError(f"{path}: the file already exists; remove it, or choose another path with --out")
     if not VALUE_NAME.fullmatch(path.stem):
-        raise ScaffoldError(f"{path.stem!r} is not a valid spec name; choose one of a-z, 0-9 and _ with "
-                            "--out")
+        raise ScaffoldError(
+            f"{path.stem!r} is not a valid spec name; use only a-z, 0-9 and _ in the file's name (--out)"
+        )
     draft = _drafted(path.stem, function, options)
     for name, found in infer(draft).items():
         draft.outputs[name] = _output(draft, options, name, found)
@@ -76,15 +78,15 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
 
 
 def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDraft:
-    """A draft with placeholder outputs and sizes, sufficient to run its reference."""
+    """Return a draft whose reference can run. Its outputs and sizes are placeholders."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
     dims = _dims(inputs)
     if not dims:
-        raise ScaffoldError(f"{place}: no shape names a dim; give the first input one such as M,K")
+        raise ScaffoldError(f"{place}: no shape names a dim; give the first input a shape such as M,K")
     for n, size in function.sizes.items():
         if n not in dims and size.value is None:
-            message = f"parameter {n} is not a dim of any shape and has no value"
+            message = f"parameter {n} has no value, and no shape names it as a dim"
             raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
     static = tuple(n for n in function.sizes if n in dims)
     made_up = TensorDraft((Dim.parse(next(iter(dims))),), "fp32")
@@ -96,7 +98,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
 
 
 def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
-    """The shapes and dtypes of the inputs, from options, annotations and the user."""
+    """Return the inputs' shapes and dtypes. They come from options, annotations or the user's answers."""
     inputs = {t.name: t for t in function.tensors}
     _check_names("shape", options.shape, [*inputs, *function.outputs])
     _check_names("dtype", options.dtype, [*inputs, *function.outputs])
@@ -118,12 +120,12 @@ def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDra
 
 
 def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
-    """The dims of the inputs' shapes in order, with descriptions."""
-    words = {1: ("length",), 2: ("rows", "columns")}
+    """Return the dims of the inputs' shapes, in order of appearance, and a description of each dim."""
+    axes = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
         for name, entry in entries.items():
-            for axis, extent in zip(words.get(len(entry.shape), ()), entry.shape, strict=True):
+            for axis, extent in zip(axes.get(len(entry.shape), ()), entry.shape, strict=True):
                 for dim in sorted(extent.names) if plain is (str(extent) in extent.names) else ():
                     dims.setdefault(dim, f"{axis} of {name}" if plain else f"in the {axis} of {name}")
     order = [dim for e in entries.values() for extent in e.shape for dim in sorted(extent.names)]
@@ -131,13 +133,13 @@ def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
 
 
 def _index(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Give each integer input a range, which is needed to draw values."""
+    """Give each integer input the range from which its values are drawn."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
-            own = {n for extent in entry.shape for n in extent.names}
-            bound = next((dim for dim in reversed(draft.dims) if dim not in own), 2)
+            own_dims = {n for extent in entry.shape for n in extent.names}
+            bound = next((dim for dim in reversed(draft.dims) if dim not in own_dims), 2)
             default = f"{{integers: [0, {bound}]}}"
-            init = _answer(options, "init", name, f"{name}: drawn from", default, str)
+            init = _answer(options, "init", name, f"{name}: range of its values", default, str)
             draft.inputs[name] = entry._replace(init=init)
 
 
@@ -146,28 +148,32 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
     if name in options.shape or None in found.shape:
         sizes, tried = trial_sizes(draft)[0], found.extents[0]
         if name not in options.shape and (part := cut(draft, found)):
-            whole = " ".join(f"--shape {n}={shape}" for n, shape in _multiplied(draft, *part).items())
-            words = {2: "half", 3: "a third", 4: "a quarter"}[part[1]]
-            raise draft.fail(f"output {name} has {words} of {part[0]}, which no shape can say; give {whole}")
+            remedy = " ".join(f"--shape {n}={shape}" for n, shape in _multiplied(draft, *part).items())
+            fraction = {2: "half", 3: "a third", 4: "a quarter"}[part[1]]
+            message = f"output {name} has {fraction} of {part[0]}, and a shape cannot divide a dim"
+            raise draft.fail(f"{message}; give {remedy}")
         if name not in options.shape and not options.ask:
-            raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
-        shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
+            raise draft.fail(
+                f"output {name} has shape {tried} at {sizes}; name its dims with --shape {name}=..."
+            )
+        question = f"{name}: dims of its shape, which is {tried} at {sizes}"
+        shape = _answer(options, "shape", name, question, None, _shape)
     valid = _one_of(WRITABLE.get(len(shape), DTYPES))
     dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, valid)
     return TensorDraft(shape, dtype)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """The inputs' shapes that contain this dim, with the dim multiplied by ``number``, because an output's
-    size is a fraction of the dim."""
+    """Multiply ``dim`` by ``number`` in the shapes of inputs, so that a part of the extent is a whole dim.
+    Return only the shapes that change."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Choose how inputs are drawn: weights keep the magnitude of a matmul's input, and vectors have values
-    around 1."""
+    """Choose the distribution of each input. A weight's values keep a matmul's output as large as its input.
+    A vector's values are around 1."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
@@ -184,30 +190,31 @@ def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _domain(name: str, entry: TensorDraft, init: str) -> str:
-    """The domain (the legal values), inferred from an input's name and range: integers stay in their range,
-    and scales are positive."""
-    if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
-        return f"[{found[1]}, {found[2]} - 1]"
+    """Return an input's domain, the legal values: integers stay in the range of ``init``; a vector whose name
+    contains "rstd" or "scale" is positive."""
+    if entry.dtype in INDICES and (bounds := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
+        return f"[{bounds[1]}, {bounds[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
     return "positive" if above_zero else "finite"
 
 
 def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int]:
-    """The sizes of the measured case."""
+    """Return the dims' sizes in the case that is timed."""
     _check_names("dim", options.dim, list(draft.dims))
     rows, heads = draft.rows(), draft.heads()
     sizes = {}
-    for dim, words in draft.dims.items():
-        given = draft.function.sizes.get(dim)
+    for dim, description in draft.dims.items():
+        parameter = draft.function.sizes.get(dim)
         usual = ROWS if dim in rows else HEADS if dim in heads else WIDTH
-        default = str((given and given.value) or (64 if dim in draft.static else usual))
-        sizes[dim] = _answer(options, "dim", dim, f"{dim} ({words}): size that is measured", default, _size)
+        default = str((parameter and parameter.value) or (64 if dim in draft.static else usual))
+        question = f"{dim} ({description}): size in the timed case"
+        sizes[dim] = _answer(options, "dim", dim, question, default, _size)
     return sizes
 
 
 def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """The cases: the measured one, the same with few rows, and a ragged one whose tensor rows are multiples
-    of 16 bytes."""
+    """Return three cases: the timed one, one with few rows, and one with ragged sizes. In the ragged case a
+    tensor's row is still a multiple of 16 bytes, as TMA requires."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
     widths = iter(range(512 + grain, 1 << 20, 256))
@@ -231,15 +238,15 @@ def _answer(
     default: str | None,
     parse: Callable[[str], Any],
 ) -> Any:
-    """An option's value, or else the user's answer, or else the default."""
-    given = getattr(options, kind).get(name, None if options.ask else default)
+    """Return the option's value, or else the user's answer, or else the default."""
+    text = getattr(options, kind).get(name, None if options.ask else default)
     try:
-        if given is not None:
-            return parse(given)
+        if text is not None:
+            return parse(text)
         with arguments.asking():
             return typer.prompt(question, default, value_proc=parse)
     except typer.BadParameter as error:
-        raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None
+        raise ScaffoldError(f"--{kind} {name}={text}: {error.message}") from None
     except EOFError:
         raise ScaffoldError(f"no answer to {question!r}; use --{kind} {name}=...") from None
 
@@ -262,10 +269,10 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _one_of(words: Sequence[str]) -> Callable[[str], str]:
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
-        if text.strip() not in words:
-            raise typer.BadParameter(f"{text!r} is not valid here; use one of {', '.join(words)}")
+        if text.strip() not in choices:
+            raise typer.BadParameter(f"{text!r} is not valid here; use one of {', '.join(choices)}")
         return text.strip()
 
     return parse
@@ -275,7 +282,7 @@ def _pairs(kind: str, texts: Sequence[str]) -> dict[str, str]:
     pairs = [_pair(kind, text) for text in texts]
     for name, times in Counter(name for name, _ in pairs).items():
         if times > 1:
-            raise ScaffoldError(f"--{kind} {name}: is given {times} times; leave one")
+            raise ScaffoldError(f"--{kind} {name} occurs {times} times; keep one")
     return dict(pairs)
 
 
@@ -286,9 +293,9 @@ def _pair(kind: str, text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def _check_names(kind: str, given: Mapping[str, str], names: Sequence[str]) -> None:
-    for name in given:
+def _check_names(kind: str, options: Mapping[str, str], names: Sequence[str]) -> None:
+    for name in options:
         if name not in names:
             close = get_close_matches(name, names, n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-            raise ScaffoldError(f"--{kind} {name}: there is no {name!r} here; {remedy}")
+            remedy = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+            raise ScaffoldError(f"--{kind} {name}: {name!r} is unknown; {remedy}")

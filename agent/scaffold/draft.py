@@ -1,5 +1,4 @@
-"""A draft of a spec. It is written as YAML in the layout of the shipped specs, and read back by the
-loader."""
+"""A draft of a spec. ``str(draft)`` is YAML in the layout of the shipped specs."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class TensorDraft(NamedTuple):
 
 @dataclass
 class SpecDraft:
-    """A draft of a spec. ``dims``: descriptions of the dims. ``static``: the static dims."""
+    """A draft of a spec. ``dims`` maps each dim to its description. ``static`` names the static dims."""
 
     name: str
     function: Function
@@ -43,7 +42,7 @@ class SpecDraft:
     cases: list[dict[str, Any]] = field(default_factory=list)
 
     def text_of(self, key: str) -> list[SourceLine]:
-        """The lines of the reference or baseline (``key``). Before them come assignments of integer
+        """Return the lines of ``key`` ("reference" or "baseline"). The first lines assign the integer
         parameters that are not dims."""
         lines: tuple[SourceLine, ...] | None = getattr(self.function, key)
         fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
@@ -57,7 +56,7 @@ class SpecDraft:
         parts = [
             f"name: {self.name}",
             _prose("summary", self.function.summary),
-            f"dims: {{{', '.join(f'{dim}: {words}' for dim, words in self.dims.items())}}}",
+            f"dims: {{{', '.join(f'{dim}: {text}' for dim, text in self.dims.items())}}}",
             *_entries("inputs", self.inputs),
             *([f"constants: {{{constants}}}"] if (constants := self._constants()) else []),
             *([f"static: [{', '.join(self.static)}]"] if self.static else []),
@@ -70,13 +69,13 @@ class SpecDraft:
         return "\n".join([*parts, "cases:", *_table(self.cases), "accept: {speedup: 1.0}\n"])
 
     def notes(self) -> list[str]:
-        """Remarks for the owner of the file."""
-        told = ((n.number, "; ".join(filter(None, [n.text, n.remedy]))) for n in self.function.notes)
-        return [f"{self.function.path}:{number}: {words}".replace("\n", " ") for number, words in told]
+        """Return remarks for the user, each with a line of the user's file."""
+        remarks = ((n.number, "; ".join(filter(None, [n.text, n.remedy]))) for n in self.function.notes)
+        return [f"{self.function.path}:{number}: {text}".replace("\n", " ") for number, text in remarks]
 
     def spec(self, check: bool = False) -> Spec:
-        """Load the draft as a spec. If the loader objects, raises ScaffoldError, which names the user's
-        line."""
+        """Load the draft as a spec. Raises ScaffoldError, which names a line of the user's file, if the
+        draft is not a valid spec."""
         from coda_agent.verifier.loading import load
         from coda_agent.verifier.spec.file import SpecError
 
@@ -90,21 +89,21 @@ class SpecDraft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """An error at the line of the user's file that produced line ``line`` of the text ``key``; by default
-        at the function's def."""
+        """Return an error that names a line of the user's file: the line that produced line ``line`` of
+        ``key`` ("reference" or "baseline"), or else the line of the function's ``def``."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
 
     def rows(self) -> frozenset[str]:
-        """The dims that count rows. Such a dim is the first axis of at least two tensors, and never another
-        axis. If there is none, the draft's first dim."""
+        """Return the dims that count rows: at least two tensors have such a dim as their first axis, and no
+        tensor has it as another axis. Without such dims, return the draft's first dim."""
         from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """The dims that appear only in products with static dims, for example a number of heads."""
+        """Return the dims that shapes only multiply by static dims, such as a number of heads."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products = [set(m) for d in extents for m, _ in d.terms]
         static = set(self.static)
@@ -115,8 +114,8 @@ class SpecDraft:
             inside = line - 1 - text.index(f"{key}: |") if f"{key}: |" in text else 0
             if 0 < inside <= len(self.text_of(key)):
                 return self.fail(message, key, inside)
-        said = text[line - 1].strip()
-        return self.fail(message if said.endswith("|") else f"{message} (in the spec: {said})")
+        wrong = text[line - 1].strip()
+        return self.fail(message if wrong.endswith("|") else f"{message} (in the spec: {wrong})")
 
     def _constants(self) -> str:
         return ", ".join(f"{name}: {_number(value)}" for name, value in self.function.constants.items())
@@ -129,8 +128,8 @@ def _prose(key: str, text: str) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    words, _, code = text.partition("\n")
-    lines = textwrap.wrap(words, WRAP - 2, break_on_hyphens=False) + [f"  {code}"] * bool(code)
+    prose, _, code = text.partition("\n")
+    lines = textwrap.wrap(prose, WRAP - 2, break_on_hyphens=False) + [f"  {code}"] * bool(code)
     return [f"# {line}" for line in lines]
 
 
@@ -140,12 +139,12 @@ def _number(value: float) -> str:
 
 
 def _entries(kind: str, entries: Mapping[str, TensorDraft]) -> list[str]:
-    """The lines of a section: its name, then one line per entry, in aligned columns."""
+    """Return the lines of a section: its name, then one line per entry, in aligned columns."""
     shapes = {name: f"[{', '.join(map(str, e.shape))}]," for name, e in entries.items()}
     wide = max(map(len, shapes.values())), max(map(len, entries)) + 1
     return [f"{kind}:"] + [
         f"  {name + ':':{wide[1]}} {{shape: {shapes[name]:{wide[0]}} dtype: {e.dtype}"
-        + "".join(f", {key}: {words}" for key, words in (("init", e.init), ("domain", e.domain)) if words)
+        + "".join(f", {key}: {text}" for key, text in (("init", e.init), ("domain", e.domain)) if text)
         + "}"
         for name, e in entries.items()
     ]

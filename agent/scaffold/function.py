@@ -17,22 +17,22 @@ from typing import Any
 from coda_agent.agent.scaffold.halves import Swap, halves
 from coda_agent.agent.scaffold.helpers import Inlined, helpers
 from coda_agent.agent.scaffold.special import Specialised
-from coda_agent.agent.scaffold.words import Names, Words, without_idle_dtypes
+from coda_agent.agent.scaffold.torch_names import Names, TorchNames, without_idle_dtypes
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
 
-# asserts may check shapes, which the spec states
+# A spec states shapes, so its reference needs no assert.
 DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 DECORATORS = ("compile", "inference_mode", "no_grad")
 ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
 REMEDIES = {
-    ast.If: "a reference has no branches; use torch.where, or write one function a case",
-    ast.While: "a reference has no while; use a for over a range",
-    ast.With: "a reference has no with; leave it out",
-    ast.Expr: "a reference has no side effects; assign the value",
+    ast.If: "a reference has no branches; use torch.where, or write one function per case",
+    ast.While: "a reference has no while loop; use a for loop over a range",
+    ast.With: "a reference has no with statement; leave it out",
+    ast.Expr: "a reference has no side effects; assign the value to a name",
     ast.Return: "a reference returns once, at its end",
     ast.FunctionDef: "a reference defines no function; write its body out",
 }
@@ -44,8 +44,8 @@ class ScaffoldError(InvalidInput):
 
 @dataclass(frozen=True)
 class TensorParameter:
-    """A parameter that is an input. It has the shape and dtype of its jaxtyping annotation, if any, such as
-    ``BFloat16[Tensor, "M K"]``."""
+    """A tensor parameter. A jaxtyping annotation such as ``BFloat16[Tensor, "M K"]`` gives its shape and
+    dtype."""
 
     name: str
     shape: str | None = None
@@ -54,14 +54,14 @@ class TensorParameter:
 
 @dataclass(frozen=True)
 class SizeParameter:
-    """An integer parameter: a static dim if a shape names it, otherwise a number."""
+    """An integer parameter. It is a static dim if a shape names it, and a number otherwise."""
 
     value: int | None
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a reference, and the number of the line in the user's file that produced it."""
+    """A line of a reference or baseline. ``number``: the line of the user's file that it comes from."""
 
     text: str
     number: int
@@ -69,9 +69,9 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Note:
-    """A remark on line ``number`` of the file. A second line of ``text`` is code, which the spec shows as a
-    comment. ``remedy``: what the owner of the file can do. ``swaps`` and ``otherwise``: as in
-    ``halves.Advice``."""
+    """A remark on line ``number`` of the user's file. The spec shows ``text`` as a comment. If ``text`` has a
+    second line, that line is code. ``remedy``: an option that the user can give. ``swaps`` and ``otherwise``
+    have the same meaning as in ``halves.Advice``."""
 
     text: str
     number: int
@@ -82,8 +82,8 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a file. ``reference``: its body without casts. ``baseline``: its body with casts; None
-    if it has no casts."""
+    """A parsed function. ``reference``: its body without casts. ``baseline``: its body with casts, or None if
+    the body has no casts."""
 
     path: Path
     name: str
@@ -98,18 +98,19 @@ class Function:
     notes: tuple[Note, ...] = ()
 
 
-def read(target: str, wanted: Collection[str] = ()) -> Function:
-    """The function ``path/to/file.py:function``. Raises ScaffoldError if the function cannot become a spec.
-    Parameters that default to None are left out, with the branches that need them, unless ``wanted`` names
-    them."""
+def read(target: str, required: Collection[str] = ()) -> Function:
+    """Parse the function ``path/to/file.py:function``.
+
+    A parameter that defaults to None is dropped, with the branches that need it. ``required`` names
+    parameters to keep. Raises ScaffoldError if the function cannot become a spec.
+    """
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
         raise ScaffoldError(f"{target!r} names no function; write path/to/file.py:function")
     source = _text(path)
     tree = _parsed(path, source)
-    found = _find(path, tree, name)
-    return _Reader(path, source, tree, found, wanted).function()
+    return _Reader(path, source, tree, _find(path, tree, name), required).function()
 
 
 def _text(path: Path) -> str:
@@ -120,7 +121,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise ScaffoldError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ScaffoldError(f"{path}: is not UTF-8 text: byte {error.start}") from None
+        raise ScaffoldError(f"{path}: the file is not UTF-8 text: byte {error.start}") from None
 
 
 def _parsed(path: Path, source: str) -> ast.Module:
@@ -129,7 +130,7 @@ def _parsed(path: Path, source: str) -> ast.Module:
     except SyntaxError as error:
         raise ScaffoldError(f"{path}:{error.lineno or 1}: {error.msg}; correct it") from None
     except (ValueError, RecursionError) as error:
-        raise ScaffoldError(f"{path}: is not readable as Python: {error}") from None
+        raise ScaffoldError(f"{path}: the file is not valid Python: {error}") from None
 
 
 def _find(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
@@ -142,21 +143,21 @@ def _find(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
         if named:
             kind = "lambda" if isinstance(getattr(node, "value", None), ast.Lambda) else type(node).__name__
             raise ScaffoldError(
-                f"{path}:{node.lineno}: {name} is not a function but {kind}; write def {name}(...)"
+                f"{path}:{node.lineno}: {name} is not a plain function ({kind}); write def {name}(...)"
             )
     close = get_close_matches(name, defined, n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(defined) or 'none'}"
-    raise ScaffoldError(f"{path}: there is no function {name!r} at its top level; {remedy}")
+    remedy = f"did you mean {close[0]}?" if close else f"its functions: {', '.join(defined) or 'none'}"
+    raise ScaffoldError(f"{path}: the file has no top-level function {name!r}; {remedy}")
 
 
 class _Reader:
     """Analyses one function. Its methods raise ScaffoldError, which names a line of the file."""
 
     def __init__(
-        self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
+        self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, required: Collection[str]
     ):
         self.path, self.node, self.lines, self.tree = path, node, source.split("\n"), tree
-        self.wanted, self.absent, self.skipped = wanted, set[str](), set[int]()
+        self.required, self.absent, self.skipped = required, set[str](), set[int]()
         self.notes: list[Note] = []
         self.tensors: list[TensorParameter] = []
         self.constants: dict[str, float] = {}
@@ -170,9 +171,9 @@ class _Reader:
 
     def function(self) -> Function:
         for decorator in self.node.decorator_list:
-            said = ast.unparse(decorator).partition("(")[0]
-            if said.rpartition(".")[2] not in DECORATORS:
-                raise self.fail(decorator, f"@{said} may change what the function computes; remove it")
+            name = ast.unparse(decorator).partition("(")[0]
+            if name.rpartition(".")[2] not in DECORATORS:
+                raise self.fail(decorator, f"@{name} may change what the function computes; remove it")
         self._parameters()
         self._specialise()
         self._check(self.body)
@@ -185,9 +186,7 @@ class _Reader:
             path=self.path,
             name=self.node.name,
             line=self.node.lineno,
-            summary=" ".join(
-                (self.documented or f"As {self.node.name} computes it.").split("\n\n")[0].split()
-            ),
+            summary=" ".join((self.documented or f"The function {self.node.name}.").split("\n\n")[0].split()),
             tensors=tuple(self.tensors),
             constants=self.constants,
             sizes=self.sizes,
@@ -201,7 +200,7 @@ class _Reader:
         args = self.node.args
         for star in (args.vararg, args.kwarg):
             if star:
-                raise self.fail(star, f"*{star.arg} stands for any number of inputs; name each")
+                raise self.fail(star, f"*{star.arg} is any number of inputs; write one parameter per input")
         plain = [*args.posonlyargs, *args.args]
         absent: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
         for arg, default in zip(plain, [*absent, *args.defaults], strict=True):
@@ -212,25 +211,25 @@ class _Reader:
             raise self.fail(self.node, f"{self.node.name} has no tensor parameter; add one")
 
     def _parameter(self, arg: ast.arg, default: ast.expr | None) -> None:
-        said = ast.unparse(arg.annotation) if arg.annotation else ""
+        annotation = ast.unparse(arg.annotation) if arg.annotation else ""
         try:
             value: Any = ast.literal_eval(default) if default else None
         except (ValueError, TypeError):
             value = ast.unparse(default) if default else None
         number = type(value) in (int, float)
         none = default is not None and value is None
-        if number and (isinstance(value, float) or said == "float"):
+        if number and (isinstance(value, float) or annotation == "float"):
             self.constants[self._named(arg)] = float(value)
-        elif isinstance(value, int) or (said == "int" and not default):
+        elif isinstance(value, int) or (annotation == "int" and not default):
             self.sizes[arg.arg] = SizeParameter(value)
-        elif none and arg.arg not in self.wanted:
+        elif none and arg.arg not in self.required:
             self.absent.add(arg.arg)
-            remedy = f"--shape {arg.arg}=... has it as an input"
+            remedy = f"--shape {arg.arg}=... makes it an input"
             self.notes.append(Note(f"{arg.arg} is left out: it is None by default", arg.lineno, remedy))
         elif default and not none:
             message = f"parameter {arg.arg}={ast.unparse(default)} is neither a tensor nor a number"
             raise self.fail(arg, f"{message}; remove its default, or make it a number")
-        elif said in ("float", "bool", "str"):
+        elif annotation in ("float", "bool", "str"):
             raise self.fail(arg, f"parameter {arg.arg} has no value; give it a default, such as 1.0e-6")
         else:
             self.tensors.append(TensorParameter(self._named(arg), *_hints(arg.annotation)))
@@ -241,25 +240,25 @@ class _Reader:
         return arg.arg
 
     def _specialise(self) -> None:
-        """Inline helpers, and keep only the branches that run if the left-out parameters are None."""
+        """Inline helpers. Remove the branches that do not run when the dropped parameters are None."""
         special = Specialised(self.absent, {t.name for t in self.tensors})
         names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
         names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
         body = list(inlined.body(list(special.body(self.body))))
-        # specialise again, because an inlined helper may test its argument for None
+        # Specialise again: an inlined helper may test its argument for None.
         self.body = list(Specialised(self.absent, special.present).body(body))
         self.skipped = special.skipped
 
     def _note_halves(self, statements: Sequence[ast.stmt]) -> None:
-        made = [node for node in self._reworded(statements, casts=False) if node]
+        uncast = [node for node in self._renamed(statements, casts=False) if node]
         weights = [t.name for t in self.tensors[1:]]
-        for found in halves(made, weights):
-            number = getattr(found.place, "lineno", self.node.lineno)
-            self.notes.append(Note(found.text, number, swaps=found.swaps, otherwise=found.otherwise))
+        for advice in halves(uncast, weights):
+            number = getattr(advice.place, "lineno", self.node.lineno)
+            self.notes.append(Note(advice.text, number, swaps=advice.swaps, otherwise=advice.otherwise))
 
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
-        """Raise ScaffoldError for a statement that references do not allow."""
+        """Raise ScaffoldError for a statement that a reference may not contain."""
         for node in body:
             if isinstance(node, ast.For):
                 self._check([*node.body, *node.orelse], depth + 1)
@@ -269,7 +268,7 @@ class _Reader:
                 raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
 
     def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
-        """The outputs' names, and the body with assignments to these names in place of the return."""
+        """Replace the return by one assignment per output. Return the outputs' names and the new body."""
         last = self.body[-1] if self.body else None
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.fail(
@@ -278,29 +277,29 @@ class _Reader:
             )
         results = list(self._results(last.value))
         names: list[str] = []
-        made: list[ast.stmt] = []
+        assignments: list[ast.stmt] = []
         for index, (wish, value) in enumerate(results):
-            there = isinstance(value, ast.Name) and value.id == wish
-            needed = set() if there else {n for _, later in results[index + 1 :] for n in _names(later)}
-            bad = wish in needed or wish in self._given or wish in names
-            name = _fresh(wish, {*self.names.own, *names}) if bad else wish
+            assigned = isinstance(value, ast.Name) and value.id == wish
+            needed = set() if assigned else {n for _, later in results[index + 1 :] for n in _names(later)}
+            taken = wish in needed or wish in self._parameter_names or wish in names
+            name = _fresh(wish, {*self.names.own, *names}) if taken else wish
             names.append(name)
-            if bad or not there:
-                made.append(_assignment(name, value, last))
-        return tuple(names), [*self.body[:-1], *made]
+            if taken or not assigned:
+                assignments.append(_assignment(name, value, last))
+        return tuple(names), [*self.body[:-1], *assignments]
 
     @property
-    def _given(self) -> set[str]:
+    def _parameter_names(self) -> set[str]:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """For each output: the name that the function suggests, and the expression."""
+        """Yield each output's expression, after the name that the function suggests for the output."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):
                     if not (isinstance(key, ast.Constant) and VALUE_NAME.fullmatch(str(key.value))):
-                        said = ast.unparse(key) if key else "**"
-                        raise self.fail(key or each, f"output {said} has no valid name; use a-z, 0-9 and _")
+                        name = ast.unparse(key) if key else "**"
+                        raise self.fail(key or each, f"output {name} has no valid name; use a-z, 0-9 and _")
                     yield str(key.value), each
             case ast.Tuple(elts=values) | ast.List(elts=values):
                 for index, each in enumerate(values):
@@ -312,17 +311,17 @@ class _Reader:
         name = value.id if isinstance(value, ast.Name) else ""
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
-    def _reworded(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
-        """Each statement with names that a reference can use; None for a statement that the reference does
-        not need."""
-        words = Words(self.names, casts)
-        changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
+    def _renamed(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
+        """Rewrite each statement with the names that a reference can use. A statement that the reference does
+        not need becomes None."""
+        names = TorchNames(self.names, casts)
+        changed = [None if isinstance(n, DROPPED) else names.visit(copy.deepcopy(n)) for n in statements]
         return changed if casts else without_idle_dtypes(changed)
 
     def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[SourceLine]:
         first = self.node.body[0]
         end = (first.end_lineno or 1) if self.documented is not None else first.lineno - 1
-        for node, new in zip(statements, self._reworded(statements, casts), strict=True):
+        for node, new in zip(statements, self._renamed(statements, casts), strict=True):
             start, end = end, node.end_lineno or node.lineno
             if new is None:
                 continue
@@ -340,8 +339,8 @@ class _Reader:
                 yield SourceLine(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
-        """A statement's lines as in the file, with parentheses and comments; None if these lines contain
-        other code too."""
+        """Return a statement's lines as the file has them, with parentheses and comments. Return None if
+        other code shares the lines."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]
         if node not in self.body and isinstance(node, ast.Assign):  # this assignment replaces the return
             value = ast.get_source_segment("\n".join(self.lines), node.value) or ""
@@ -359,8 +358,8 @@ def _hints(annotation: ast.expr | None) -> tuple[str | None, str | None]:
 
 
 def _assignment(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
-    made = ast.Assign([ast.Name(name, ast.Store())], value)
-    return ast.fix_missing_locations(ast.copy_location(made, place))
+    assignment = ast.Assign([ast.Name(name, ast.Store())], value)
+    return ast.fix_missing_locations(ast.copy_location(assignment, place))
 
 
 def _means(text: str, node: ast.stmt) -> bool:

@@ -1,4 +1,4 @@
-"""Inline calls of helpers that the file defines, if the helper is one return expression."""
+"""Inline calls of helpers: functions of the same file whose body is one return expression."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from coda_agent.agent.scaffold.words import top_level
+from coda_agent.agent.scaffold.torch_names import top_level
 
 Fail = Callable[[ast.AST, str], Exception]
 
@@ -17,8 +17,8 @@ SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 class Helper:
-    """A function or lambda at the file's top level. ``value``: its return expression; None if the helper
-    cannot be inlined."""
+    """A function or lambda at the file's top level. ``value`` is its return expression, or None if calls of
+    the helper cannot be inlined."""
 
     def __init__(self, args: ast.arguments, value: ast.expr | None):
         simple = value and not (
@@ -33,50 +33,49 @@ class Helper:
         self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
-        """The helper's parameters with their values in a call; None if the call does not determine them
-        all."""
+        """Return each parameter's argument in ``call``, or None if the call lacks an argument or has an
+        unknown or starred one."""
         if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
             return None
-        given: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
+        arguments: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
         for keyword in call.keywords:
-            if keyword.arg not in self.parameters or keyword.arg in given:
+            if keyword.arg not in self.parameters or keyword.arg in arguments:
                 return None
-            given[keyword.arg] = keyword.value
-        bound = {**self.defaults, **given}
+            arguments[keyword.arg] = keyword.value
+        bound = {**self.defaults, **arguments}
         return bound if bound.keys() == set(self.parameters) else None
 
 
 def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
-    """A file's helpers by name. ``decorators``: those that a helper may have, because they do not change its
+    """Return a file's helpers by name. ``decorators`` names the decorators that do not change a helper's
     value."""
-    found: dict[str, Helper] = {}
+    candidates: dict[str, Helper] = {}
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name, args=args, body=body):
-                told = body[1:] if ast.get_docstring(node) is not None else body
-                said = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
-                value = told[0].value if len(told) == 1 and isinstance(told[0], ast.Return) else None
-                found[name] = Helper(args, value if said <= set(decorators) else None)
+                code = body[1:] if ast.get_docstring(node) is not None else body
+                used = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
+                value = code[0].value if len(code) == 1 and isinstance(code[0], ast.Return) else None
+                candidates[name] = Helper(args, value if used <= set(decorators) else None)
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda(args=args, body=value)):
-                found[name] = Helper(args, value)
+                candidates[name] = Helper(args, value)
     bound = Counter(name for name, _ in top_level(tree))
-    return {name: helper for name, helper in found.items() if bound[name] == 1}
+    return {name: helper for name, helper in candidates.items() if bound[name] == 1}
 
 
 class Inlined(ast.NodeTransformer):
     """Inlines the calls of helpers in statements. ``own``: the function's names, which hide the file's names.
-    ``taken``: all names of the file. If a helper reads an argument twice, the argument gets a new name
-    outside ``taken``."""
+    ``taken``: all names in the file. ``fail``: creates an error that names the line of a node."""
 
-    def __init__(self, known: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
-        self.known, self.own, self.taken, self.fail = known, own, set(taken), fail
+    def __init__(self, helpers: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
+        self.helpers, self.own, self.taken, self.fail = helpers, own, set(taken), fail
         self.before: list[ast.stmt] = []
         self.statement: ast.stmt = ast.Pass()
         self.calling: list[str] = []
         self.scopes = 0
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """Each statement, after assignments of the arguments that must be computed only once."""
+        """Yield each statement. Before it, yield assignments of arguments that a helper reads twice."""
         for node in statements:
             self.before, self.statement = [], node
             if isinstance(node, ast.For):
@@ -85,21 +84,21 @@ class Inlined(ast.NodeTransformer):
                 node.body = list(self.body(inner))
                 yield from (*before, node)
             else:
-                made = self.visit(node)
-                yield from (*self.before, made)
+                inlined = self.visit(node)
+                yield from (*self.before, inlined)
 
     def visit(self, node: ast.AST) -> Any:
         scope = isinstance(node, SCOPES)
         self.scopes += scope
-        made = super().visit(node)
+        visited = super().visit(node)
         self.scopes -= scope
-        return made
+        return visited
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id in self.own:
             return node
-        name, helper = node.func.id, self.known.get(node.func.id)
+        name, helper = node.func.id, self.helpers.get(node.func.id)
         if helper is None or helper.value is None:
             return node
         if name in self.calling:
@@ -110,40 +109,39 @@ class Inlined(ast.NodeTransformer):
         self._refuse_capture(node, name, helper.value, bound)
         value = _Bound(self._once(node, helper.value, bound)).visit(copy.deepcopy(helper.value))
         self.calling.append(name)
-        made: ast.AST = self.visit(value)
+        inlined: ast.AST = self.visit(value)
         self.calling.pop()
-        return made
+        return inlined
 
     def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
-        """Raise an error if the helper reads a name that means something else in the function."""
+        """Raise ScaffoldError if the helper reads a name of the file that the function redefines."""
         for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
             if read in self.own:
-                raise self.fail(
-                    node, f"helper {name} reads {read}, which is another value here; rename one of the two"
-                )
+                message = f"helper {name} reads the file's {read}, but the function has its own {read}"
+                raise self.fail(node, f"{message}; rename one of them")
 
     def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-        """The arguments by parameter. If the helper reads an argument twice, it is assigned to a name, so
-        that it is computed only once."""
+        """Return an expression for each parameter. Assign an argument that the helper reads twice to a new
+        name, so that the argument is computed only once."""
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
-        given = dict(bound)
+        arguments = dict(bound)
         for parameter, argument in bound.items():
             if uses[parameter] > 1 and not isinstance(argument, ast.Name | ast.Constant):
                 if self.scopes:
-                    raise self.fail(node, f"{ast.unparse(node)}: write the helper's body out here")
+                    raise self.fail(node, f"{ast.unparse(node)}: replace this call by the helper's body")
                 name = next(
                     n for i in range(1, len(self.taken) + 2) if (n := f"{parameter}_{i}") not in self.taken
                 )
                 self.taken.add(name)
-                made = ast.Assign([ast.Name(name, ast.Store())], argument)
-                self.before.append(ast.fix_missing_locations(ast.copy_location(made, self.statement)))
-                given[parameter] = ast.Name(name, ast.Load())
-        return given
+                assignment = ast.Assign([ast.Name(name, ast.Store())], argument)
+                self.before.append(ast.fix_missing_locations(ast.copy_location(assignment, self.statement)))
+                arguments[parameter] = ast.Name(name, ast.Load())
+        return arguments
 
 
 class _Bound(ast.NodeTransformer):
-    def __init__(self, given: Mapping[str, ast.expr]):
-        self.given = given
+    def __init__(self, arguments: Mapping[str, ast.expr]):
+        self.arguments = arguments
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return copy.deepcopy(self.given[node.id]) if node.id in self.given else node
+        return copy.deepcopy(self.arguments[node.id]) if node.id in self.arguments else node

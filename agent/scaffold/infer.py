@@ -1,4 +1,4 @@
-"""Infer the shapes and dtypes of outputs: run a draft's reference at sizes that distinguish all dims."""
+"""Infer the shapes and dtypes of outputs: run a draft's reference with a different size for every dim."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """A computed output. ``extents``: its sizes at the two ``trial_sizes``. ``shape``: each size as a formula
-    over the dims; None if no formula fits."""
+    """A computed output. ``extents``: its shape at each of the two ``trial_sizes``. ``shape``: each extent as
+    a formula over the dims, or None if no formula fits."""
 
     extents: tuple[list[int], list[int]]
     shape: tuple[Dim | None, ...]
@@ -28,13 +28,14 @@ class Found(NamedTuple):
 
 
 def infer(draft: SpecDraft) -> dict[str, Found]:
-    """The outputs by name. Raises ScaffoldError with the user's line if the reference does not run."""
+    """Return the outputs by name. Raises ScaffoldError, which names a line of the user's file, if the
+    reference does not run."""
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
     spec = draft.spec()
     try:
-        # The outputs' shapes are not known yet. For an output that needs an even dim, ``cut`` has the remedy.
+        # Outputs have no shapes yet. No odd size is tried: if a dim must be even, ``cut`` finds the remedy.
         check_reference(spec.model_copy(update={"outputs": {}}), odd=False)
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
@@ -43,8 +44,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
-    """The draft's notes after a test. If the reference fails with a note's swaps, or its outputs change
-    shape, the note gets its alternative text."""
+    """Test the swaps of each note; return the notes. If the reference fails with the swaps, or an output
+    changes shape, the note's text becomes ``otherwise``."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -68,27 +69,27 @@ def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: SpecDraft, message: str) -> str:
-    """A remedy if PyTorch needs integers; "" otherwise. Vectors count as floats unless the user gives their
-    dtype."""
+    """Return a remedy if PyTorch's message asks for integers, else "". A vector is a float unless the user
+    gives its dtype."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""
-    return f"; of indices say so: {' or '.join(f'--dtype {name}=int64' for name in vectors)}"
+    return f"; for a vector of indices, give {' or '.join(f'--dtype {name}=int64' for name in vectors)}"
 
 
 def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in the dtypes that follow from the inputs' dtypes; in fp64 if this machine cannot compute
-    in those."""
+    """Return the outputs, computed in the inputs' dtypes. If this machine cannot compute in these dtypes,
+    return them in fp64."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
     from coda_agent.verifier.numerics.reference import cast
 
-    own = draw(spec, sizes, seed=0)
-    wide = {name: cast(tensor, torch.float64) for name, tensor in own.items()}
+    inputs = draw(spec, sizes, seed=0)
+    wide = {name: cast(tensor, torch.float64) for name, tensor in inputs.items()}
     outputs = _outputs_of(draft, spec, wide, sizes, spec.reference)
     try:
-        return _outputs_of(draft, spec, own, sizes, spec.baseline or spec.reference)
+        return _outputs_of(draft, spec, inputs, sizes, spec.baseline or spec.reference)
     except NotImplementedError:
         return outputs
 
@@ -110,7 +111,7 @@ def _outputs_of(
         raise draft.fail(f"{reason} (tried with {dict(sizes)})") from None
     for name, tensor in inputs.items():
         if not torch.equal(tensor, before[name]):
-            raise draft.fail(f"its input {name} is changed in place; assign a new value instead")
+            raise draft.fail(f"the function changes its input {name} in place; assign a new value instead")
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
             raise draft.fail(f"output {name} is {type(value).__name__}; return each tensor by name")
@@ -123,37 +124,38 @@ def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Fou
     both = list(first.shape), list(second.shape)
     shape = tuple(_formula(draft, list(extents)) for extents in zip(*both, strict=True))
     usual = next(e.dtype for e in draft.inputs.values())
-    known = {TORCH[n]: n for n in WRITABLE.get(len(shape), DTYPES)}
-    return Found(both, shape, known.get(first.dtype, usual if usual in DTYPES else "fp32"))
+    names = {TORCH[n]: n for n in WRITABLE.get(len(shape), DTYPES)}
+    return Found(both, shape, names.get(first.dtype, usual if usual in DTYPES else "fp32"))
 
 
 def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
-    """The simplest formula over the dims that gives these extents at the trial sizes; None if there is
-    none."""
+    """Return the simplest formula over the dims that gives ``extents`` at the trial sizes, or None."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
-    known = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
-    whole = [Dim.parse(n) for n in (2, 3, 4, 8)]
-    found = known + [made for n in whole for f in known if (made := _divided(f, n))]
-    found += [n * f for n in whole for f in known] + [f * g for f in known for g in known]
-    found += [f + g for f in known for g in known] + [n * f * g for n in whole for f in dims for g in dims]
-    found += [Dim.parse(extents[0])]
-    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # for example K - 1
-    return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
+    plain = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
+    factors = [Dim.parse(n) for n in (2, 3, 4, 8)]
+    formulas = plain + [part for n in factors for f in plain if (part := _divided(f, n))]
+    formulas += [n * f for n in factors for f in plain] + [f * g for f in plain for g in plain]
+    formulas += [f + g for f in plain for g in plain] + [
+        n * f * g for n in factors for f in dims for g in dims
+    ]
+    formulas += [Dim.parse(extents[0])]
+    formulas += [f + Dim.parse(extents[0] - f(every[0])) for f in plain]  # for example K - 1
+    return next((f for f in formulas if [f(sizes) for sizes in every] == extents), None)
 
 
-def cut(draft: SpecDraft, found: Found) -> tuple[str, int] | None:
-    """Find the dim that an output's extent is a fraction of, as with ``chunk(3)``; return it with the number
-    of parts, or None. The extent may be rounded up or down, because the trial sizes need not be divisible by
-    3 or 4."""
-    unknown = [place for place, extent in enumerate(found.shape) if extent is None]
+def cut(draft: SpecDraft, output: Found) -> tuple[str, int] | None:
+    """Return a dim and a number of parts such that an extent of the output is one part of the dim, as with
+    ``chunk(3)``; None if there is no such dim. The extent may be rounded, because 3 or 4 need not divide a
+    trial size."""
+    unknown = [place for place, extent in enumerate(output.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:
             sizes = [trial[dim] for trial in trial_sizes(draft)]
             for place in unknown:
-                made = [extents[place] for extents in found.extents]
+                extents = [shape[place] for shape in output.extents]
                 rounded = [n // number for n in sizes], [-(-n // number) for n in sizes]
-                if made in rounded:
+                if extents in rounded:
                     return dim, number
     return None
 
@@ -166,7 +168,7 @@ def _divided(formula: Dim, number: Dim) -> Dim | None:
 
 
 def trial_sizes(draft: SpecDraft) -> list[dict[str, int]]:
-    """Two sets of sizes for the dims. All sizes are small, even and different from each other."""
+    """Return two sets of sizes for the dims. All sizes are small, even and different from each other."""
     count = len(draft.dims)
     primes = [p for p in range(5, 500) if all(p % q for q in range(2, p))][: 2 * count]
     halves = primes[:count], primes[: -1 - count : -1]

@@ -1,5 +1,5 @@
-"""Specialise a function's body for parameters that are None: resolve the branches and conditional expressions
-that test for None."""
+"""Specialise a function's body for parameters that are None: evaluate the tests for None, and keep only the
+branches that run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 class Specialised(ast.NodeTransformer):
-    """Resolves tests for None. ``absent``: names that are None until they are assigned. ``present``: names
-    that are not None. ``skipped`` collects the line numbers of removed code."""
+    """Evaluates tests for None. ``absent``: names that are None until the function assigns them. ``present``:
+    names that are never None. ``skipped``: the line numbers of removed code."""
 
     def __init__(self, absent: Collection[str], present: Collection[str]):
         self.absent, self.present = set(absent), frozenset(present)
         self.skipped: set[int] = set()
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """The remaining statements, up to and including the first return."""
+        """Yield the statements that remain, up to and including the first return."""
         for statement in statements:
             for left in self._statement(statement):
                 yield left
@@ -35,10 +35,10 @@ class Specialised(ast.NodeTransformer):
                 return
         if isinstance(node, ast.For):
             self.absent -= _stored(node)  # these names may have a value in the second iteration
-            made = copy.copy(node)
-            made.iter = self.visit(copy.deepcopy(node.iter))
-            made.body = list(self.body(node.body)) or [ast.copy_location(ast.Pass(), node)]
-            yield made
+            loop = copy.copy(node)
+            loop.iter = self.visit(copy.deepcopy(node.iter))
+            loop.body = list(self.body(node.body)) or [ast.copy_location(ast.Pass(), node)]
+            yield loop
             return
         yield self.visit(copy.deepcopy(node))
         self.absent -= _stored(node)

@@ -121,8 +121,10 @@ def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: 
 
 
 def test_files_that_are_none(command: Command, spec: Path, gpu: None) -> None:
-    for name, kind, what in (("measure", "bundle", "a file written by bundle"), ("import", "results", "a "
-                                                                                                      "file")):
+    for name, kind, what in (
+        ("measure", "bundle", "a file written by bundle"),
+        ("import", "results", "a file"),
+    ):
         done = command(name, spec)
         assert done.status == 2 and f"toy.yaml: this is not a {kind} file of coda-agent" in done.said()
         done = command(name, spec.with_name("nothing"))

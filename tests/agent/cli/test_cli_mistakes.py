@@ -188,9 +188,7 @@ def test_a_lesson_that_nobody_gives(
     command: Command, mended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    wrong(
-        command("tips", "propose", mended), "no answer; give the lesson with --lesson '...' with --failed"
-    )
+    wrong(command("tips", "propose", mended), "no answer; give the lesson with --lesson '...' with --failed")
     assert not (tmp_path / "tips.md").exists()
 
 
@@ -265,7 +263,9 @@ def test_half_of_a_dim_is_said_by_doubling_it(command: Command, tmp_path: Path) 
     out = tmp_path / "f.yaml"
     asked = ("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "-o", out)
     done = command(*asked, "--shape", "w=N,K", "--shape", "b=N")
-    wrong(done, "output out has half of N, which no shape can say; give --shape w=2*N,K --shape b=2*N")
+    wrong(
+        done, "output out has half of N, and a shape cannot divide a dim; give --shape w=2*N,K --shape b=2*N"
+    )
     assert command(*asked, *done.err.strip().partition("give ")[2].split()).status == 0 and out.exists()
 
 
@@ -276,11 +276,11 @@ def test_indices_are_asked_for(command: Command, tmp_path: Path) -> None:
     )
     shapes = ("--shape", "x=M,K", "--shape", "w=V,K", "--shape", "targets=M")
     asked = ("new", f"{tmp_path}/ops.py:f", *shapes, "-o", tmp_path / "f.yaml")
-    wrong(command(*asked), "ops.py:3: ", "of indices say so: --dtype targets=int64")
+    wrong(command(*asked), "ops.py:3: ", "for a vector of indices, give --dtype targets=int64")
     assert command(*asked, "--dtype", "targets=int64").status == 0
 
 
 def test_an_option_that_is_given_twice(command: Command, tmp_path: Path) -> None:
     (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
     done = command("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "--shape", "x=K,M")
-    wrong(done, "--shape x: is given 2 times; leave one")
+    wrong(done, "--shape x occurs 2 times; keep one")

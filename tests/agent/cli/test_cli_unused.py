@@ -61,8 +61,9 @@ def test_events_are_exported_without_a_page(command: Command, spec: Path, tmp_pa
 
 def test_a_report_that_is_printed_is_no_page(command: Command, spec: Path, tmp_path: Path) -> None:
     asked = ("report", make_run(spec), "--json")
-    unused(command, *asked, "-o", tmp_path / "p.html", of="--out", why="--json prints instead of writing a "
-                                                                       "page")
+    unused(
+        command, *asked, "-o", tmp_path / "p.html", of="--out", why="--json prints instead of writing a page"
+    )
     assert json.loads(command(*asked).out)["runs"]
 
 

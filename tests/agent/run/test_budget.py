@@ -358,9 +358,7 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
     run = begin()
     measurements: list[KernelSource] = []
 
-    def measure(
-        spec: Spec, kernel: KernelSource, keep: object, kept: object = None
-    ) -> Measured | Rejected:
+    def measure(spec: Spec, kernel: KernelSource, keep: object, kept: object = None) -> Measured | Rejected:
         measurements.append(kernel)
         return slow(spec) if len(measurements) == 1 else measured(spec, kernel.program)
 

@@ -154,9 +154,7 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
 ) -> None:
     found = iter([slow, fast])
 
-    def measure(
-        spec: Spec, kernel: KernelSource, keep: object, kept: object = None
-    ) -> Measured | Rejected:
+    def measure(spec: Spec, kernel: KernelSource, keep: object, kept: object = None) -> Measured | Rejected:
         step = next(found)
         return step(spec) if step is slow else fast(spec, kernel)
 

@@ -193,9 +193,7 @@ def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> No
     """The text that it should have beaten is what mends it: the kernel's own, then an edit that was kept."""
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
-    def judge(
-        spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None
-    ) -> Measured | Rejected:
+    def judge(spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None) -> Measured | Rejected:
         return no_faster() if kernel.edited in (ideas[0], ideas[2]) else faster(spec, kernel)
 
     for count, kept in ((1, editable(program(spec))), (3, ideas[1])):

@@ -21,7 +21,7 @@ from benchmarks.operators import OPTIONS
 from coda_agent.agent.cli import main
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.scaffold.function import read
-from coda_agent.agent.scaffold.words import _number
+from coda_agent.agent.scaffold.torch_names import _number
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import run
@@ -306,10 +306,10 @@ outputs:
   out: {shape: [M, F], dtype: bf16}
 # bias is left out: it is None by default
 # scale is left out: it is None by default
-# h.chunk(2, dim=-1) takes contiguous halves. The vocabulary has no such cut: its pairs takes
-# adjacent columns apart, since both then lie in one thread's registers. So store the two
-# interleaved (gate, up, gate, up, ...; of a weight, its rows), as specs/gemm_swiglu.yaml does, and
-# write:
+# h.chunk(2, dim=-1) takes contiguous halves. A kernel can split a tile only into its even and odd
+# columns (pairs), because one thread's registers hold adjacent columns. Interleave the halves, as
+# specs/gemm_swiglu.yaml does: gate, up, gate, up, ... To interleave a tile's columns, interleave
+# the rows of its weight. Then write:
 #   gate, up = h[..., 0::2], h[..., 1::2]
 reference: |
   x = x * 1.0  # nothing to scale by
@@ -345,7 +345,7 @@ accept: {speedup: 1.0}
 def test_what_was_left_out_is_said_with_how_to_have_it(new: Command) -> None:
     done = new("ops.py:mlp", *shapes_of("mlp"))
     assert (
-        "note: ops.py:65: bias is left out: it is None by default; --shape bias=... has it as an input\n"
+        "note: ops.py:65: bias is left out: it is None by default; --shape bias=... makes it an input\n"
         in (done.err)
     )
     assert "note: ops.py:81: h.chunk(2, dim=-1) takes contiguous halves." in done.err
@@ -498,11 +498,15 @@ BODIES = {
     "a function": ("    def g(a):\n        return a\n    return g(x @ w)", 2, "write its body out"),
     "no return": ("    y = x @ w", 2, "return a tensor, a tuple or a dict"),
     "an unknown name": ("    # why\n    h = x @ w\n    return helper(h)", 4, "'helper' is not defined"),
-    "another library": ("    import numpy as np\n    return np.matmul(x, w)", 3, "use torch's names"),
-    "an imported helper": ("    from ops import two\n    return two(x, w)", 3, "write out what it computes"),
+    "another library": ("    import numpy as np\n    return np.matmul(x, w)", 3, "only torch's names"),
+    "an imported helper": ("    from ops import two\n    return two(x, w)", 3, "write here what it computes"),
     "wrong shapes": ("    h = x\n    return h @ w.mT", 3, "cannot be multiplied"),
-    "changed inputs": ("    x *= 2\n    return x @ w", 1, "input x is changed in place"),
-    "a copy no more": ("    h = x.float()\n    h += 1\n    return h.type_as(x) @ w", 1, "input x is changed"),
+    "changed inputs": ("    x *= 2\n    return x @ w", 1, "changes its input x in place"),
+    "a copy no more": (
+        "    h = x.float()\n    h += 1\n    return h.type_as(x) @ w",
+        1,
+        "changes its input x",
+    ),
     "two axes too many": ("    return (x @ w)[None]", 1, "output out has 3 axes"),
     "no tensor": ("    return (x @ w).shape", 1, "output out is Size"),
     "integers": ("    return (x @ w).argmax(-1)", 1, "is torch.int64"),
@@ -519,11 +523,11 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
 @pytest.mark.parametrize(
     ("source", "place", "words"),
     [
-        ("\nf = lambda x, w: x @ w\n", "odd.py:2: ", "f is not a function but lambda; write def f(...)"),
+        ("\nf = lambda x, w: x @ w\n", "odd.py:2: ", "f is not a plain function (lambda); write def f(...)"),
         ("class f:\n    pass\n", "odd.py:1: ", "write def f(...)"),
-        ("def ff(x):\n    return x\n", "odd.py: ", "no function 'f' at its top level; did you mean ff?"),
+        ("def ff(x):\n    return x\n", "odd.py: ", "no top-level function 'f'; did you mean ff?"),
         ("\ndef f(x, w)\n    return x\n", "odd.py:2: ", "expected ':'"),
-        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args stands for any number of inputs"),
+        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args is any number of inputs"),
         (
             "def f(x, w, mode='fast'):\n    return x\n",
             "odd.py:1: ",
@@ -537,7 +541,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         (
             "def g(a):\n    b = a * 2\n    return b\n\n\ndef f(x, w):\n    return g(x @ w)\n",
             "odd.py:7: ",
-            "g is defined on line 1; only helpers of one return expression are followed",
+            "g is defined on line 1, but it is not a helper of one return expression",
         ),
         (
             "def silu(a):\n    a = a * 2\n    return a\n\n\ndef f(x, w):\n    return silu(x @ w)\n",
@@ -552,7 +556,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         (
             "def g(a):\n    return a * c\n\n\ndef f(x, w):\n    c = x @ w\n    return g(c)\n",
             "odd.py:7: ",
-            "helper g reads c, which is another value here; rename one of the two",
+            "helper g reads the file's c, but the function has its own c; rename one of them",
         ),
         (
             "def g(a, b):\n    return a * b\n\n\ndef f(x, w):\n    return g(x @ w)\n",
@@ -587,9 +591,9 @@ def refused(new: Command, source: str, place: str, words: str) -> None:
         (["ops.py:swiglu", "--shape", "x=M,D", "--input"], "no answer to 'x: dtype'; use --dtype x=..."),
         (
             ["ops.py:swiglu", "--shape", "z=M,D"],
-            "--shape z: there is no 'z' here; there are x, w, preact, act",
+            "--shape z: 'z' is unknown; use one of x, w, preact, act",
         ),
-        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "N=8"], "--dim N: there is no 'N' here"),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "N=8"], "--dim N: 'N' is unknown"),
         (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "M=0"], "--dim M=0: '0' is not a size"),
         (
             ["ops.py:swiglu", *shapes_of("swiglu"), "--dtype", "x=bf8"],
@@ -624,7 +628,7 @@ def test_an_output_may_be_fp8(new: Command) -> None:
 def test_a_file_that_exists_stays(new: Command) -> None:
     Path("mine.yaml").write_text("mine")
     done = new("ops.py:swiglu", *shapes_of("swiglu"), "--out", "mine.yaml")
-    assert done.status == 2 and "choose another with --out" in done.err
+    assert done.status == 2 and "choose another path with --out" in done.err
     assert Path("mine.yaml").read_text() == "mine"
 
 
@@ -632,7 +636,7 @@ def test_an_output_of_no_known_shape_is_asked_for(new: Command) -> None:
     Path("odd.py").write_text("def f(x, w):\n    return (x @ w)[:, 1::3]\n")
     shapes = ["--shape", "x=M,K", "--shape", "w=K,N"]
     done = new("odd.py:f", *shapes)
-    assert done.status == 2 and "give --shape out=..." in done.err
+    assert done.status == 2 and "name its dims with --shape out=..." in done.err
     done = new("odd.py:f", *shapes, "--shape", "out=M,N")
     assert done.status == 2 and "output 'out' has shape" in done.err and not Path("specs").exists()
 

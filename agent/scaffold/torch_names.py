@@ -1,4 +1,4 @@
-"""Rewrite a function's statements with the names that a reference can use: those of torch and
+"""Rewrite a function's statements with the names that a reference can use: ``torch`` and the functions of
 torch.nn.functional."""
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ FLOATS = (
 
 @dataclass(frozen=True)
 class Names:
-    """The meaning of names in a function. ``own``: its parameters and assigned names, which hide other names.
-    ``imported``: full names by alias. ``numbers``: numeric constants at the file's top level. ``defined``:
-    the line of each top-level name. ``fail``: creates an error with a line."""
+    """The meaning of names in a function.
+
+    ``own``: the function's parameters and assigned names, which hide other names. ``imported``: full names by
+    alias. ``numbers``: numeric constants at the file's top level. ``defined``: the line of each top-level
+    name. ``fail``: creates an error that names the line of a node.
+    """
 
     own: Set[str]
     imported: Mapping[str, str]
@@ -39,9 +42,9 @@ class Names:
         return cls(own, imported, {k: v for k, v in _numbers(tree) if k not in own}, defined, fail)
 
 
-class Words(ast.NodeTransformer):
-    """Rewrites a statement with the names that a reference can use. ``casts``: whether to keep casts to
-    floats."""
+class TorchNames(ast.NodeTransformer):
+    """Rewrites a statement with the names that a reference can use. If ``casts`` is false, casts to floats
+    are removed."""
 
     def __init__(self, names: Names, casts: bool):
         self.names, self.casts = names, casts
@@ -49,22 +52,20 @@ class Words(ast.NodeTransformer):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         if node.value is None:
             return None
-        made = ast.Assign([node.target], node.value, lineno=node.lineno, col_offset=node.col_offset)
-        return self.visit_Assign(made)
+        plain = ast.Assign([node.target], node.value, lineno=node.lineno, col_offset=node.col_offset)
+        return self.visit_Assign(plain)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, the remainder of a line that only casts ``h``."""
-        made = self.generic_visit(node)
-        idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
-            map(ast.unparse, made.targets)
-        )
-        return None if idle else made
+        """Drop ``h = h``, which remains of a statement that only casts ``h``."""
+        new = self.generic_visit(node)
+        idle = isinstance(new, ast.Assign) and [ast.unparse(new.value)] == list(map(ast.unparse, new.targets))
+        return None if idle else new
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        made = self.generic_visit(node)
-        if isinstance(made, ast.For) and not made.body:
-            made.body = [ast.Pass()]
-        return made
+        loop = self.generic_visit(node)
+        if isinstance(loop, ast.For) and not loop.body:
+            loop.body = [ast.Pass()]
+        return loop
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self._dotted(node.func) or ""
@@ -72,22 +73,22 @@ class Words(ast.NodeTransformer):
             return ast.Constant(value)
         if called == "math.sqrt" and len(node.args) == 1:
             return ast.BinOp(self.visit(node.args[0]), ast.Pow(), ast.Constant(0.5))
-        made = self.generic_visit(node)
-        if self.casts or not isinstance(made, ast.Call):
-            return made
-        if _is_cast(made) and isinstance(made.func, ast.Attribute):
-            return made.func.value
-        made.keywords = [
-            k for k in made.keywords if k.arg not in ("dtype", "out_dtype") or not _is_named(k.value)
+        call = self.generic_visit(node)
+        if self.casts or not isinstance(call, ast.Call):
+            return call
+        if _is_cast(call) and isinstance(call.func, ast.Attribute):
+            return call.func.value
+        call.keywords = [
+            k for k in call.keywords if k.arg not in ("dtype", "out_dtype") or not _is_named(k.value)
         ]
-        return made
+        return call
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         dotted = self._dotted(node)
         return self._in_scope(dotted, node) if dotted else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Store):  # an output may have the name of a top-level definition
+        if isinstance(node.ctx, ast.Store):  # A local name may hide a top-level one.
             return node
         if node.id in self.names.numbers:
             return ast.Constant(self.names.numbers[node.id])
@@ -95,13 +96,13 @@ class Words(ast.NodeTransformer):
         if not dotted and node.id in self.names.defined:
             raise self.names.fail(
                 node,
-                f"{node.id} is defined on line {self.names.defined[node.id]}; only helpers of "
-                f"one return expression are followed; write out here what it is",
+                f"{node.id} is defined on line {self.names.defined[node.id]}, but it is not a helper of one "
+                "return expression; write its value here",
             )
         return self._in_scope(dotted, node) if dotted else node
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of an imported name; None for any other expression."""
+        """Return the full name of an imported name, or None for any other expression."""
         if isinstance(node, ast.Name):
             return self.names.imported.get(node.id)
         base = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -120,14 +121,14 @@ class Words(ast.NodeTransformer):
         if dotted.partition(".")[0] != "torch":
             raise self.names.fail(
                 node,
-                f"{ast.unparse(node)} is not in a reference's scope, and what is imported is not followed; "
-                "use torch's names, or write out what it computes",
+                f"{ast.unparse(node)} is imported, and a reference can use only torch's names; "
+                "write here what it computes",
             )
         return ast.parse(dotted, mode="eval").body
 
 
 def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The name and line of each binding at a file's top level, except imports."""
+    """Yield the name and line of each binding at a file's top level, except imports."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
@@ -137,20 +138,20 @@ def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
-    """The full names of aliases that the file defines, such as ``act = F.silu``."""
+    """Return the full names of aliases that the file defines, such as ``act = F.silu``."""
     bound = Counter(name for name, _ in top_level(tree))
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() | ast.Attribute() as value):
                 first, dot, rest = ast.unparse(value).partition(".")
                 if bound[name] == 1 and first in imported:
-                    found[name] = imported[first] + dot + rest
-    return found
+                    aliases[name] = imported[first] + dot + rest
+    return aliases
 
 
 def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
-    """The name in the file and the full name of each import."""
+    """Yield, for each import, the name in the file and the full name."""
     yield "torch", "torch"
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -161,7 +162,7 @@ def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
-    """The name and value of each numeric constant at the file's top level that is assigned only once."""
+    """Yield the name and value of each numeric top-level constant that the file assigns only once."""
     every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in tree.body:
         match node:
@@ -171,10 +172,11 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
 
 
 def _number(called: str, node: ast.Call) -> float | None:
-    """The value of a call such as ``math.log(2.0)``; None unless the arguments and the value are numbers."""
+    """Return the value of a call such as ``math.log(2.0)``, or None if an argument or the value is no
+    number."""
     try:
-        given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args), **given)
+        keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        value = getattr(math, called.partition(".")[2])(*map(ast.literal_eval, node.args), **keywords)
         return value if isinstance(value, int | float) and math.isfinite(value) else None
     except (AttributeError, ArithmeticError, TypeError, ValueError):
         return None
@@ -193,7 +195,7 @@ def _is_cast(node: ast.Call) -> bool:
 
 
 def _is_named(node: ast.expr) -> bool:
-    """Whether an expression is a floating dtype of torch, such as ``torch.float32``."""
+    """Return whether an expression is a floating dtype of torch, such as ``torch.float32``."""
     match node:
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
             return name in FLOATS
@@ -201,8 +203,8 @@ def _is_named(node: ast.expr) -> bool:
 
 
 def _is_float(node: ast.expr) -> bool:
-    """Whether an expression looks like a floating dtype: ``torch.float32``, ``x.dtype``, or a name that
-    contains "dtype"."""
+    """Return whether an expression looks like a floating dtype: ``torch.float32``, ``x.dtype``, or a name
+    that contains "dtype"."""
     if _is_named(node):
         return True
     match node:
@@ -214,7 +216,7 @@ def _is_float(node: ast.expr) -> bool:
 
 
 def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
-    """The statements, with None in place of each unused ``dtype = x.dtype``."""
+    """Return the statements with None in place of each unused assignment such as ``dtype = x.dtype``."""
     present = [node for node in statements if node]
     names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
