@@ -10,7 +10,7 @@ from coda_agent.agent.artifacts import accept
 from coda_agent.comparison.competitors import EDITED, PROGRAM
 from coda_agent.primitives.compiler.lower import PACKAGES
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.target import H100, Machine
+from coda_agent.primitives.target import TARGET, Machine
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.spec.model import Spec
 
@@ -57,11 +57,12 @@ def written(spec: Spec) -> Program:
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:
-    """An H100 with the measured peak rates."""
+    """The target GPU with the measured peak rates."""
+    gpu = TARGET.machine
     measured = {
-        name: getattr(H100, name)._replace(value=value, source="measured") for name, value in ceilings.items()
+        name: getattr(gpu, name)._replace(value=value, source="measured") for name, value in ceilings.items()
     }
-    return H100._replace(**measured)
+    return gpu._replace(**measured)
 
 
 def _as_measured(accepted: accept.AcceptedKernel) -> bool:

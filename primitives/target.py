@@ -35,7 +35,8 @@ class Target(NamedTuple):
     ``architecture``: its name for compilers. ``environment``: variables that make compilers target it on any
     machine. ``elf``: its number in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a
     pattern for its tensor-core instructions. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong).
-    ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a rasterisation group.
+    ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a rasterisation group. ``probes``: the
+    schedules that every kernel is compiled on, each a tile and a cluster. The first is the default schedule.
     """
 
     machine: Machine
@@ -50,6 +51,7 @@ class Target(NamedTuple):
     small_tiles: frozenset[tuple[int, int, bool]]
     clusters: tuple[tuple[int, int], ...]
     swizzles: tuple[int, ...]
+    probes: tuple[tuple[int, int, bool, int, int], ...]
 
 
 # The datasheet's peaks. Measured, sustained rates would be lower, and a cool chip could exceed them.
@@ -84,6 +86,8 @@ HOPPER = Target(
     ),
     clusters=((1, 1), (1, 2), (2, 1), (2, 2)),
     swizzles=(1, 2, 4, 8, 16, 32),
+    # one for each of the mainloop's two ways to share a tensor core between warpgroups
+    probes=((128, 128, True, 2, 1), (256, 128, False, 2, 1)),
 )
 
 TARGET = HOPPER  # the architecture that kernels are compiled for

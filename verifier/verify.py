@@ -22,6 +22,7 @@ from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.compile import CROWDED
 from coda_agent.primitives.system import deadline
+from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
 from coda_agent.verifier.report import Accepted, Checked, Gate, Identity, QuackTuned, Rejected, joined
 from coda_agent.verifier.sandbox import jail
@@ -331,7 +332,7 @@ def _compile_cases(
         if error.code == CROWDED:
             line = lines[error.node] if error.node is not None and error.node < len(lines) else None
             raise Failed(error.code, str(error), line) from None
-        words = f"the lowered kernel does not compile for sm_90a{_at_dims(dims)}: {error}"
+        words = f"the lowered kernel does not compile for {TARGET.architecture}{_at_dims(dims)}: {error}"
         raise Failed("compiler", words, line_behind(str(error), lines)) from None
 
 

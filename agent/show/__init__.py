@@ -16,6 +16,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import Roofline, StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -136,7 +137,7 @@ def resource_table(resources: Sequence[Resources]) -> Table:
     from rich.text import Text
 
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
-    table = new_table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
+    table = new_table(f"resources, compiled for {TARGET.architecture}", ["kernel", "schedule"], numbers)
     for r in resources:
         spilled = f"{r.spill_loads}/{r.spill_stores}"
         spills = Text(spilled, "yellow" if r.spill_loads or r.spill_stores else "")

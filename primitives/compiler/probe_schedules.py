@@ -21,10 +21,7 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
 from coda_agent.primitives.target import TARGET
 
-# One schedule for each of the mainloop's two ways to share a tensor core between warpgroups.
-PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
-
-
+PROBES = tuple(Schedule(*probe) for probe in TARGET.probes)
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
 ALIGNMENT = 1024  # bytes that the alignment of a resource may take from the operands
 ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
@@ -49,8 +46,8 @@ def probes(
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """The schedules that tuning tries first: the tiles that the step accepts at these sizes, in clusters of
-    two. Pingpong schedules also come with ``deep``. If the output's size is unknown, only large tiles are
-    tried."""
+    the default schedule's size. Pingpong schedules also come with ``deep``. If the output's size is unknown,
+    only large tiles are tried."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -58,11 +55,13 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """The large tiles in clusters of two at the default rasterisation. Small tiles are added if the output
-    has fewer 128x128 tiles than an H100 has SMs."""
+    """The large tiles in clusters of the default schedule's size, at its rasterisation. Small tiles are added
+    if the output has fewer 128x128 tiles than the GPU has SMs."""
+    usual = Schedule()
+    clusters = [(m, n) for m, n in CLUSTERS if m * n == usual.cluster_m * usual.cluster_n]
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
-    return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
+    return [Schedule(*tile, *cluster) for tile in tiles for cluster in clusters]
 
 
 def choices(

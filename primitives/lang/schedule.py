@@ -1,4 +1,4 @@
-"""Schedules of a step on Hopper, and the tiles that the mainloop supports. Standard library only."""
+"""Schedules of a step, and the tiles that the mainloop supports. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.target import TARGET
+
+_TILE_M, _TILE_N, _PINGPONG, _CLUSTER_M, _CLUSTER_N = TARGET.probes[0]
 
 
 class Schedule(NamedTuple):
@@ -17,11 +19,11 @@ class Schedule(NamedTuple):
     of the rows on these SMs (``primitives.compiler.split``).
     """
 
-    tile_m: int = 128
-    tile_n: int = 128
-    pingpong: bool = True
-    cluster_m: int = 2
-    cluster_n: int = 1
+    tile_m: int = _TILE_M
+    tile_n: int = _TILE_N
+    pingpong: bool = _PINGPONG
+    cluster_m: int = _CLUSTER_M
+    cluster_n: int = _CLUSTER_N
     swizzle: int = 8
     evict_loads: bool = False
     evict_stores: bool = False
