@@ -46,6 +46,7 @@ test-gpu: $(READY)
 
 lint: $(READY)
 	@$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check --quiet .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m mypy benchmarks examples tests
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo

@@ -61,8 +61,8 @@ class MeasuringOptions:
         int, typer.Option(min=1, max=20, help="Processes that time a kernel; acceptance requires 3 or more.")
     ] = 3
     warm: Annotated[
-        bool, typer.Option("--warm", help="Time with a warm L2, for information; such a kernel is not "
-                                          "accepted.")
+        bool,
+        typer.Option("--warm", help="Time with a warm L2, for information; such a kernel is not accepted."),
     ] = False
     sanitize: Annotated[
         bool, typer.Option("--sanitize", help="Also run small sizes under compute-sanitizer (minutes).")
@@ -86,9 +86,9 @@ class BudgetOptions:
         int | None,
         typer.Option(min=1, help="Limit on the run's tokens: input, output and cached."),
     ] = None
-    budget_dollars: Annotated[
-        float | None, typer.Option(min=0.0, help="Limit on the run's US dollars.")
-    ] = None
+    budget_dollars: Annotated[float | None, typer.Option(min=0.0, help="Limit on the run's US dollars.")] = (
+        None
+    )
     budget_gpu_seconds: Annotated[
         float | None,
         typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new measurement starts."),
@@ -121,10 +121,9 @@ class AuthoringOptions:
     ] = ProviderName(AUTO)
     attempts: Annotated[int, ATTEMPTS] = 6
     model: Annotated[str | None, typer.Option(help=f"Model, for {_users('--model')}.")] = None
-    author: Annotated[str, typer.Option(help=f"The author's name in the report, for "
-                                             f"{_users('--author')}.")] = (
-        "unnamed author"
-    )
+    author: Annotated[
+        str, typer.Option(help=f"The author's name in the report, for {_users('--author')}.")
+    ] = "unnamed author"
     max_tokens: Annotated[int, MAX_TOKENS] = 32000
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
 

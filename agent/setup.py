@@ -182,9 +182,7 @@ def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Meas
     from coda_agent.agent.artifacts.quack_tunings import quack
     from coda_agent.verifier.measure import measure as run_gates
 
-    def measure(
-        spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
-    ) -> Measurement:
+    def measure(spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None) -> Measurement:
         return run_gates(
             spec,
             kernel,

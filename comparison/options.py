@@ -58,18 +58,17 @@ class Effort:
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=12, help=f"Limit on the interleaved rounds in each. Default: {ROUNDS}; with --quick "
-                         f"{QUICK_ROUNDS}."
+            min=12,
+            help=f"Limit on the interleaved rounds in each. Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.",
         ),
     ] = None
     budget_seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="Start no session that may end later than this. Repeat the command to "
-                                 "continue."),
+        typer.Option(
+            min=1, help="Start no session that may end later than this. Repeat the command to continue."
+        ),
     ] = None
-    again: Annotated[bool, typer.Option("--again", help="Retry failed arms.")] = (
-        False
-    )
+    again: Annotated[bool, typer.Option("--again", help="Retry failed arms.")] = False
 
     @property
     def limits(self) -> tuple[int, int, float]:
@@ -84,8 +83,8 @@ class Drawing:
     """The options for the path of the results, and for how they are shown."""
 
     out: Annotated[
-        Path, typer.Option(help="Folder of results, tables and charts; existing results are not measured "
-                                "again.")
+        Path,
+        typer.Option(help="Folder of results, tables and charts; existing results are not measured again."),
     ] = Path("comparison-results")
     write: Annotated[
         Path | None,

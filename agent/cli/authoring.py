@@ -49,8 +49,8 @@ def generate(
     directory: Directory = None,
     improve: Improve = 0,
     candidates: Annotated[
-        int, typer.Option(min=1, max=9, help="Number of independent runs at once. They share the budget "
-                                             "equally.")
+        int,
+        typer.Option(min=1, max=9, help="Number of independent runs at once. They share the budget equally."),
     ] = 1,
     weak_jail: WeakJail = False,
     as_json: Json = False,

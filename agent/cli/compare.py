@@ -148,9 +148,7 @@ def _columns(names: Sequence[str]) -> list[Column]:
     begun = {name: _columns_starting(name.lower()) for name in names}
     for name, found in begun.items():
         if name.lower() == ROOFLINE:
-            raise InvalidInput(
-                f"every table has {ROOFLINE}; leave it out of --columns"
-            )
+            raise InvalidInput(f"every table has {ROOFLINE}; leave it out of --columns")
         if not found:
             known = ", ".join(column.name for column in COLUMNS)
             raise InvalidInput(f"no column {name!r}; --columns takes {known}")

@@ -27,16 +27,17 @@ class DeriveOptions:
     """The gradients to derive, and what is stored for them."""
 
     wrt: Annotated[
-        str | None, typer.Option(help="Inputs to differentiate, such as x,w. Default: all floating-point "
-                                      "inputs.")
+        str | None,
+        typer.Option(help="Inputs to differentiate, such as x,w. Default: all floating-point inputs."),
     ] = None
     of: Annotated[
         str | None, typer.Option(help="Outputs with incoming gradients, such as act. Default: all.")
     ] = None
     behind: Annotated[
         str | None,
-        typer.Option(metavar="OUTPUT", help="The output whose gradient comes from the next operator's "
-                                            "product."),
+        typer.Option(
+            metavar="OUTPUT", help="The output whose gradient comes from the next operator's product."
+        ),
     ] = None
     save_bytes: Annotated[
         int | None,
@@ -46,9 +47,9 @@ class DeriveOptions:
         str | None,
         typer.Option(help="Values that must be stored: outputs, or nodes as 'node 3', with commas."),
     ] = None
-    recompute: Annotated[
-        str | None, typer.Option(help="Outputs that must be recomputed, such as act,z.")
-    ] = None
+    recompute: Annotated[str | None, typer.Option(help="Outputs that must be recomputed, such as act,z.")] = (
+        None
+    )
     accumulate: Annotated[
         str | None, typer.Option(help="Inputs whose gradients are added to an fp32 buffer, such as w.")
     ] = None

@@ -41,13 +41,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Let a language model write CODA kernels for the H100. The verifier decides whether they are "
-         "correct and fast, without trusting the model.",
+    "correct and fast, without trusting the model.",
 )
 app.add_typer(tips, name="tips")
 
 
-Looked = Annotated[bool, typer.Option("--looked", help="Confirm that you have read edited CuTeDSL. Required "
-                                                       "to accept it.")]
+Looked = Annotated[
+    bool, typer.Option("--looked", help="Confirm that you have read edited CuTeDSL. Required to accept it.")
+]
 
 for _command in (generate, sweep, optimize, primitive, resume, derive, tune, build):
     app.command()(_command)
@@ -198,8 +199,8 @@ def report(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
     jsonl: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write its events to this file as JSON lines, "
-                                                       "instead of a page.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write its events to this file as JSON lines, instead of a page."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -257,8 +258,9 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
 @app.command()
 def accept(
     run: Annotated[str, typer.Argument(metavar="RUN")],
-    commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the measurements in the "
-                                                          "message.")] = False,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Commit the files, with the measurements in the message.")
+    ] = False,
     looked: Looked = False,
 ) -> None:
     """Put an accepted kernel and its evidence into generated_kernels/."""
@@ -305,8 +307,9 @@ def new(
     ] = None,
     ask: Annotated[
         bool | None,
-        typer.Option("--input/--no-input", " /--yes", help="Ask for missing values. Default: only at a "
-                                                           "terminal."),
+        typer.Option(
+            "--input/--no-input", " /--yes", help="Ask for missing values. Default: only at a terminal."
+        ),
     ] = None,
 ) -> None:
     """Draft a spec from a PyTorch function. The file is parsed, never imported."""

@@ -28,22 +28,22 @@ class ShowOptions:
     sass: Annotated[
         bool, typer.Option("--sass", help="Also count the machine instructions of each lowered line.")
     ] = False
-    full: Annotated[
-        bool, typer.Option("--full", help="With --sass: print the instructions themselves.")
-    ] = False
+    full: Annotated[bool, typer.Option("--full", help="With --sass: print the instructions themselves.")] = (
+        False
+    )
     counters: Annotated[
-        bool, typer.Option("--counters", help="Also show hardware counters from NAME.counters.csv beside "
-                                              "KERNEL.")
+        bool,
+        typer.Option("--counters", help="Also show hardware counters from NAME.counters.csv beside KERNEL."),
     ] = False
     counters_from: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also show hardware counters from this CSV export of "
-                                                       "ncu.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also show hardware counters from this CSV export of ncu."),
     ] = None
     case: Annotated[
         str | None,
         typer.Option(
             help="The case whose schedules and bytes are shown. Default: the first; with --counters the "
-                 "export's."
+            "export's."
         ),
     ] = None
 

@@ -44,8 +44,9 @@ class Total(BudgetOptions):
     ] = None
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of GPU measurement for all runs together; each gets an equal "
-                                   "part."),
+        typer.Option(
+            min=0.0, help="Seconds of GPU measurement for all runs together; each gets an equal part."
+        ),
     ] = None
     budget_seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds for this command; each run gets a part.")
@@ -127,8 +128,10 @@ def measure(
     ] = 5,
     weak_jail: WeakJail = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu/--no-gpu", help="Require the GPU gates to pass too. Default: only the "
-                                                  "other gates.")
+        bool,
+        typer.Option(
+            "--gpu/--no-gpu", help="Require the GPU gates to pass too. Default: only the other gates."
+        ),
     ] = False,
 ) -> None:
     """Author specs with a tip and without it, and record how much the tip helps. A second call continues an

@@ -30,8 +30,9 @@ class Replay:
             raise ProviderError(str(error), "give the export of a recorded run") from error
         self._turns = [Turn.from_json(event.payload) for event in events if event.kind == "answer"]
         if not self._turns:
-            raise ProviderError(f"{self._path} has no recorded answer", "give the export of a run with an "
-                                                                        "answer")
+            raise ProviderError(
+                f"{self._path} has no recorded answer", "give the export of a run with an answer"
+            )
 
     def next_turn(self, question: Question) -> Turn:
         """The recorded turn. Raises ProviderError if the run asks for more turns than were recorded."""

@@ -103,9 +103,7 @@ def _claim(directory: Path, spec: str) -> bool:
         return False
     except OSError as error:
         full = error.errno == errno.ENOSPC
-        remedy = (
-            "make room or set CODA_AGENT_RUNS" if full else "choose a writable directory"
-        )
+        remedy = "make room or set CODA_AGENT_RUNS" if full else "choose a writable directory"
         raise JournalError(f"{directory}: {error.strerror}; {remedy}") from None
     return True
 

@@ -12,14 +12,33 @@ import torch.nn.functional as F
 
 KINDS = {
     "ordinary": (
-        "reglu", "hard_swish", "softsign", "highway", "gaussian_units", "masked_residual", "huber_head",
-        "margin_head", "paired_scores", "crest_factor", "squared_feature_mlp", "sigmoid_glu_grad",
+        "reglu",
+        "hard_swish",
+        "softsign",
+        "highway",
+        "gaussian_units",
+        "masked_residual",
+        "huber_head",
+        "margin_head",
+        "paired_scores",
+        "crest_factor",
+        "squared_feature_mlp",
+        "sigmoid_glu_grad",
     ),
     "numeric trap": (
-        "log_cosh", "tanh_shrink", "focal_terms", "cloglog", "symlog", "soft_step",
+        "log_cosh",
+        "tanh_shrink",
+        "focal_terms",
+        "cloglog",
+        "symlog",
+        "soft_step",
     ),
     "grouped heads or fp8": (
-        "grouped_l2", "grouped_temperature", "grouped_gate", "sigmoid_router", "fp8_relu2",
+        "grouped_l2",
+        "grouped_temperature",
+        "grouped_gate",
+        "sigmoid_router",
+        "fp8_relu2",
         "fp8_gate_residual",
     ),
 }

@@ -144,8 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "passes": passes,
         "speedup": round(passes[2]["a_minute"] / passes[1]["a_minute"], 3),
         "compared": [
-            {"run": f"{options.kernels} checks on {n} one-core node(s)", "seconds": told["seconds"],
-             "predicted": forecast[n]}
+            {
+                "run": f"{options.kernels} checks on {n} one-core node(s)",
+                "seconds": told["seconds"],
+                "predicted": forecast[n],
+            }
             for n, told in passes.items()
         ],
         "mean_piece": round(mean(part for parts in passes[1]["pieces"] for part in parts), 3),

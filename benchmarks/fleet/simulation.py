@@ -189,6 +189,7 @@ def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str
 
 def results(driver: float) -> dict[str, Any]:
     """Everything that the page and the charts show."""
+
     def made(specs: int, author: float) -> list[list[Stage]]:
         return drawn(specs, author, random.Random(SEED))
 
@@ -261,9 +262,7 @@ def _neighbours_page(told: dict[str, Any]) -> str:
         same = f"{found['same'][0]:.4f} to {found['same'][1]:.4f}"
         delay = f"{planted[0] - 1:.2%} to {planted[1] - 1:.2%}"
         rows.append((words, same, delay, f"{found['failed']} of {len(told[state])}"))
-    table = markdown_table(
-        ("the other GPU", "kernel over itself", "a planted delay of 2 %", "invalid"), rows
-    )
+    table = markdown_table(("the other GPU", "kernel over itself", "a planted delay of 2 %", "invalid"), rows)
     versions = ", ".join(f"{name} {told['versions'][name]}" for name in ("torch", "quack-kernels", "ray"))
     kernel, case = told["control"]
     return f"""
@@ -322,8 +321,8 @@ The share of linear scaling: the throughput over that of one GPU times the numbe
   seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
   sweep takes {usual["seconds"] / 60:.0f} minutes.
 {_compared_page(found["compared"]) if found["compared"] else ""}{
-    "".join(map(_neighbours_page, found["neighbours"]))
-}"""
+        "".join(map(_neighbours_page, found["neighbours"]))
+    }"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

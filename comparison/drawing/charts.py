@@ -353,4 +353,3 @@ def _marker(name: str) -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=name, **_dot(name))
-

@@ -74,9 +74,7 @@ SHARED = {
     ),
     UPSTREAM: Shared(
         Kind("CODA's own kernels", "whose kernel is CODA's own"),
-        Kind(
-            "CODA's kernels with passes of PyTorch's", "for which its package leaves a part to PyTorch"
-        ),
+        Kind("CODA's kernels with passes of PyTorch's", "for which its package leaves a part to PyTorch"),
         helped,
         "its kernels leave passes over whole matrices to PyTorch",
     ),

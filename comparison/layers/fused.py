@@ -36,9 +36,7 @@ def layer(
         stream.h, norm, weights.qkv, None, table, sum(shape.projections[:2]), stream.begun
     )
     q, k, v = (shape.apart(t) for t in qkv.split(shape.projections, 1))
-    mixed = shape.together(
-        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups > 0)
-    )
+    mixed = shape.together(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups > 0))
     norm = functional.Norm(weights.ffn_norm, EPS)
     return BegunStream(
         *functional.after_attention_with_next_norm(

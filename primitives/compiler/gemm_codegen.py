@@ -83,7 +83,7 @@ class StepWriter(Writer):
         return rows, columns
 
     def kernel(self) -> GemmKernel:
-        *operands, = self.nodes[self.step.gemm].args
+        (*operands,) = self.nodes[self.step.gemm].args
         offsets = operands.pop() if len(operands) > 2 else None
         a, b = (untransposed(self.program, i) for i in operands)
         a_transposed, b_transposed = (self.nodes[i].op == "transpose" for i in operands)

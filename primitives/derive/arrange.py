@@ -175,9 +175,7 @@ class PlannedBackward:
     def split(self, trace: Simplifier, gradients: dict[str, int], reverse: Reverse) -> Derived:
         same, outputs = self.aliases(trace, gradients)
         left = {
-            name: next(
-                (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), UNUSED
-            )
+            name: next((reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), UNUSED)
             for name in self.request.wrt
             if not gradients.keys() & {f"d_{name}", f"d_{name}_parts"}
         }
@@ -373,9 +371,7 @@ class PlannedBackward:
             name = known_as.get(base, f"W{len(self.widths)}")
             self.widths[name] = base
             fresh[dim] = Dim.parse(f"{times}*{name}")
-        return {
-            n: t._replace(shape=tuple(fresh.get(d, d) for d in t.shape)) for n, t in tensors.items()
-        }
+        return {n: t._replace(shape=tuple(fresh.get(d, d) for d in t.shape)) for n, t in tensors.items()}
 
     def tensor(self, trace: Simplifier, name: str, index: int) -> TensorType:
         kind = trace.types[index]

@@ -179,5 +179,3 @@ def forced(program: Program, save: Collection[str], recompute: Collection[str]) 
                 raise ProgramError("save", f"{name!r} is no tile or vector that the forward computes")
             storage[index] = keep
     return storage
-
-

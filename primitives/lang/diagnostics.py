@@ -25,8 +25,7 @@ NO_OPERATOR = (
     "a * b is their and, maximum(a, b) their or, and 1 - a is a's not"
 )
 NO_NUMBER = (
-    "a traced value is not one Python number: compute with the value itself; sizes are t.rows "
-    "and t.columns"
+    "a traced value is not one Python number: compute with the value itself; sizes are t.rows and t.columns"
 )
 FINITE = "a finite number, such as -3.4e38 for masked values"
 

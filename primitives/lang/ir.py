@@ -447,9 +447,7 @@ def check_output_type(name: str, got: Type, signature: Signature, line: int | No
             line,
         )
     if got.kind == "head" and expected.dtype in EIGHTS:
-        raise ProgramError(
-            "output_dtype", f"output {name!r} is {got}: say bf16, fp16 or fp32, not fp8", line
-        )
+        raise ProgramError("output_dtype", f"output {name!r} is {got}: say bf16, fp16 or fp32, not fp8", line)
 
 
 def _input_type(signature: Signature, node: Node) -> Type:

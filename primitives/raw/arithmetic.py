@@ -67,9 +67,7 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
         told = json.loads(said)
     except ValueError:
         ended = f"did not end within {SECONDS:g} s" if status is None else f"ended with status {status}"
-        raise RawError(
-            "unreadable", f"the reading child {ended}: {words[-500:] or 'no message'}"
-        ) from None
+        raise RawError("unreadable", f"the reading child {ended}: {words[-500:] or 'no message'}") from None
     if refused := child.refusal(told, source):
         raise refused
     match told:

@@ -344,8 +344,7 @@ class _EditChecker(Reader):
                 self._value_attribute(node)
                 if not isinstance(inner, ast.Name) or inner.id != "self" or "self" in self._given:
                     self._refuse(
-                        f".{node.attr} on the host: use .shape and .stride of "
-                        "parameters, and values of self",
+                        f".{node.attr} on the host: use .shape and .stride of parameters, and values of self",
                         "host",
                     )
             case ast.Subscript(value=inner, slice=index):

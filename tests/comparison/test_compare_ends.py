@@ -131,9 +131,7 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
     monkeypatch.setattr(gpu, "ask", ask)
     if apart:
         found = cells(measure(asked(), Results(), kept_nowhere))
-        why = (
-            "its environment starts no worker: a GPU worker died before its first task: no space left"
-        )
+        why = "its environment starts no worker: a GPU worker died before its first task: no space left"
         assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; coda-agent compare --install")
         assert isinstance(found[LLM], Cell)
         return

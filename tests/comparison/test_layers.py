@@ -46,9 +46,7 @@ WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
 
 KINDS: dict[str, Callable[[Shape, Weights, Tensor], Layer[Any, Any]]] = {
     "fused": Fused,
-    "fused, compiled": partial(
-        Fused, compiled=partial(under_compile, mode="default", backend="aot_eager")
-    ),
+    "fused, compiled": partial(Fused, compiled=partial(under_compile, mode="default", backend="aot_eager")),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 

@@ -44,6 +44,8 @@ def test_what_a_model_calls_is_what_it_runs(family: str) -> None:
 def test_inference_is_a_prompt_and_a_token() -> None:
     found = ahead.called(ahead.inference(on_meta("Llama"), 2, 12))
     assert [b.sizes["M"] for b in found] == [24, 24, 2, 2]
+
+
 @pytest.mark.slow
 def test_a_call_waits_for_who_compiles_and_loads_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = ahead.Bound(ops.defined["gemm_swiglu"], {"M": 128, "D": 64, "F": 64})

@@ -18,9 +18,7 @@ from coda_agent.verifier.gpu.sanitizer import TOOLS, errors, sanitized
 from coda_agent.verifier.loading import load
 
 SPECS = sorted((ROOT / "specs").glob("gemm_*.yaml"))
-KERNELS = [
-    pytest.param(path, False, id=path.stem) for path in SPECS if accept.files(path.stem)[0].exists()
-]
+KERNELS = [pytest.param(path, False, id=path.stem) for path in SPECS if accept.files(path.stem)[0].exists()]
 EDITED = [
     pytest.param(path, True, id=f"edited-{path.stem}")
     for path in SPECS

@@ -117,7 +117,6 @@ def gemm_swiglu_bwd(dy, w_down, z):
 }
 
 
-
 def kernel_of(name: str) -> str:
     """A shipped spec's accepted kernel; where it awaits an author, an honest one of the tests' own."""
     if name in ACCEPTED:

@@ -69,9 +69,7 @@ class Cast(Protocol):
 
     def author(self) -> providers.Provider: ...
     def check(self, spec: Spec, source: str) -> verify.Verdict: ...
-    def measure(
-        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
-    ) -> Measured | Unmeasured: ...
+    def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: object) -> Measured | Unmeasured: ...
 
 
 LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
@@ -109,9 +107,7 @@ class Kernel:
         program = program_of(spec, source)
         return verify.Verdict(checked(spec, program), program)
 
-    def measure(
-        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
-    ) -> Measured | Unmeasured:
+    def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: object) -> Measured | Unmeasured:
         self.note("proved")
         keep.save("numerics/large", {"seconds": 1.0})
         self.note("measured")
@@ -151,9 +147,7 @@ class Edit:
         report = checked(spec, program).model_copy(update={"identity": own})
         return verify.Verdict(report, program)
 
-    def measure(
-        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
-    ) -> Measured | Unmeasured:
+    def measure(self, spec: Spec, kernel: KernelSource, keep: Any, kept: object) -> Measured | Unmeasured:
         raise AssertionError("there is no GPU")
 
 

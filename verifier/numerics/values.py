@@ -83,9 +83,7 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
     return series.expand(shape).contiguous() if shape else series[0].clone()
 
 
-def trial(
-    spec: Spec, odd: Collection[str] = (), times: int = 1
-) -> tuple[dict[str, int], dict[str, Tensor]]:
+def trial(spec: Spec, odd: Collection[str] = (), times: int = 1) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected. They
     are even except for the ``odd`` dims. ``times`` multiplies all of them.
 

@@ -102,9 +102,7 @@ def test_bad_requests(name: str, asked: dict[str, Any], code: str) -> None:
     assert refused.value.code == code and "\n" not in refused.value.message
 
 
-@pytest.mark.parametrize(
-    ("name", "op"), [("gemm_row_abs_max", "row_abs_max"), ("gemm_relu2", "maximum")]
-)
+@pytest.mark.parametrize(("name", "op"), [("gemm_row_abs_max", "row_abs_max"), ("gemm_relu2", "maximum")])
 def test_extrema_and_ties_are_said(name: str, op: str) -> None:
     spec, program = committed(name)
     assert derive(program, spec.cases[0].sizes).notes == (f"{op}: {OPERATIONS[op].caveat}",)

@@ -44,7 +44,7 @@ def bump(a):
 def steps(a):
     """The largest whole number up to ``a``."""
 '''
-KERNEL = '''
+KERNEL = """
 from primitives import bump, gemm, kernel, per_row, row_sums, steps
 
 
@@ -52,7 +52,7 @@ from primitives import bump, gemm, kernel, per_row, row_sums, steps
 def k(x, w, r):
     t = gemm(x, w.mT) * per_row(r)
     return {{"y": {value}, "v": row_sums(t)}}
-'''
+"""
 SHAPE = signature(
     {"x": tensor("M, K"), "w": tensor("N, K"), "r": tensor("M", "fp32")},
     {"y": tensor("M, N"), "v": tensor("M", "fp32")},
