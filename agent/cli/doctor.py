@@ -92,7 +92,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def requirements() -> list[Requirement]:
-    """The project's declared packages: from the checkout's pyproject.toml, else from the installed metadata."""
+    """The declared packages: from the checkout's pyproject.toml, else from the installed metadata."""
     if PYPROJECT.exists():
         declared = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
