@@ -151,9 +151,10 @@ def test_without_tips_there_is_no_heading_for_them() -> None:
 
 def test_the_prefix_is_one_for_all_specs() -> None:
     tips = [tip(1, "gemm_chain")]
-    assert len({prompt_of(name, tips).system for name in SHIPPED}) == 1
-    assert len({prompt_of(name, tips).task for name in SHIPPED}) == len(SHIPPED)
-    assert prompt_of(SHIPPED[0], tips) == prompt_of(SHIPPED[0], tips)
+    prompts = [prompt_of(name, tips) for name in SHIPPED]
+    assert len({prompt.system for prompt in prompts}) == 1
+    assert len({prompt.task for prompt in prompts}) == len(SHIPPED)
+    assert prompt_of(SHIPPED[0], tips) == prompts[0]
 
 
 def test_the_prefix_names_no_spec() -> None:
@@ -179,12 +180,13 @@ def lessons(system: str) -> list[int]:
 def test_tips_that_helped_least_leave_where_the_budget_ends(length: int) -> None:
     helpful = replace(tip(0, "other"), measured="helps: 9/9 with, 0/9 without, difference +1.00 [+0.6, +1.0]")
     known = [helpful, *many_tips(length)]
-    systems = {prompt_of(name, known).system for name in SHIPPED}
+    prompts = [prompt_of(name, known) for name in SHIPPED]
+    systems = {prompt.system for prompt in prompts}
     assert len(systems) == 1  # the same are dropped for all
     (system,) = systems
     shown = lessons(system)
     assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # of unmeasured ones the oldest went
-    sizes = [tokens(str(prompt_of(name, known))) for name in SHIPPED]
+    sizes = [tokens(str(prompt)) for prompt in prompts]
     assert BUDGET - 3_000 < max(sizes) <= BUDGET
 
 
