@@ -56,8 +56,8 @@ SEEDS, WARM_UP = 4, 20  # runs whose losses are compared; steps in which the rat
 # no arm is created after the first of these fractions of the time, and no round starts after the second
 PREPARING, TIMING = 0.65, 0.85
 RATE = 1e-4
-# Under torch.compile, PyTorch before 2.14 answers that it exports, so transformers' "sdpa" makes a mask of the
-# whole square and attention runs without its fast kernel. By this name it gets no mask, in all arms alike.
+# Under torch.compile, PyTorch before 2.14 says that it exports. Then transformers' "sdpa" makes a full mask,
+# and attention loses its fast kernel. By this name it gets no mask, in all arms alike.
 CAUSAL = "causal"
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
 PARTED = 0.05  # largest difference between the losses of two arms that agree
@@ -367,7 +367,9 @@ PAGE = """# Training with fused parts
 
 A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
 (parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;
-medians, ratios with 95% intervals. The arms that recompute are eager.
+medians, ratios with 95% intervals. The arms that recompute are eager. All arms call PyTorch's causal
+attention without a mask: with PyTorch before 2.14, transformers makes a mask under `torch.compile`, and
+attention loses its fast kernel.
 
 {table}
 Peak memory is the most that PyTorch allocated in a step, parameters and optimizer included.
