@@ -26,9 +26,11 @@ def test_a_spec_is_the_draft_of_its_function(tmp_path: Path, name: str) -> None:
     options = ScaffoldOptions.parse(False, **given)
     path, _ = new(f"{FOLDER}/operators.py:{name}", tmp_path / f"{name}.yaml", options)
     kept = FOLDER / "specs" / f"{name}.yaml"
-    one, other = load(path, check=False), load(kept, check=False)
-    assert (one.baseline != other.baseline) is (name in FP8)
-    assert one.model_copy(update={"baseline": other.baseline}) == other
+    if name in FP8:
+        one, other = load(path, check=False), load(kept, check=False)
+        assert one.baseline != other.baseline and one.model_copy(update={"baseline": other.baseline}) == other
+    else:
+        assert path.read_text() == kept.read_text()
 
 
 def test_kinds_have_each_operator_once() -> None:
