@@ -1,9 +1,11 @@
-"""Measure the host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
+"""Measure the host time of a call: ``python -m benchmarks.host_time [--json] [NAME ...]``.
 
-It measures the microseconds that Python and C++ take before a call returns, for the launcher and for the
-operator of ``fused``. ``torch.mm`` is measured in the same rounds. The case is the smallest one, which is
-nearest to decoding. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled
-kernels and the tensors are on the CPU, so the figures include only the launcher and the operator.
+It measures the microseconds that Python and C++ take before a call returns, as the thread's CPU time, which
+leaves out other processes. ``torch.mm`` is measured in the same rounds. For a kernel, it measures the
+launcher and the operator of ``fused``, at the smallest case, which is nearest to decoding. For a chain of
+operations, it measures the launcher of its forward, then the chain without and with autograd. On a GPU, the
+calls launch kernels. Without a GPU, stubs replace the compiled kernels and the tensors are on the CPU, so the
+figures include only the launcher, the operator and autograd.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from unittest.mock import patch
 import torch
 
 from coda_agent.fused import launching, ops, programs, schedules
+from coda_agent.fused.chains import Link
+from coda_agent.fused.programs import Order
 from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.derive import chains
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
@@ -42,28 +47,49 @@ ROUNDS, CALLS = 40, 100
 # The largest size. Host time depends on none, small kernels leave no queue on a GPU, and a CPU's allocator,
 # which stands in for a GPU's, makes a system call for a large tensor.
 LARGEST = 128
+CHAINS = {
+    "mlp_swiglu": (chains.mlp("swiglu"), ("out",)),
+    "block_swiglu": (chains.attention_out().then(chains.mlp("swiglu"), h="h"), ("out",)),
+    "attention_in_rotated": (chains.attention_in(False, True), ("qkv",)),
+    "loss": (chains.loss(), ("lse", "target_logit")),
+}
+CHAIN_SIZES = dict.fromkeys("MDFAV", LARGEST) | {"N": 192, "H": 6, "P": 32}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
-    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="default: all accepted ones")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels and chains; default: all")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
-    names = asked.kernels or list(programs.accepted())
+    names = asked.names or [*programs.accepted(), *CHAINS]
     on_gpu = torch.cuda.is_available()
-    with nullcontext() if on_gpu else stand_ins(), torch.no_grad():
-        rows = {name: measured(name, "cuda" if on_gpu else "cpu") for name in names}
+    where = "cuda" if on_gpu else "cpu"
+    with nullcontext() if on_gpu else stand_ins():
+        kernels = {name: measured(name, where) for name in names if name not in CHAINS}
+        chained = {name: measured_chain(name, where) for name in names if name in CHAINS}
     if asked.json:
-        print(json.dumps({"where": device() if on_gpu else "CPU, stand-ins", "kernels": rows}, indent=1))
+        machine = device() if on_gpu else "CPU, stand-ins"
+        print(json.dumps({"where": machine, "kernels": kernels, "chains": chained}, indent=1))
         return
     lines: list[list[object]] = []
-    for name, row in rows.items():
+    for name, row in kernels.items():
         times, low, high = row["ratio"]
         taken = [f"{row[each]:.1f}" for each in ("call", "operator", "mm")]
         more = f"{(row['call'] - row['mm']) / row['steps']:.1f}"
         lines.append([f"`{name}`", row["steps"], *taken, f"{times:.2f} [{low:.2f}, {high:.2f}]", more])
     titles = ["kernel", "steps", "call, us", "operator, us", "torch.mm, us", "over torch.mm"]
-    print(markdown_table([*titles, "more, us a step"], lines), end="")
+    print(markdown_table([*titles, "more, us a step"], lines))
+    columns = {
+        "launcher": "launcher, us",
+        "inference": "inference, us",
+        "inference_more": "over launcher, us",
+        "training": "training, us",
+        "training_more": "over launcher, us",
+        "mm": "torch.mm, us",
+        "mm_training": "torch.mm training, us",
+    }
+    lines = [[f"`{name}`", *(f"{row[each]:.1f}" for each in columns)] for name, row in chained.items()]
+    print(markdown_table(["chain", *columns.values()], lines), end="")
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
@@ -90,7 +116,8 @@ def measured(name: str, where: str) -> dict[str, Any]:
         lambda: operator(*given),
         lambda: torch.mm(square, square),
     ]
-    own, through, mm = rounds(calls, torch.cuda.synchronize if where == "cuda" else lambda: None)
+    with torch.no_grad():
+        own, through, mm = rounds(calls, where)
     against = ratio(own, mm)
     return {
         "steps": len(cut(program).gemms),
@@ -101,8 +128,39 @@ def measured(name: str, where: str) -> dict[str, Any]:
     }
 
 
-def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> list[list[float]]:
+def measured_chain(name: str, where: str) -> dict[str, float]:
+    """Medians in microseconds of a call of a chain's launcher, of the chain without and with autograd, and of
+    ``torch.mm`` without and with it; and of how much more the chain takes than its launcher in a round."""
+    chain, results = CHAINS[name]
+    link = Link(f"{name}_host_time", chain, results)  # its CPU side may be a stub
+    program = ops.defined[link.name]
+    declared = link.whole.signature.inputs | program.signature.inputs
+    inputs: dict[str, Any] = {}
+    for each in link.inputs:
+        shape, dtype = [d(CHAIN_SIZES) for d in declared[each].shape], torch_dtype(declared[each].dtype)
+        inputs[each] = torch.zeros(shape, dtype=dtype, device=where) if shape else 1.0
+    trained = link.floats - {"cos_sin"}
+    leaves = {n: t.clone().requires_grad_() if n in trained else t for n, t in inputs.items()}
+    launcher = ops.Op(program, Order(link.inputs, link.outputs), declared)
+    given = [*inputs.values()]
+    square = torch.zeros(8, 8, device=where)
+    leaf = square.clone().requires_grad_()
+    calls: dict[str, Callable[[], Any]] = {
+        "launcher": lambda: launcher.on_cuda(*given),
+        "inference": lambda: link(**inputs),
+        "training": lambda: link(**leaves),
+        "mm": lambda: torch.mm(square, square),
+        "mm_training": lambda: torch.mm(leaf, leaf),
+    }
+    times = dict(zip(calls, rounds([*calls.values()], where), strict=True))
+    for each in ("inference", "training"):
+        times[f"{each}_more"] = [a - b for a, b in zip(times[each], times["launcher"], strict=True)]
+    return {each: statistics.median(values) for each, values in times.items()}
+
+
+def rounds(calls: Sequence[Callable[[], Any]], where: str) -> list[list[float]]:
     """For each call, the mean microseconds in each round. The calls are interleaved in random order."""
+    settle = torch.cuda.synchronize if where == "cuda" else lambda: None
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -110,10 +168,10 @@ def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> lis
     for _ in range(ROUNDS):
         for index in random.sample(range(len(calls)), len(calls)):
             settle()
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(CALLS):
                 calls[index]()
-            times[index].append((time.perf_counter() - start) / CALLS * 1e6)
+            times[index].append((time.thread_time() - start) / CALLS * 1e6)
     gc.enable()
     return times
 

@@ -22,7 +22,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         nonlocal made
         made += event in ("call", "c_call")
 
-    monkeypatch.setattr(host_time, "time", SimpleNamespace(perf_counter=lambda: made))
+    monkeypatch.setattr(host_time, "time", SimpleNamespace(thread_time=lambda: made))
     before = sys.getprofile()
     sys.setprofile(count)
     yield
@@ -38,3 +38,16 @@ def test_every_kernel_is_measured_beside_a_matmul(capsys: pytest.CaptureFixture[
     for row in kernels.values():
         estimate, low, high = row["ratio"]
         assert 0 < row["mm"] < row["call"] < row["operator"] and low <= estimate <= high
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_chain_is_measured_with_and_without_autograd(
+    capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr(host_time, "ROUNDS", 8)
+    host_time.main(["--json", "mlp_swiglu", "loss"])
+    found = json.loads(capsys.readouterr().out)
+    assert not found["kernels"] and [*found["chains"]] == ["mlp_swiglu", "loss"]
+    for row in found["chains"].values():
+        assert 0 < row["mm"] <= row["mm_training"] < row["launcher"] < row["inference"] < row["training"]
+        assert row["training_more"] > row["inference_more"] > 0
