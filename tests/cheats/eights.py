@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheats.corpus import Rejection, rejected, wrong
 from cheats.mathematics import BF16, FP8_E4M3, rounded
-from cheats.twins import FP8_BLOCKS, FP8_NORM, FP8_SWIGLU
+from cheats.twins import FP8_BLOCKS, FP8_GELU, FP8_NORM, FP8_SWIGLU
 
 CHEATS = (
     FP8_SWIGLU.cheat(
@@ -59,6 +59,39 @@ CHEATS = (
         "channel scales in bf16",
         "Eight bits for a factor of four-bit values.",
         {"per_column(sw)": rounded("per_column(sw)", BF16)},
+        wrong("amax"),
+    ),
+    FP8_GELU.cheat(
+        "no saturation of GELU",
+        "Beyond the range is zero.",
+        {"h * scale": "where(h * scale > 448, 0, h * scale)"},
+        wrong("act"),
+    ),
+    FP8_GELU.cheat(
+        "one tensor's scales for both",
+        "Rows and columns have scales of one spread.",
+        {"per_column(sw)": "per_row(sx) + 0 * per_column(sw)"},
+        Rejection("interpret", ("numerics", "inexact"), "output '"),
+    ),
+    FP8_GELU.cheat(
+        "the bias scaled as the product is",
+        "One multiplication for both.",
+        {
+            "gemm(x, w.mT) * per_row(sx) * per_column(sw) + per_column(bias)": "(gemm(x, w.mT) + "
+            "per_column(bias)) * per_row(sx) * per_column(sw)"
+        },
+        Rejection("interpret", ("numerics", "inexact"), "output '"),
+    ),
+    FP8_GELU.cheat(
+        "the tail below zero flushed",
+        "GELU's negative values are small.",
+        {"h * scale": "maximum(h, 0) * scale"},
+        wrong("act"),
+    ),
+    FP8_GELU.cheat(
+        "the maximum without the bias",
+        "amax of the product's GELU.",
+        {"row_abs_max(h)": "row_abs_max(gelu(z - per_column(bias)))"},
         wrong("amax"),
     ),
     FP8_NORM.cheat(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cheats.corpus import rejected, wrong
-from cheats.twins import GROUPED_DOWN, GROUPED_SWIGLU
+from cheats.corpus import Rejection, rejected, wrong
+from cheats.mathematics import FP8_E4M3, rounded
+from cheats.twins import GROUPED_DOWN, GROUPED_SWIGLU, GROUPED_SWIGLU_BACKWARD, WEIGHT_GRADIENT
 
 EXPERTS = (
     GROUPED_SWIGLU.cheat(
@@ -63,5 +64,73 @@ ROUTING = (
         wrong("y"),
     ),
 )
+BACKWARD = (
+    GROUPED_SWIGLU_BACKWARD.cheat(
+        "up for gate",
+        "Both are halves of z.",
+        {"gate, up = pairs(z)": "up, gate = pairs(z)"},
+        Rejection("interpret", ("numerics", "inexact"), "output '"),
+    ),
+    GROUPED_SWIGLU_BACKWARD.cheat(
+        "gradients of gate and up swapped",
+        "Same shape, same spread.",
+        {
+            "join(weighed * up * s * (1 + gate * (1 - s)), weighed * gate * s)": "join("
+            "weighed * gate * s, weighed * up * s * (1 + gate * (1 - s)))"
+        },
+        wrong("dz"),
+    ),
+    GROUPED_SWIGLU_BACKWARD.cheat(
+        "a straight gate",
+        "SiLU's slope is its sigmoid, where the gate is near 0.",
+        {" * (1 + gate * (1 - s))": ""},
+        wrong("dz"),
+    ),
+    GROUPED_SWIGLU_BACKWARD.cheat(
+        "unlikely tokens dropped",
+        "Small weights give small gradients.",
+        {"weighed = d * per_row(routed)": "weighed = d * per_row(where(routed < 0.03, 0, routed))"},
+        wrong("dz"),
+    ),
+    GROUPED_SWIGLU_BACKWARD.cheat(
+        "the router's gradient weighed",
+        "The weight is in the activation anyway.",
+        {"row_sums(d * plain)": "row_sums(weighed * plain)"},
+        wrong("drouted"),
+    ),
+)
+# Products that nobody needs give epilogues, in which an operand of the next product can be changed.
+HONEST = 'return {"dw": gemm(dz.mT, x, offsets)}'
+OPERAND = """t = gemm(dz, gemm(dz.mT, dz))
+    size = row_abs_max(dz + 0 * t)
+    u = gemm(dz, gemm(dz.mT, t))
+    d = REPLACED + 0 * u
+    return {"dw": gemm(d.mT, x, offsets)}"""
+GRADIENT = (
+    WEIGHT_GRADIENT.cheat(
+        "a neighbour's gradient",
+        "Each expert's rows go to the next.",
+        {"mT, x, offsets": "mT, x, offsets + 1"},
+        rejected("trace", "dtype", "offsets are an input of int32"),
+    ),
+    WEIGHT_GRADIENT.cheat(
+        "one gradient for all experts",
+        "A sum over all rows.",
+        {"mT, x, offsets": "mT, x"},
+        rejected("trace", "output_shape", "output 'dw' is tile [N, K]"),
+    ),
+    WEIGHT_GRADIENT.cheat(
+        "quiet tokens dropped",
+        "Rows without a large gradient hardly count in a sum.",
+        {HONEST: OPERAND.replace("REPLACED", "where(per_row(size) < 3, 0, dz)")},
+        wrong("dw"),
+    ),
+    WEIGHT_GRADIENT.cheat(
+        "fp8 gradients",
+        "An operand keeps four bits of eight.",
+        {HONEST: OPERAND.replace("REPLACED", rounded("dz", FP8_E4M3))},
+        wrong("dw"),
+    ),
+)
 
-CHEATS = (*EXPERTS, *ROUTING)
+CHEATS = (*EXPERTS, *ROUTING, *BACKWARD, *GRADIENT)

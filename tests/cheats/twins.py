@@ -39,6 +39,18 @@ return {"preact": z, "act": silu(gate) * up}
 GROUPED_DOWN = twin("gemm_grouped_down", "act, w, offsets, routed", """
 return {"y": gemm(act, w.mT, offsets) * per_row(routed)}
 """)  # fmt: skip
+GROUPED_SWIGLU_BACKWARD = twin("gemm_grouped_swiglu_bwd", "dy, w_down, offsets, routed, z", """
+d = gemm(dy, w_down, offsets)
+gate, up = pairs(z)
+s = sigmoid(gate)
+plain = gate * s * up
+weighed = d * per_row(routed)
+dz = join(weighed * up * s * (1 + gate * (1 - s)), weighed * gate * s)
+return {"dz": dz, "act": plain * per_row(routed), "drouted": row_sums(d * plain)}
+""")  # fmt: skip
+WEIGHT_GRADIENT = twin("gemm_grouped_weight_grad", "dz, x, offsets", """
+return {"dw": gemm(dz.mT, x, offsets)}
+""")  # fmt: skip
 GELU = twin("gemm_bias_gelu", "x, w, bias", """
 z = gemm(x, w.mT) + per_column(bias)
 return {"preact": z, "act": gelu(z)}
@@ -79,6 +91,11 @@ return {"y": t * per_row(sx) * per_column(sw)}
 FP8_SWIGLU = twin("gemm_fp8_swiglu", "x, w, sx, sw, scale", """
 gate, up = pairs(gemm(x, w.mT) * per_row(sx) * per_column(sw))
 h = silu(gate) * up
+return {"act": h * scale, "amax": row_abs_max(h)}
+""")  # fmt: skip
+FP8_GELU = twin("gemm_fp8_bias_gelu", "x, w, sx, sw, bias, scale", """
+z = gemm(x, w.mT) * per_row(sx) * per_column(sw) + per_column(bias)
+h = gelu(z)
 return {"act": h * scale, "amax": row_abs_max(h)}
 """)  # fmt: skip
 FP8_NORM = twin("gemm_fp8_residual_rmsnorm", "y, w, sy, sw, x, gamma, scale, eps", """

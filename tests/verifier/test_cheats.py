@@ -9,7 +9,9 @@ import pytest
 from cheats import PROGRAMS, THEMES
 from cheats.child import TAKEN_OVER, nothing_left
 from cheats.corpus import Cheat, Contained, Twin
+from checkout import ROOT
 
+from coda_agent.primitives.lang.ir import EIGHTS
 from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.verify import Verdict, check
@@ -69,3 +71,18 @@ def test_the_corpus_is_as_large_as_was_promised() -> None:
     sources = [cheat.source for cheat in cheats]
     assert not honest & set(sources), "a cheat that is its twin"
     assert len(set(sources)) == len(sources), "a cheat that is another"
+    page = (ROOT / "docs" / "verification.md").read_text(encoding="utf-8")
+    assert f"{len(cheats)} hostile candidates" in page
+
+
+def test_experts_fp8_outputs_and_packed_heads_have_their_share() -> None:
+    cheats = [cheat for theme in THEMES.values() for cheat in theme if _modern(cheat.twin)]
+    assert len(cheats) >= 20 and len({cheat.twin.name for cheat in cheats}) >= 10
+
+
+def _modern(twin: Twin) -> bool:
+    return (
+        any(i.init.offsets is not None for i in twin.spec.inputs.values())
+        or any(o.dtype in EIGHTS for o in twin.spec.outputs.values())
+        or any(n.op == "column_range" for n in twin.program.nodes)
+    )

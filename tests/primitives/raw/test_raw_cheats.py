@@ -18,7 +18,7 @@ from cheats.raw.compiler import SMALL
 from cheats.raw.games import FINISH_KERNEL, GAMES, HONEST, STALE, changed
 from cheats.raw.language import BOMBS, LIMIT
 from cheats.raw.twin import TWIN
-from checkout import PYTHONPATH
+from checkout import PYTHONPATH, ROOT
 
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
@@ -158,3 +158,6 @@ def test_the_corpus_is_as_large_as_was_promised() -> None:
     assert len(CHEATS) == len(cheats) >= 100, "a name is used twice"
     sources = [TWIN.source, *(cheat.source for cheat in cheats)]
     assert len(set(sources)) == len(sources), "a cheat that is another"
+    page = (ROOT / "docs" / "verification.md").read_text(encoding="utf-8")
+    assert f"{len(cheats)} edits of lowered CuTeDSL" in page
+    assert f"{len(GAMES)} that only a GPU can detect" in page

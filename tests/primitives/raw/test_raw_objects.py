@@ -238,6 +238,11 @@ def test_what_is_forged_is_refused(objects: dict[str, bytes], name: str) -> None
         assert caught.value.code == "object" and words in caught.value.message, caught.value.message
 
 
+def test_the_page_has_their_number() -> None:
+    page = (ROOT / "docs" / "verification.md").read_text(encoding="utf-8")
+    assert f"{len(FORGED)} forged objects" in page
+
+
 def test_a_constant_that_is_an_instruction_is_put_in_words(objects: dict[str, bytes]) -> None:
     """Such as smem=1295: its author knows of no instruction."""
     with pytest.raises(RawError) as caught:
