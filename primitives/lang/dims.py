@@ -8,6 +8,7 @@ the standard library.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +41,7 @@ class Dim:
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")
         try:
-            made = _build(ast.parse(text, mode="eval").body)
+            made = _built(text)
         except (SyntaxError, RecursionError):
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
@@ -216,6 +217,11 @@ def solve(
 def _reduced(a: int, b: int) -> tuple[int, int]:
     common = math.gcd(a, b) * (1 if b > 0 else -1)
     return a // common, b // common
+
+
+@functools.lru_cache(maxsize=1024)
+def _built(text: str) -> Dim:
+    return _build(ast.parse(text, mode="eval").body)
 
 
 def _build(node: ast.expr) -> Dim:

@@ -3,6 +3,7 @@ rounded once)."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -289,7 +290,7 @@ def _accumulate(
     stats.r2t2 += _dot(rt, rt)
     e2, r2 = e.square_(), r.square_()
     stats.r4 += _dot(r2, r2)
-    tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
+    tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2.shape, e2.device)
     stats.e2 += float(tiles[0].sum())
     stats.r2 += float(tiles[1].sum())
     return tiles
@@ -297,12 +298,12 @@ def _accumulate(
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude, or NaN if any value is NaN."""
-    low, high = values.aminmax()
-    return float(torch.maximum(-low, high))
+    low, high = map(float, values.aminmax())
+    return max(-low, high)  # PyTorch makes both NaN
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    return float(a.flatten().dot(b.flatten()))
+    return float(a.reshape(-1).dot(b.reshape(-1)))
 
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
@@ -362,6 +363,8 @@ def _loudness(size: Tensor) -> Tensor:
 
 def _tile_sums(values: Tensor) -> Tensor:
     """[R, C] -> sums over 128x128 tiles, including the ragged ones at the edges."""
+    if max(values.shape) <= TILE:
+        return values.sum().double().reshape(1, 1)
     return _strip_sums(_strip_sums(values).mT).mT.double()
 
 
@@ -372,12 +375,13 @@ def _strip_sums(values: Tensor) -> Tensor:
     return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
 
 
-def _tile_counts(values: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=256)
+def _tile_counts(shape: torch.Size, device: torch.device) -> Tensor:
     """The number of elements in each tile of ``_tile_sums``, fp64."""
     rows, columns = (
-        torch.tensor([min(TILE, n - i) for i in range(0, n, TILE)], dtype=torch.float64) for n in values.shape
+        torch.tensor([min(TILE, n - i) for i in range(0, n, TILE)], dtype=torch.float64) for n in shape
     )
-    return torch.outer(rows, columns).to(values.device)
+    return torch.outer(rows, columns).to(device)
 
 
 def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:

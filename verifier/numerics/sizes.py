@@ -213,8 +213,8 @@ def _short_sizes(
             sizes = {dim: random.randint(min(short // 3, n), n) for dim, n in most.items()}
             sizes = {dim: max(n // steps[dim], 1) * steps[dim] for dim, n in sizes.items()} | dict(kept)
             if (
-                _bearable(spec, sizes)
-                and len({extent(sizes) for extent in loose}) == len(loose)
+                len({extent(sizes) for extent in loose}) == len(loose)
+                and _bearable(spec, sizes)
                 and _aligned(spec, sizes)
                 and _drawable(spec, sizes)
             ):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Mapping
 from typing import Self
@@ -120,12 +121,17 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
     """Evaluate a number, or arithmetic over dims. Raises ValueError if that fails."""
     try:
-        return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
+        return _arithmetic(_parsed(str(formula)), sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:
         remedy = instead(error.args[0], sizes)
         raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(formula: str) -> ast.expr:
+    return ast.parse(formula, mode="eval").body
 
 
 def _arithmetic(node: ast.expr, sizes: Sizes) -> float:
