@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from commanding import Command
 
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier import loading, proposal
@@ -25,6 +27,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)")
 PATH = re.compile(
     r"`((?:agent|benchmarks|comparison|docs|generated_kernels|primitives|specs|tests|verifier)/[^`\s]*)`"
 )
+PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")  # what a shell takes as it stands
 MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py makes
 
 
@@ -77,12 +80,21 @@ def test_every_block_has_a_language() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"))
-def test_commands_run(here: Path, no_keys: None, block: str) -> None:
+def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
+    """In this process, which has imported PyTorch and has a compiler; in a shell where more than commands and
+    files for their output is written."""
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert set(made) <= {*continuous, "make test-gpu"}  # CI runs them
     rest = [line for line in block.splitlines() if not line.startswith("make ")]
-    run("bash", "-euo", "pipefail", "-c", "\n".join(rest))
+    plain = [PLAIN.fullmatch(line) for line in rest]
+    if not all(plain):
+        return run("bash", "-euo", "pipefail", "-c", "\n".join(rest))
+    for match in filter(None, plain):
+        done = command(*shlex.split(match[1]))
+        assert done.status == 0, done.out + done.err
+        if match[2]:
+            Path(match[2]).write_text(done.out, encoding="utf-8")
 
 
 def test_python_runs(here: Path) -> None:
