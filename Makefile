@@ -39,7 +39,7 @@ test: export QUACK_CACHE_DIR := $(CURDIR)/.cache/quack
 test: export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test: $(READY)
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --durations 10 $(ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest -q tests/gpu $(ARGS)

@@ -28,6 +28,24 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 AUDIT = SUPPORT / "audit"
+LONGEST = (  # files of more than about half a minute, the longest first
+    "test_sweep_on_ray",
+    "test_cheats",
+    "test_functional",
+    "test_compile",
+    "test_on_ray",
+    "test_evidence",
+    "test_raw_cheats",
+    "test_honest",
+    "test_specs",
+    "test_docs",
+    "test_cli_authoring",
+    "test_primitive",
+    "test_accept",
+    "test_wheel",
+    "test_audit",
+    "test_sweep",
+)
 SESSION = pytest.StashKey[Path]()
 PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's figures, by spec and program
 
@@ -62,6 +80,11 @@ def _watch_candidates(directory: Path) -> None:
     others = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(AUDIT), *others])
     candidate_watch.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin first: one that began last would end alone, while other cores wait."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
