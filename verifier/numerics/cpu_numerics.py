@@ -31,7 +31,7 @@ from coda_agent.verifier.numerics.sizes import (
     stretched,
     together,
 )
-from coda_agent.verifier.numerics.stretch import BEYOND, STRETCHED
+from coda_agent.verifier.numerics.stretch import BEYOND, STRETCHED, TURNS
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
@@ -65,10 +65,10 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield InputSettings(sizes, "normal", fresh())
-    for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
+    for turn, largest in enumerate((*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU)):
         sizes = hidden(spec, fresh(), largest)
         for family in STRETCHED:  # these runs are cheap and find most mistakes
-            yield InputSettings(sizes, family, fresh())
+            yield InputSettings(sizes, family, TURNS * fresh() + turn)  # scalars take their ends by turns
     for family in (*FAMILIES, *ON_CPU):
         yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())

@@ -203,7 +203,7 @@ def _draw(
     if init.offsets is not None:
         return values.to(dtype)  # other integers would not be valid offsets
     if family in STRETCHED:
-        values = stretched(_typical(tensor, values, sizes, own), family)
+        values = stretched(_typical(tensor, values, sizes, own, seed), family)
     elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
         shared = _generator(f"{seed}/", device)  # no input has the empty name
@@ -225,11 +225,12 @@ def routing(family: str) -> str:
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
     """An input's typical values on a CPU, from which its stretched values are computed."""
     own = _generator(f"{seed}/{name}", "cpu")
-    return _typical(tensor, values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
+    values = values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own)
+    return _typical(tensor, values, sizes, own, seed)
 
 
-def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator) -> Typical:
-    return Typical(values, tensor.init, tensor.dtype, *tensor.bounds(sizes), own)
+def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator, seed: int) -> Typical:
+    return Typical(values, tensor.init, tensor.dtype, *tensor.bounds(sizes), own, seed)
 
 
 def _generator(stream: str, device: str | torch.device) -> torch.Generator:

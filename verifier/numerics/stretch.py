@@ -18,12 +18,14 @@ USUAL_REACH = 16.0
 # The largest power of two for one input if all others are typical. fp32 can hold the products, and a later
 # scale makes them small again.
 FAR = 60.0
-ZEROS = 1 / 16  # fraction of the values in "ends" that become zero (if legal) or one end of the domain
+ZEROS = 1 / 16  # fraction of a tensor's values in "ends" that become zero (if legal) or one end of the domain
 NEAR = 2.0**24  # an end of the domain is drawn exactly if it is at most this large
+TURNS = 12  # consecutive seeds in which a scalar takes each of its ends equally often: of 1, 2 or 3 ends
 
 
 class Typical(NamedTuple):
-    """One input's typical values before the cast, and the bounds of its domain."""
+    """One input's typical values before the cast, and the bounds of its domain. ``own`` draws what else it
+    needs; ``seed`` is the seed of all inputs."""
 
     values: Tensor
     init: Init
@@ -31,6 +33,7 @@ class Typical(NamedTuple):
     low: float
     high: float
     own: torch.Generator
+    seed: int
 
     @property
     def reach(self) -> float:
@@ -64,7 +67,8 @@ def _mixed(of: Typical) -> Tensor:
 
 def _ends(of: Typical) -> Tensor:
     """Scale each value of a vector, and each row of a matrix, by a factor of its own; replace some values by
-    an end of the domain, or by zero."""
+    an end of the domain, or by zero. A scalar has only one value: by turns of the seed it becomes each of
+    these, or is scaled."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -75,10 +79,12 @@ def _ends(of: Typical) -> Tensor:
     spread = of.reach if of.values.dim() < 2 else of.reach / 4
     factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
     values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
-    share = ZEROS if of.values.dim() else 1 / 2  # a scalar has only one value
-    for end in (of.low, of.high, 0.0):
-        if abs(end) <= NEAR and of.low <= end <= of.high:
-            values = _some(of, share, torch.tensor(end, dtype=values.dtype), values)
+    ends = [e for e in dict.fromkeys((of.low, of.high, 0.0)) if abs(e) <= NEAR and of.low <= e <= of.high]
+    if not shape:
+        turn = of.seed % (len(ends) + 1)
+        return torch.full_like(values, ends[turn]) if turn < len(ends) else values
+    for end in ends:
+        values = _some(of, ZEROS, torch.tensor(end, dtype=values.dtype), values)
     return values
 
 

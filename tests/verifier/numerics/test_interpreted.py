@@ -15,7 +15,7 @@ from coda_agent.verifier.numerics import error_gate
 from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, InputSettings, runs
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.sizes import small_sizes
-from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.numerics.stretch import STRETCHED, TURNS
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import _interpret
 
@@ -41,6 +41,7 @@ def test_every_family_has_sizes_of_its_own() -> None:
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
     far = [run for run in drawn if run.family in STRETCHED]
     assert len({tuple(run.sizes.values()) for run in far}) == len(far) / len(STRETCHED) == REPEATS + 1
+    assert [run.seed % TURNS for run in far if run.family == "ends"] == list(range(REPEATS + 1))
     drawn = [run for run in drawn if run not in far]
     assert len({run.seed for run in drawn}) == len(drawn)
     end = next(i for i, run in enumerate(drawn) if run.sizes["M"] == 1) + 1

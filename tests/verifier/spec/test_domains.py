@@ -12,7 +12,7 @@ from spec_files import write_changed
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.sizes import hidden
-from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.numerics.stretch import STRETCHED, TURNS
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
@@ -20,8 +20,14 @@ from coda_agent.verifier.spec.model import Spec
 V = "  v: {shape: [M], dtype: fp32, init: {uniform: [0.5, 1.5]}}"
 
 
-def toy(tmp_path: Path, domain: str, init: str = "{uniform: [0.5, 1.5]}", dtype: str = "fp32") -> Spec:
-    line = f"  v: {{shape: [M], dtype: {dtype}, init: {init}, domain: {domain}}}"
+def toy(
+    tmp_path: Path,
+    domain: str,
+    init: str = "{uniform: [0.5, 1.5]}",
+    dtype: str = "fp32",
+    shape: str = "[M]",
+) -> Spec:
+    line = f"  v: {{shape: {shape}, dtype: {dtype}, init: {init}, domain: {domain}}}"
     return load(write_changed(tmp_path / "toy.yaml", TOY, V, line), check=False)
 
 
@@ -100,6 +106,17 @@ def test_signs_zeros_and_ends_are_tried_where_they_are_legal(tmp_path: Path) -> 
     assert not (values("nonnegative", "mixed") < 0).any() and (values("nonnegative", "ends") == 0).any()
     narrow = values("[0, 2]", "ends")
     assert {0.0, 2.0} <= set(narrow.flatten().tolist()) and not ((narrow < 0) | (narrow > 2)).any()
+
+
+def test_a_scalar_takes_its_ends_by_turns(tmp_path: Path) -> None:
+    def values(domain: str) -> list[float]:
+        spec = toy(tmp_path, domain, shape="[]")
+        return [float(draw(spec, {"M": 4, "K": 8, "N": 8}, s, family="ends")["v"]) for s in range(TURNS)]
+
+    assert values("finite").count(0.0) == TURNS / 2
+    for domain, ends in {"[-1, 2]": (-1.0, 2.0, 0.0), "[0, 2]": (0.0, 2.0)}.items():
+        narrow = values(domain)  # scaled values may be clamped to an end, too
+        assert min(narrow.count(end) for end in ends) >= TURNS / (len(ends) + 1)
 
 
 def test_integers_reach_both_ends_and_what_lies_between(tmp_path: Path) -> None:
