@@ -133,7 +133,7 @@ def measured_chain(name: str, where: str) -> dict[str, float]:
     ``torch.mm`` without and with it; and of how much more the chain takes than its launcher in a round."""
     chain, results = CHAINS[name]
     link = Link(f"{name}_host_time", chain, results)  # its CPU side may be a stub
-    program = ops.defined[link.name]
+    program = ops.defined[link.name].program
     declared = link.whole.signature.inputs | program.signature.inputs
     inputs: dict[str, Any] = {}
     for each in link.inputs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -32,6 +32,7 @@ from coda_agent.primitives.lang.trace import Trace
 
 # The sizes (of a 7B model) at which two forms of a backward are compared by bytes.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
+PLAIN = {Tensor, torch.nn.Parameter, float}
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
 
 
@@ -113,6 +114,15 @@ def forget(*of: Tensor) -> None:
         _kept.pop(weight, None)
 
 
+class _Stored(NamedTuple):
+    """The inputs whose gradients a backward computes. The scalars and tensors that it reads, with their
+    positions in the operator's inputs and outputs."""
+
+    wrt: tuple[str, ...]
+    scalars: dict[str, int]
+    tensors: dict[str, int]
+
+
 ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] | None]
 
 
@@ -149,19 +159,28 @@ class Link:
             f"{name}_inference",
             declared,
         )
+        self._tensors = {n: self.inputs.index(n) for n, t in self.whole.signature.inputs.items() if t.shape}
         self._backwards: dict[tuple[str, ...], Derived] = {}
+        self._stored: dict[tuple[bool, ...], _Stored] = {}
         self._heads: dict[tuple[tuple[str, ...], torch.dtype], PointwiseProgram] = {}
         self._deriving = threading.Lock()
         torch.library.register_autograd(
             f"{ops.NAMESPACE}::{name}", self._backward, setup_context=self._setup, lib=ops.library
         )
+        functions = {"forward": staticmethod(self._forward), "backward": staticmethod(self._backward)}
+        self._recorded: Any = type(name, (torch.autograd.Function,), functions)
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
         """The chain's results, then the outputs without gradients. The tensors from ``begun`` are passed
-        under the names ``hg`` and the chain's own name for rstd."""
+        under the names ``hg`` and the chain's own name for rstd. Raises NoBackward under torch.func."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
-        found = self.op(*given) if wanted else self.inference(*given)
+        if wanted:
+            ops.check_torch_func()
+            # _recorded takes less host time than the operator's autograd
+            found = (self._recorded.apply if _plain(given) else self.op)(*given)
+        else:
+            found = self.inference(*given)
         found = found if isinstance(found, tuple) else (found,)
         beside = found[len(self.results) : len(self.returned)]
         return (*found[: len(self.results)], *(t.detach() for t in beside))
@@ -193,33 +212,51 @@ class Link:
     def backward_name(self, wrt: tuple[str, ...]) -> str:
         return "_".join((self.plain.name if self.plain else self.name, "backward", *wrt))
 
+    def _forward(self, ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        made = ops.defined[self.name].run(*inputs)
+        made = made if isinstance(made, tuple) else (made,)
+        self._setup(ctx, inputs, made)
+        return made[: len(self.returned)]
+
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds an element
-        ctx.wrt = tuple(n for n, needed in wanted if needed and n in self.floats)
-        known = dict(zip(self.inputs, inputs, strict=True))
-        tensors = {n: known[n] for n in self.whole.signature.inputs}
-        ctx.shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in tensors.items()}
-        known |= zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True)
-        read = self.derived(ctx.wrt).stored if ctx.wrt else ()
-        ctx.scalars = {n: known[n] for n in read if not isinstance(known[n], Tensor)}
-        ctx.names = tuple(n for n in read if n not in ctx.scalars)
-        ctx.like = {n: (known[n].dtype, known[n].device, known[n].shape) for n in (*ctx.wrt, *self.results)}
-        again = [getattr(known[n], "_coda_agent_remade", Remade(_itself, (known[n],))) for n in ctx.names]
-        ctx.again = [(each.make, len(each.of)) for each in again]
-        ctx.save_for_backward(*(t for each in again for t in each.of))
+        values = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
+        ctx.stored = stored = self._stored.get(ctx.needs_input_grad) or self._new_stored(ctx.needs_input_grad)
+        ctx.scalars = [values[i] for i in stored.scalars.values()]
+        ctx.shapes = [values[i].shape for i in self._tensors.values()]
+        ctx.like = [(t.dtype, t.device, t.shape) for t in values[len(inputs) :][: len(self.results)]]
+        saved, ctx.again = list[Tensor](), []
+        for i in stored.tensors.values():
+            again = getattr(values[i], "_coda_agent_remade", None)
+            saved += again.of if again else (values[i],)
+            ctx.again.append(again and (again.make, len(again.of)))
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
 
+    def _new_stored(self, needed: tuple[bool, ...]) -> _Stored:
+        wanted = zip(self.inputs, needed, strict=False)  # torch.library adds an element
+        wrt = tuple(n for n, each in wanted if each and n in self.floats)
+        read = self.derived(wrt).stored if wrt else ()
+        declared = self.whole.signature.inputs
+        place = {n: i for i, n in enumerate(self.inputs + self.outputs) if n in read}
+        scalars = {n: i for n, i in place.items() if n in declared and not declared[n].shape}
+        tensors = {n: i for n, i in place.items() if n not in scalars}
+        self._stored[needed] = _Stored(wrt, scalars, tensors)
+        return self._stored[needed]
+
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        coming = dict(zip(self.outputs, gradients, strict=True))
-        found: dict[str, Any] = {}
-        if ctx.wrt and any(coming[n] is not None for n in self.results):
+        ops.check_first_derivative()
+        wrt, scalars, tensors = ctx.stored
+        coming, found = gradients[: len(self.results)], dict[str, Any]()
+        if wrt and any(each is not None for each in coming):
             saved = iter(ctx.saved_tensors)
-            read = [make(*islice(saved, count)) for make, count in ctx.again]
-            known = dict(zip(ctx.names, read, strict=True)) | ctx.scalars
-            for name in self.results:
-                known[f"d_{name}"] = _whole(coming[name], *ctx.like[name])
-            found = self._run(ctx.wrt, known, ctx.shapes)
-        made = {n: found[f"d_{n}"].to(ctx.like[n][0]) for n in ctx.wrt if f"d_{n}" in found}
+            read = [again[0](*islice(saved, again[1])) if again else next(saved) for again in ctx.again]
+            known = dict(zip((*scalars, *tensors), (*ctx.scalars, *read), strict=True))
+            for name, gradient, like in zip(self.results, coming, ctx.like, strict=True):
+                known[f"d_{name}"] = _whole(gradient, *like)
+            shapes: dict[str, Any] = dict.fromkeys(self.whole.signature.inputs, ())
+            shapes |= zip(self._tensors, ctx.shapes, strict=True)
+            found = self._run(wrt, known, shapes)
+        made = {n: found.get(f"d_{n}") for n in wrt}
         return tuple(made.get(n) for n in self.inputs)
 
     def _head(self, wrt: tuple[str, ...], head: Program, dtype: torch.dtype) -> PointwiseProgram:
@@ -254,8 +291,13 @@ class Link:
         return known | {name: known[other] for name, other in derived.same.items()}
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _plain(given: Sequence[Any]) -> bool:
+    """Whether a call with these arguments needs no dispatcher, because nothing traces or watches it."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return not given[0].is_meta and PLAIN.issuperset(map(type, given))
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:

@@ -172,6 +172,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     """The gradients of the sum, times the sum's own."""
+    ops.check_first_derivative()
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
     return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
 
@@ -188,8 +189,11 @@ torch.library.register_autograd(
 
 
 def summed(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    """The sum of the rows' losses, a scalar in fp32, for ``h`` [M, D], ``w`` [V, D] and ``target`` [M]."""
+    """The sum of the rows' losses, a scalar in fp32, for ``h`` [M, D], ``w`` [V, D] and ``target`` [M].
+    Raises NoBackward under torch.func."""
+    wanted = [t.requires_grad and torch.is_grad_enabled() for t in (h, w)]
+    if any(wanted):
+        ops.check_torch_func()
     chosen, logit = targets_logits(h, w, target)
-    wanted = (t.requires_grad and torch.is_grad_enabled() for t in (h, w))
     total, *_ = torch.ops.coda_agent.summed_loss(h, w, target, chosen, logit, *wanted)
     return total

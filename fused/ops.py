@@ -27,13 +27,25 @@ library = torch.library.Library(NAMESPACE, "DEF")
 _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
-defined: dict[str, Program] = {}
+defined: dict[str, Op] = {}
 # called with programs and sizes for calls on the meta device
 watchers: list[Callable[[Program, dict[str, int]], None]] = []
 
 
 class NoBackward(RuntimeError):
     """An operator was called on a tensor that requires grad while PyTorch records gradients."""
+
+
+def check_first_derivative() -> None:
+    """Raise NoBackward if PyTorch records the backward that is running, for a second derivative."""
+    if torch.is_grad_enabled():
+        raise NoBackward("a fused operation has no second derivative: leave out create_graph=True")
+
+
+def check_torch_func() -> None:
+    """Raise NoBackward if a transform of torch.func is active. torch.compile traces this to nothing."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NoBackward("torch.func cannot differentiate a fused operation: use torch.autograd.grad")
 
 
 class Op:
@@ -91,9 +103,8 @@ class Op:
         return tuple(found) if len(self.outputs) > 1 else found[0]
 
     def run(self, *arguments: Any) -> Any:
-        """Compute without the dispatcher, as part of another operator."""
-        on_gpu = next(t for t in arguments if isinstance(t, Tensor)).is_cuda
-        return (self.on_cuda if on_gpu else self.on_cpu)(*arguments)
+        """Compute without the dispatcher, on the device of the first argument, which is a tensor."""
+        return (self.on_cuda if arguments[0].is_cuda else self.on_cpu)(*arguments)
 
     def on_cpu(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)
@@ -170,8 +181,8 @@ def define(
             library.impl(name, op.on_cpu, "CPU")
             library.impl(name, op.on_cuda, "CUDA")
             torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=library)
-            defined[name] = program
-    if defined[name] != program:
+            defined[name] = op
+    if defined[name].program != program:
         raise ValueError(f"another program already defines operator {name}")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

@@ -48,7 +48,7 @@ def test_inference_is_a_prompt_and_a_token() -> None:
 
 @pytest.mark.slow
 def test_a_call_waits_for_who_compiles_and_loads_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = ahead.Bound(ops.defined["gemm_swiglu"], {"M": 128, "D": 64, "F": 64})
+    bound = ahead.Bound(ops.defined["gemm_swiglu"].program, {"M": 128, "D": 64, "F": 64})
     (built,) = ahead.build([bound])
     assert built.refused == []
     kernel = KernelSource(bound.program, built.schedules)

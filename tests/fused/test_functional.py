@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 from layer_parts import PARTS, Counted, Where, gradients, loss_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from coda_agent.fused import chains, functional, loss, ops
@@ -33,6 +34,18 @@ SOME = [
     "summed loss",
 ]
 EVERY_PART = pytest.mark.parametrize("name", PARTS)
+
+
+class Observed(TorchDispatchMode):
+    """Records the operators of fused that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] if str(func).startswith("coda_agent") else []
+        return func(*args, **(kwargs or {}))
 
 
 def truth(name: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,23 +91,16 @@ def test_every_program_of_a_link_lowers(link: chains.Link) -> None:
     derived = link.derived(wrt)
     assert not derived.left and not derived.saves
     for name in (link.name, f"{link.name}_inference", link.backward_name(wrt)):
-        assert lower(ops.defined[name]).text
+        assert lower(ops.defined[name].program).text
 
 
 @pytest.mark.parametrize("name", ["mlp swiglu", "before attention, rotated", "loss"])
 def test_without_gradients_nothing_is_kept_for_them(name: str, where: Where) -> None:
     given = PARTS[name].drawn(12, where.dtype, where.device)
     trained = PARTS[name].ours(**given)
-    seen: list[str] = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), Observed() as observed:
         assert torch.equal(PARTS[name].ours(**given), trained)
-    (own,) = (each for each in seen if each.startswith("coda_agent"))
+    (own,) = observed.seen
     assert own.endswith("_inference.default")
 
 
@@ -157,10 +163,44 @@ def test_opcheck_passes_for_the_summed_loss(wanted: tuple[bool, bool], where: Wh
     torch.library.opcheck(torch.ops.coda_agent.summed_loss.default, (*given.values(), target, *rows, *wanted))
 
 
-def test_second_derivatives_are_refused() -> None:
-    given = PARTS["mlp swiglu"].drawn(12)
-    with pytest.raises(ops.NoBackward, match="this operator has no backward"):
-        torch.autograd.grad(PARTS["mlp swiglu"].ours(**given).sum(), list(given.values()), create_graph=True)
+@pytest.mark.parametrize("name", SOME)
+def test_second_derivatives_are_refused(name: str) -> None:
+    given = PARTS[name].drawn(12)
+    with pytest.raises(ops.NoBackward, match="no second derivative: leave out create_graph"):
+        torch.autograd.grad(PARTS[name].ours(**given).sum(), list(given.values()), create_graph=True)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_torch_func_is_refused(name: str) -> None:
+    given = {n: t.detach() for n, t in PARTS[name].drawn(12).items()}
+    with pytest.raises(ops.NoBackward, match="use torch.autograd.grad"):
+        torch.func.grad(lambda inputs: PARTS[name].ours(**inputs).sum())(given)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_mode_sees_the_operators_and_changes_no_gradient(name: str, where: Where) -> None:
+    given = PARTS[name].drawn(12, where.dtype, where.device)
+    plain = gradients(PARTS[name].ours, given)
+    with Observed() as observed:
+        found = gradients(PARTS[name].ours, given)
+    assert observed.seen
+    for each in plain:
+        assert torch.equal(found[each], plain[each]), each
+
+
+class Subclass(Tensor):
+    """A tensor that behaves like a plain one."""
+
+
+@pytest.mark.parametrize("name", ["mlp swiglu", "before attention, rotated"])
+def test_a_subclass_of_tensor_takes_the_operator(name: str, where: Where, monkeypatch) -> None:
+    given = PARTS[name].drawn(12, where.dtype, where.device)
+    plain = gradients(PARTS[name].ours, given)
+    for link in LINKS:
+        monkeypatch.setattr(link, "_recorded", None)
+    found = gradients(PARTS[name].ours, {n: t.as_subclass(Subclass) for n, t in given.items()})
+    for each in plain:
+        assert torch.equal(found[each], plain[each]), each
 
 
 def test_a_target_that_is_no_row_is_refused() -> None:
@@ -193,22 +233,18 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in SOME if each != "summed loss"])
-def test_opcheck_passes_with_gradients(name: str, where: Where) -> None:
+def test_opcheck_passes_with_gradients(name: str, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     given = PARTS[name].drawn(12, where.dtype, where.device)
     seen: list[tuple[Any, tuple[Any, ...]]] = []
     for link in LINKS:
-        own = link.op
 
-        def note(*arguments: Any, own: Any = own) -> Any:
+        def note(*arguments: Any, own: Any = link.op) -> Any:
             seen.append((own, arguments))
             return own(*arguments)
 
-        link.op = note
-    try:
+        monkeypatch.setattr(link, "op", note)
+    with Observed():  # otherwise the call does not take the operator
         PARTS[name].ours(**given)
-    finally:
-        for link in LINKS:
-            link.op = getattr(torch.ops.coda_agent, link.name).default
     assert seen
     for op, arguments in seen:
         torch.library.opcheck(op, arguments)

@@ -34,7 +34,7 @@ def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
         sizes, inputs = on_gpu(spec), draw(spec, on_gpu(spec), seed=1, device=device)
     given = {n: inputs[n].to(torch_dtype(t.dtype)) for n, t in spec.inputs.items()}
     op = getattr(torch.ops.coda_agent, name).default
-    dims = {dim: sizes[dim] for dim in ops.defined[name].signature.named}
+    dims = {dim: sizes[dim] for dim in ops.defined[name].program.signature.named}
     return op, {n: t if t.ndim else float(t) for n, t in given.items()} | dims
 
 
@@ -42,12 +42,12 @@ def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
 def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> None:
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     op, inputs = drawn(name)
-    dims = ops.defined[name].signature.named
+    dims = ops.defined[name].program.signature.named
     assert [a.name for a in op._schema.arguments] == [*spec.inputs, *dims]
     found = op(*inputs.values())
     found = found if isinstance(found, tuple) else (found,)
     whole = {n: torch.as_tensor(v) for n, v in inputs.items() if n in spec.inputs}
-    exact = interpret(ops.defined[name], whole, sizes={dim: inputs[dim] for dim in dims})
+    exact = interpret(ops.defined[name].program, whole, sizes={dim: inputs[dim] for dim in dims})
     assert len(found) == len(spec.outputs)
     for tensor, output in zip(found, spec.outputs, strict=True):
         assert torch.equal(tensor, exact[output]) and tensor.dtype == exact[output].dtype
@@ -104,7 +104,7 @@ def test_strided_inputs_give_the_same_numbers() -> None:
 
 
 def test_a_name_is_one_program_s() -> None:
-    other = ops.defined["gemm_swiglu"]
+    other = ops.defined["gemm_swiglu"].program
     with pytest.raises(ValueError, match="another program already defines operator gemm_geglu"):
         ops.define(other, Order(("x", "w"), ("preact", "act")), "gemm_geglu")
 

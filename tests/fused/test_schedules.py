@@ -36,7 +36,7 @@ def rows(name: str) -> list[schedules.TunedStep]:
 
 
 def chosen(name: str, sizes: dict[str, int]) -> dict[int, Schedule]:
-    return schedules.chosen(ops.defined[name], sizes, H100, schedules.known())
+    return schedules.chosen(ops.defined[name].program, sizes, H100, schedules.known())
 
 
 def test_the_sizes_of_a_report_have_its_schedules() -> None:
@@ -54,7 +54,7 @@ def test_other_sizes_have_the_nearest_ones() -> None:
 
 
 def test_a_program_without_a_report_takes_those_of_others() -> None:
-    program = ops.defined["gemm_swiglu"]
+    program = ops.defined["gemm_swiglu"].program
     other = program._replace(signature=program.signature._replace(name="unknown"))
     (found,) = schedules.chosen(other, WIDE, H100, schedules.known()).values()
     near = [row.schedule for row in schedules.known() if row.shape == (16384, 22016, 4096)]
@@ -64,7 +64,7 @@ def test_a_program_without_a_report_takes_those_of_others() -> None:
 @pytest.mark.parametrize("pairs", [16, 32, 64])
 def test_a_tile_holds_the_heads(pairs: int) -> None:
     sizes = {"M": 96, "K": 1024, "H": 7, "P": pairs}
-    program = ops.defined["gemm_qk_norm_rope"]
+    program = ops.defined["gemm_qk_norm_rope"].program
     (kernel,) = lower(program).gemms
     assert kernel.admits(chosen("gemm_qk_norm_rope", sizes)[0], sizes)
 
@@ -141,7 +141,7 @@ def launcher(program: Program) -> launching.Launcher:
 
 
 def test_tensors_like_the_last_ones_are_launched_without_checks(counted: list[dict[str, int]]) -> None:
-    program = ops.defined["gemm_rmsnorm_swiglu"]
+    program = ops.defined["gemm_rmsnorm_swiglu"].program
     launch, first = launcher(program), drawn(8)
     assert launch.again([*first.values()]) is None
     launch(Typed(program, False), first)
@@ -157,7 +157,7 @@ def test_tensors_like_the_last_ones_are_launched_without_checks(counted: list[di
 
 
 def test_an_input_that_a_kernel_overwrites_is_left_as_it_is(counted: list[dict[str, int]]) -> None:
-    program = ops.defined["gemm_grad_accumulate"]
+    program = ops.defined["gemm_grad_accumulate"].program
     names = tuple(program.signature.inputs)
     given = {n: torch.zeros(64, 64, dtype=torch_dtype(t.dtype)) for n, t in program.signature.inputs.items()}
     (made,) = launching.Launcher(program, names, ("dw_new",))(Typed(program, False), given)
@@ -165,7 +165,7 @@ def test_an_input_that_a_kernel_overwrites_is_left_as_it_is(counted: list[dict[s
 
 
 def test_plans_are_bounded_and_the_last_used_are_kept(counted: list[dict[str, int]]) -> None:
-    program, plans = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans(most=3)
+    program, plans = ops.defined["gemm_rmsnorm_swiglu"].program, launching.Plans(most=3)
     for rows in (8, 16, 24, 8, 32, 8, 16):
         plans.get(program, drawn(rows), ("x", "w", "rstd"))
         assert len(plans) <= 3
@@ -173,7 +173,7 @@ def test_plans_are_bounded_and_the_last_used_are_kept(counted: list[dict[str, in
 
 
 def test_threads_share_one_plan(counted: list[dict[str, int]]) -> None:
-    program, plans, found = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans(), list[Any]()
+    program, plans, found = ops.defined["gemm_rmsnorm_swiglu"].program, launching.Plans(), list[Any]()
 
     def get() -> None:
         found.append(plans.get(program, drawn(8), ("x", "w", "rstd")))
@@ -187,7 +187,7 @@ def test_threads_share_one_plan(counted: list[dict[str, int]]) -> None:
 
 
 def test_what_cannot_be_launched_says_so(counted: list[dict[str, int]]) -> None:
-    program, plans = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans()
+    program, plans = ops.defined["gemm_rmsnorm_swiglu"].program, launching.Plans()
     odd = {"x": torch.zeros(8, 6).bfloat16(), "w": torch.zeros(12, 6).bfloat16(), "rstd": torch.ones(8)}
     with pytest.raises(LaunchError, match="rows of 6 bf16 are not a multiple of 16 bytes"):
         plans.get(program, odd, ("x", "w", "rstd"))
@@ -202,12 +202,12 @@ def test_a_gpu_that_is_no_hopper_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(LaunchError, match="is not a Hopper GPU"):
-        launching.Plans().get(ops.defined["gemm_rmsnorm_swiglu"], drawn(8), ("x", "w", "rstd"))
+        launching.Plans().get(ops.defined["gemm_rmsnorm_swiglu"].program, drawn(8), ("x", "w", "rstd"))
     assert counted == []
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
-    how = Typed(ops.defined["gemm_rmsnorm_swiglu"], False)
+    how = Typed(ops.defined["gemm_rmsnorm_swiglu"].program, False)
     with pytest.raises(LaunchError, match="w is on meta, not cpu"):
         launcher(how.program)(how, drawn(8) | {"w": torch.zeros(128, 64, device="meta")})
 
