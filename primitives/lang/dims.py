@@ -51,7 +51,12 @@ class Dim:
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
         """The polynomial's value at given sizes. Raises KeyError for a dim without a size."""
-        return int(self.value(sizes))
+        total = 0
+        for monomial, product in self.terms:
+            for name in monomial:
+                product *= sizes[name]
+            total += product
+        return int(total)
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
         """The polynomial's value, with numbers or tensors in place of dims."""

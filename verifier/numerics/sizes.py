@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from random import Random
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
@@ -16,6 +16,7 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
+Rows = Sequence[tuple[Dim, int]]  # the extent of a tensor's rows, and the bytes of an element
 TILE = 128  # the rows and columns of a kernel's tile are multiples of this
 HALF_TILE = TILE // 2
 LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
@@ -53,7 +54,7 @@ def hidden(
     have the sizes of one case. ``rows`` sets the row dims; ``least`` is the smallest fraction of its largest
     size that a dim may have.
     """
-    random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
+    random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
     # for each choice of static dims: the largest extent of each dim
@@ -68,7 +69,7 @@ def hidden(
             if key not in reaches:
                 reaches[key] = {dim: max(_reach(spec, dim, static), 1) for dim in spec.dims}
             sizes = _drawn(reaches[key], fixed, random, largest, least, leading)
-            if _fits(spec, sizes, largest, extents):
+            if _fits(spec, sizes, largest, extents, aligned):
                 return sizes
         largest *= 2
     raise ValueError(f"spec {spec.name}: only its cases' sizes keep rows aligned and extents different")
@@ -141,7 +142,7 @@ def _extents_within(
     """A dim's possible extents in a span. If ``even``, they are multiples of 64, grouped by the largest power
     of two that divides them. Otherwise they are one group of ragged extents."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
-    steps = powers if even else [_ragged_step(spec, dim, static)]
+    steps = powers if even else [_ragged_step(spec, dim, static, _aligned_rows(spec))]
     cases = {case.sizes[dim] for case in spec.cases}
     found = [
         [
@@ -154,10 +155,10 @@ def _extents_within(
     return [extents for extents in found if extents]
 
 
-def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
-    """The smallest number that must divide a dim to make rows aligned, at these static dims."""
+def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int], rows: Rows) -> int:
+    """The smallest number that must divide a dim to make these rows aligned, at these static dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
-    return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
+    return next((s for s in (1, 2, 4, 8) if _aligned(rows, others | {dim: s})), ALIGNMENT)
 
 
 def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
@@ -171,7 +172,7 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     """Yield each case's sizes for a CPU, all divided by one number, so that dims keep their ratios and
     equalities. Row dims are small instead. Cases with the same ratios give one set of sizes."""
-    random, rows, found = Random(seed), row_dims(spec), set()
+    random, rows, found, aligned = Random(seed), row_dims(spec), set(), _aligned_rows(spec)
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
         few = {dim: random.randint(SHORT, 2 * SHORT) for dim in rows}
@@ -181,7 +182,7 @@ def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
         for divisor in (n for n in range(common, 0, -1) if common % n == 0):
             sizes = kept | few | {dim: case.sizes[dim] // divisor for dim in free}
             sizes = {dim: sizes[dim] for dim in spec.dims}
-            if _bearable(spec, sizes) and _aligned(spec, sizes) and _drawable(spec, sizes):
+            if _bearable(spec, sizes) and _aligned(aligned, sizes) and _drawable(spec, sizes):
                 if (ratios := tuple(sizes[dim] for dim in free)) not in found:
                     found.add(ratios)
                     yield sizes
@@ -203,19 +204,27 @@ def _short_sizes(
 ) -> dict[str, int] | None:
     """Draw sizes for all dims outside ``kept``: at most ``short``, or slightly more if smaller sizes do not
     work. None if no sizes work."""
-    heads = _heads(spec)
+    heads, rows = _heads(spec), _aligned_rows(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     static = {dim: kept[dim] for dim in spec.static}
-    steps = {dim: _ragged_step(spec, dim, static) for dim in spec.dims}
+    steps = {dim: _ragged_step(spec, dim, static, rows) for dim in spec.dims}
+
+    def stepped(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {dim: max(n // steps[dim], 1) * steps[dim] for dim, n in sizes.items()} | dict(kept)
+
+    growing = all(number > 0 for extent in _extents(spec) for _, number in extent.terms)
+    if growing and not _bearable(
+        spec, stepped({dim: 1 if dim in heads else short // 3 for dim in spec.dims})
+    ):
+        return None
     for more in range(SHORT):
         most = {dim: 1 + more // 3 if dim in heads else short + more for dim in spec.dims}
         for _ in range(TRIES // 20):
-            sizes = {dim: random.randint(min(short // 3, n), n) for dim, n in most.items()}
-            sizes = {dim: max(n // steps[dim], 1) * steps[dim] for dim, n in sizes.items()} | dict(kept)
+            sizes = stepped({dim: random.randint(min(short // 3, n), n) for dim, n in most.items()})
             if (
                 len({extent(sizes) for extent in loose}) == len(loose)
                 and _bearable(spec, sizes)
-                and _aligned(spec, sizes)
+                and _aligned(rows, sizes)
                 and _drawable(spec, sizes)
             ):
                 return sizes
@@ -275,7 +284,7 @@ def _drawn(
     return sizes
 
 
-def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim]) -> bool:
+def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim], rows: Rows) -> bool:
     extents = [extent(sizes) for extent in every if extent.names]
     free = [dim for dim in spec.dims if dim not in spec.static]
     return (
@@ -283,18 +292,21 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
         and len(set(extents)) == len(extents)
         and all(sizes[dim] % HALF_TILE for dim in free)
         and not any(sizes[dim] == case.sizes[dim] for dim in free for case in spec.cases)
-        and _aligned(spec, sizes)
+        and _aligned(rows, sizes)
         and _drawable(spec, sizes)
     )
 
 
-def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether rows are multiples of 16 bytes. Rows that are unaligned in some case (such as a head's
-    statistics) may also be unaligned here."""
-    rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
+def _aligned_rows(spec: Spec) -> Rows:
+    """The rows that must be multiples of 16 bytes. Rows that are unaligned in some case (such as a head's
+    statistics) may be unaligned anywhere."""
+    rows = dict.fromkeys((t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1)
     every = [case.sizes for case in spec.cases]
-    demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
-    return not any(row(sizes) * b % ALIGNMENT for row, b in demanded)
+    return [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
+
+
+def _aligned(rows: Rows, sizes: Mapping[str, int]) -> bool:
+    return not any(row(sizes) * b % ALIGNMENT for row, b in rows)
 
 
 def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
