@@ -4,7 +4,7 @@ line."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+from collections.abc import Mapping
 from difflib import get_close_matches
 from types import TracebackType
 from typing import Literal
@@ -30,10 +30,13 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
     _check_rows(spec)
     grouped = any(t.init.offsets is not None for t in spec.drawn.values())
     # torch's grouped_mm accepts only rows that are a multiple of 16 bytes
-    sizes, drawn = trial(spec, times=ALIGNMENT // 2 if grouped else 1)
-    inputs = _run(spec, drawn, sizes)
-    if odd:
-        _check_odd(spec)
+    sizes, drawn = trial(spec, dict.fromkeys(spec.dims, ALIGNMENT) if grouped else None)
+    try:
+        inputs = _run(spec, drawn, sizes)
+    except BadReference as error:
+        raise _with_multiple(spec, error) from None
+    if odd and (failed := _failure(spec, dict.fromkeys(spec.dims, 1))):
+        raise _with_multiple(spec, failed)
     for name, share in gradients.wrong(spec, drawn, sizes).items():
         raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
     own = {name: cast(inputs[name], DTYPES[t.dtype]) for name, t in spec.inputs.items()}
@@ -69,22 +72,39 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
     return inputs
 
 
-def _check_odd(spec: Spec) -> None:
-    """Raise BadReference if the reference works only at even sizes. A kernel's types hold at every size, so
-    no program could implement such a spec."""
-    failed = _at_odd(spec, spec.dims)
-    if failed is None:
-        return
-    needed = [dim for dim in spec.dims if _at_odd(spec, set(spec.dims) - {dim}) is None] or list(spec.dims)
-    either = " or ".join(needed)
-    message = f"{failed.message}: it needs an even {either}, and a kernel's types hold at every size"
-    raise BadReference(f"{message}; say so in the shapes, with 2*P for {either}", failed.line, failed.key)
+def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
+    """The failure. If the reference runs where dims are multiples of some number, the message says so: a
+    kernel's types hold at every size, so no program could implement such a spec."""
+    number, needed = _multiple(spec)
+    if not number:
+        return failed
+    free = next(name for name in "PQRSTUVWXYZ" if name not in spec.dims)
+    need = f"it needs {needed} to be a multiple of {number}, and a kernel's types hold at every size"
+    remedy = f"say so in the shapes, with {number}*{free} for {needed}"
+    return BadReference(f"{failed.message}: {need}; {remedy}", failed.line, failed.key)
 
 
-def _at_odd(spec: Spec, odd: Collection[str]) -> BadReference | None:
-    """The reference's failure at tiny sizes with the ``odd`` dims odd; None if it runs."""
-    sizes, drawn = trial(spec, odd)
+def _multiple(spec: Spec) -> tuple[int, str]:
+    """The least number, and the dims that must be multiples of it for the reference to run; 0 if none is
+    found. It is a power of two or in the reference's text."""
+    literals = {n.value for n in ast.walk(ast.parse(spec.reference)) if isinstance(n, ast.Constant)}
+    numbers = sorted({2**n for n in range(1, 9)} | {n for n in literals if type(n) is int and 1 < n <= 1024})
+    for number in numbers:
+        others = dict.fromkeys(spec.dims, 1)
+        if any_of := [dim for dim in spec.dims if _failure(spec, {**others, dim: number}) is None]:
+            return number, " or ".join(any_of)
+    for number in (n for n in numbers if n <= ALIGNMENT):
+        every = dict.fromkeys(spec.dims, number)
+        if _failure(spec, every) is None:
+            all_of = [dim for dim in spec.dims if _failure(spec, {**every, dim: 1})]
+            return number, " and ".join(all_of)
+    return 0, ""
+
+
+def _failure(spec: Spec, times: Mapping[str, int]) -> BadReference | None:
+    """The reference's failure at tiny sizes that are multiples of ``times``; None if it runs."""
     try:
+        sizes, drawn = trial(spec, times)
         _run(spec, drawn, sizes)
     except BadReference as error:
         return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -83,9 +83,9 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
     return series.expand(shape).contiguous() if shape else series[0].clone()
 
 
-def trial(spec: Spec, odd: Collection[str] = (), times: int = 1) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected. They
-    are even except for the ``odd`` dims. ``times`` multiplies all of them.
+def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected: each
+    is a prime times the dim's number in ``times``, or else 2.
 
     Integers are drawn as the spec says; if it ignores a value, the last ones have that value. All other
     inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range of
@@ -93,7 +93,7 @@ def trial(spec: Spec, odd: Collection[str] = (), times: int = 1) -> tuple[dict[s
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))
-    sizes = {dim: times * (n if dim in odd else 2 * n) for dim, n in numbers.items()}
+    sizes = {dim: n * (times or {}).get(dim, 2) for dim, n in numbers.items()}
     generator = torch.Generator().manual_seed(0)
     return sizes, {name: _trial_values(t, name, sizes, generator) for name, t in spec.drawn.items()}
 

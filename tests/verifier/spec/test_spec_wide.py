@@ -214,10 +214,28 @@ cases:
 def test_a_reference_that_needs_an_even_width_is_refused_until_its_shapes_say_so(tmp_path, pairs, needed):
     path = write_changed(tmp_path / "swaps.yaml", SWAPS, "(H, W // 2, 2)", pairs)
     message = fails(path)
-    assert message.partition(": ")[0].endswith("swaps.yaml:12") and f"an even {needed}" in message
+    assert message.partition(": ")[0].endswith("swaps.yaml:12")
+    assert f"needs {needed} to be a multiple of 2," in message and f"2*P for {needed}" in message
     text = path.read_text().replace("W // 2", "P").replace("H*W", "H*2*P").replace("W:", "P:")
     path.write_text(text.replace("[H, W]", "[H, P]"))
     assert load(path).signature().outputs["y"].shape[1] == Dim.parse("2*H*P")
+
+
+@pytest.mark.parametrize(
+    ("reference", "needed"),
+    [
+        ("y = z.unflatten(1, (H, W // 96, 96)).flatten(1)", "W to be a multiple of 96,"),
+        ("y = z.unflatten(1, (-1, 64)).flip(-1).flatten(1)", "H or W to be a multiple of 64,"),
+        (
+            "y = z.unflatten(1, (H // 2, 2, -1)).unflatten(0, (-1, 2)).flatten(2).flatten(0, 1)",
+            "M and H to be a multiple of 2,",
+        ),
+    ],
+)
+def test_the_multiple_that_a_reference_needs_is_in_the_message(tmp_path, reference, needed):
+    line = "y = z.unflatten(1, (H, W // 2, 2)).flip(-1).flatten(1)"
+    message = fails(write_changed(tmp_path / "swaps.yaml", SWAPS, line, reference))
+    assert f"needs {needed}" in message, message
 
 
 def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
