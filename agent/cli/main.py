@@ -400,7 +400,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The import of PyTorch makes a million objects that stay. Looking through them again and again would take
     # a short command a third of its time.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(100_000)
     atexit.register(_skip_last_collection)
     try:
         app()  # exits by itself: with OK, a command's own status, or 2 for wrong usage

@@ -14,5 +14,5 @@ def _skip_the_last_collection() -> None:
 
 candidate_watch.install()
 # A third of the time of a short process would be spent on looking through what PyTorch's import made.
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(100_000)
 atexit.register(_skip_the_last_collection)
