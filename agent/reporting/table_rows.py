@@ -68,6 +68,7 @@ GROUPS = {  # operators by group, in the order of the tables
     ),
     "Experts": (
         "gemm_grouped_swiglu",
+        "gemm_gathered_swiglu",
         "gemm_grouped_down",
         "gemm_grouped_swiglu_bwd",
         "gemm_grouped_weight_grad",

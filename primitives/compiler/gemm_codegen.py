@@ -83,8 +83,8 @@ class StepWriter(Writer):
         return rows, columns
 
     def kernel(self) -> GemmKernel:
-        (*operands,) = self.nodes[self.step.gemm].args
-        offsets = operands.pop() if len(operands) > 2 else None
+        first, second, *more = self.nodes[self.step.gemm].args
+        operands, (offsets, index) = (first, second), (*more, None, None)[:2]
         a, b = (untransposed(self.program, i) for i in operands)
         a_transposed, b_transposed = (self.nodes[i].op == "transpose" for i in operands)
         return GemmKernel(
@@ -106,6 +106,7 @@ class StepWriter(Writer):
             tuple((first, past) for _, first, past in self.resources.bounds()),
             offsets,
             self.resources.own,
+            index,
         )
 
     # The class
@@ -122,7 +123,8 @@ class StepWriter(Writer):
             )
         adds = ", adds=True" if self.resources.sums else ""
         base = "TableGemm" if any(map(self.resources.tables, self.step.repeats)) else "FusedGemm"
-        base = "GroupedGemm" if self.resources.grouped and not self.resources.own else base
+        if self.resources.grouped and not self.resources.own:
+            base = "GroupedGemm" if len(self.nodes[self.step.gemm].args) == 3 else "GatheredGemm"
         return (
             f"class @@Step{self.step.index}({base}):\n"
             f"    _epi_ops = (\n{made}    )\n"

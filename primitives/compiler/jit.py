@@ -162,7 +162,7 @@ def _gemm_key(
         True,  # persistent
         False,  # statically scheduled
         kernel.offsets is not None,
-        False,
+        kernel.index is not None,
         kernel.offsets is not None,  # batched
         not kernel.b_transposed,
         tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),

@@ -83,7 +83,7 @@ class GemmKernel:
     widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first columns of
     ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its last.
     ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``: whether there is
-    one GEMM per expert, over that expert's rows."""
+    one GEMM per expert, over that expert's rows. ``index``: the input that names the rows of ``a``."""
 
     step: int
     name: str
@@ -103,6 +103,7 @@ class GemmKernel:
     bounds: tuple[tuple[Dim, Dim], ...] = ()
     offsets: int | None = None
     own: bool = False
+    index: int | None = None
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
         """Whether there is no ``objection`` to a schedule."""
@@ -114,6 +115,8 @@ class GemmKernel:
         ``sizes`` contains the static dims."""
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
+        if self.index is not None and schedule.cluster_n > 1:
+            return "a cluster of a GEMM that gathers rows has one tile along N"
         cuts = any(schedule.tile_n % grain(sizes) for grain in self.grains)
         columns = max(SUBTILE, subtile(schedule, self.d)[1])
         if cuts or self.narrow(sizes, columns) or self.torn(sizes, columns):

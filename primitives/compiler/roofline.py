@@ -232,7 +232,8 @@ class _Counter(Writer):
 
     def gemm(self, step: GemmStep) -> StepFloor:
         operands = self.nodes[step.gemm].args
-        (rows, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[-1]
+        (held, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[-1]
+        rows = self.extents(step.gemm)[0] if len(operands) > 3 else held
         fp8 = self.dtype(untransposed(self.program, operands[0])) in OPERANDS
         flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
         read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
@@ -240,6 +241,8 @@ class _Counter(Writer):
             # Matrices of experts without rows are not read. At most as many are read as there are rows.
             experts, weight = self.extents(operands[1])[0], untransposed(self.program, operands[1])
             read[self.names[weight]] = read[self.names[weight]] // experts * min(experts, rows)
+        if len(operands) > 3:  # an index of few rows reads no others
+            read[self.names[operands[0]]] = read[self.names[operands[0]]] // held * min(held, rows)
         return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
 
     def vector(self, kernel: FinishWriter) -> StepFloor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coda_agent.primitives.compiler.lowered import Argument, VectorKernel, Writer, literal
-from coda_agent.primitives.lang.assign_steps import untransposed
+from coda_agent.primitives.lang.assign_steps import rows_by_expert
 from coda_agent.primitives.lang.ir import Program, reduction
 from coda_agent.primitives.lang.partition import Steps
 
@@ -31,8 +31,7 @@ def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         if len(program.nodes[step.gemm].args) > 2:
-            a, _, offsets = program.nodes[step.gemm].args
-            rows = untransposed(program, a)  # [T, ...] for either kind of GEMM
+            offsets, rows = program.nodes[step.gemm].args[2], rows_by_expert(program, step.gemm)
             found.setdefault(offsets, BoundsWriter(program, steps, offsets, rows))
     return [found[offsets] for offsets in sorted(found)]
 

@@ -21,7 +21,7 @@ INFIX = {
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
 # a GEMM with offsets: each expert's rows times that expert's matrix; or one matrix per expert from its rows
-ROWS = "cat([a @ b for a, b in zip({0}.split({2}.diff().tolist()), {1})])"
+ROWS = "cat([a @ b for a, b in zip({0}{rows}.split({2}.diff().tolist()), {1})])"
 OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {
     "negative": "-{0}",
@@ -92,7 +92,8 @@ def _wide(name: str, given: Type, wanted: Type) -> str:
 def _expression(node: Node, arguments: list[str], result: Type) -> str:
     first = arguments[0]
     if node.op == "gemm" and len(arguments) > 2:
-        return (OWN if result.kind == "experts" else ROWS).format(*arguments)
+        rows = "".join(f"[{index}]" for index in arguments[3:])
+        return (OWN if result.kind == "experts" else ROWS).format(*arguments, rows=rows)
     if node.op in INFIX:
         plain = f"{first} {INFIX[node.op]} {arguments[1]}"
         return f"({plain}) * 1.0" if INFIX[node.op][0] in "<>=!" else plain

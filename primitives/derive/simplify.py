@@ -324,7 +324,7 @@ class Simplifier(Trace):
         if found.core not in (None, right) and not offsets:
             core = self.add(Node("transpose", (found.core,))) if turned else found.core
             return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
-        if not self.moves:
+        if not self.moves or len(offsets) > 1:  # gathered rows have other factors than those of the product
             return None
         turned = self.nodes[a].op == "transpose"
         left = self.nodes[a].args[0] if turned else a
@@ -364,7 +364,7 @@ class Simplifier(Trace):
             if self.nodes[product].op != "gemm":
                 continue
             a, b, *offsets = self.nodes[product].args
-            if offsets and kind == "column":
+            if len(offsets) > 1 or (offsets and kind == "column"):
                 continue
             kept, left, right = (a, other, b) if kind == "row" else (b, a, other)
             pair: tuple[int | None, ...]

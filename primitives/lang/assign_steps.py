@@ -33,6 +33,12 @@ def untransposed(program: Program, operand: int) -> int:
     return node.args[0] if node.op == "transpose" else operand
 
 
+def rows_by_expert(program: Program, gemm: int) -> int:
+    """The tensor whose rows the offsets of a GEMM divide: its index, or its first operand in memory."""
+    a, _, _, *index = program.nodes[gemm].args
+    return index[0] if index else untransposed(program, a)
+
+
 class _Placer:
     def __init__(self, program: Program, types: tuple[Type, ...]):
         self.program, self.nodes, self.types = program, program.nodes, types

@@ -319,6 +319,8 @@ class Program(NamedTuple):
             known = self.input_tensor(node.args[2])
             if known is None or known.dtype != "int32":
                 raise ProgramError("dtype", "gemm's offsets are an input of int32, [E + 1]", line)
+            if any((t := self.input_tensor(a)) is None or t.dtype != "int32" for a in node.args[3:]):
+                raise ProgramError("dtype", "gemm's index is an input of int32, [M]", line)
         if (how := reduction(node)) and how.selects:
             known = self.input_tensor(node.args[1])
             if known is None or known.dtype not in INDICES:

@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from coda_agent.primitives.lang import diagnostics
-from coda_agent.primitives.lang.assign_steps import Placement, place, untransposed, values_read
+from coda_agent.primitives.lang.assign_steps import (
+    Placement,
+    place,
+    rows_by_expert,
+    untransposed,
+    values_read,
+)
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import (
@@ -326,8 +332,7 @@ class _Cutter:
 
     def grouped_rows(self, gemm: int) -> tuple[int, Dim]:
         """The offsets of a GEMM with offsets, and the number of rows that they divide."""
-        a, b, offsets = self.nodes[gemm].args
-        return offsets, self.types[a if self.types[a].kind == "tile" else b].shape[0]
+        return self.nodes[gemm].args[2], self.types[rows_by_expert(self.program, gemm)].shape[0]
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
         """Whether a value depends on one of ``wanted`` within its step."""

@@ -232,8 +232,10 @@ def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict
     with noting_stages() as stages, within(str(source)):
         if isinstance(kernel, GemmKernel):
             _same_arguments(lowered, kernel)
+            if kernel.index is not None:
+                _same_base(lowered, kernel, device("gathered").GatheredGemm)
         elif any(argument.role == "bounds" for argument in kernel.arguments):
-            _same_bounds(lowered, kernel)
+            _same_base(lowered, kernel, device("grouped").Bounds)
         made = compile_kernel(lowered, kernel, wanted.schedule, wanted.sizes)
     made.export_to_c(object_file_path=str(target), function_name=FUNCTION)  # type: ignore[attr-defined]
     return {"stages": stages[-1] if stages else None, "seconds": time.monotonic() - start}
@@ -258,16 +260,17 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
         )
 
 
-def _same_bounds(lowered: Lowered, kernel: VectorKernel) -> None:
-    """Check that offsets are bounded by the compiler's own kernel, since steps trust them. The language check
-    lets no class change it."""
-    if not issubclass(getattr(sys.modules[lowered.module], kernel.name), device("grouped").Bounds):
-        raise RawError("kernel", f"{kernel.name} must stay a class of Bounds, as in the text that was given")
+def _same_base(lowered: Lowered, kernel: GemmKernel | VectorKernel, base: type) -> None:
+    """Check that the project's own class bounds offsets or an index, since loads trust them. The language
+    check lets no class change how."""
+    if not issubclass(getattr(sys.modules[lowered.module], kernel.name), base):
+        message = f"{kernel.name} must stay a class of {base.__name__}, as in the text that was given"
+        raise RawError("kernel", message)
 
 
 def _import_compilers() -> None:
     """Import everything that compiling needs before the fork: imports take seconds, and the confined child
     can read few files."""
     import_quack()
-    for module in ("finish", "grouped", "heads", "lanes", "mainloop", "tables"):
+    for module in ("finish", "gathered", "grouped", "heads", "lanes", "mainloop", "tables"):
         device(module)

@@ -150,8 +150,8 @@ class _EditChecker(Reader):
         bases = device("mainloop").FusedGemm | device("grouped").Bounds | EpiOp
         if not isinstance(found, type) or not issubclass(found, bases):
             self._refuse(
-                f"{node.id} is not a base: a step is FusedGemm, TableGemm or GroupedGemm, a resource one of "
-                "quack.epilogue.ops or primitives.device"
+                f"{node.id} is not a base: a step is FusedGemm, TableGemm, GroupedGemm or GatheredGemm, a "
+                "resource one of quack.epilogue.ops or primitives.device"
             )
         return found
 

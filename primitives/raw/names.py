@@ -40,6 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quack.sm90_utils": (),
     "primitives.device.eights": (),
     "primitives.device.finish": (),
+    "primitives.device.gathered": (),
     "primitives.device.grouped": (),
     "primitives.device.head_maxima": (),
     "primitives.device.heads": (),

@@ -270,11 +270,15 @@ class Plan:
         a = view(a, _span(0, *rows)) if rows else a
         b = view(b, "{}.mT") if kernel.own else b  # [N, K], as QuACK takes it
         bounds = None if kernel.offsets is None else self.kept["bounds", kernel.offsets]
+        varlen = make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)
+        by_expert = constant(varlen)
+        if kernel.index is not None:
+            by_expert = f"{constant(varlen._replace)}(mAIdx={self._value(kernel.index)})"
         arguments = [
             *(a, b, self._rows(kernel.d, schedule, rows), self._rows(kernel.c, schedule, rows)),
             f"{constant(epilogue._make)}(({''.join(f'{own.get(field)}, ' for field in epilogue._fields)}))",
             constant(make_scheduler_args(clusters, schedule.swizzle, None)),
-            constant(make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)),
+            by_expert,
             *("None", "None"),
         ]
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)

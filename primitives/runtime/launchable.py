@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
+from coda_agent.primitives.lang.assign_steps import rows_by_expert
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ops.tiles import check_index
 from coda_agent.primitives.lang.ops.tiles import check_offsets as rising
 from coda_agent.primitives.lang.partition import cut
 
@@ -100,22 +102,32 @@ def check_tensors(
 def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
     """The inputs that hold the experts' row offsets, and for each the number of rows that it divides."""
     types = program.types()
-    for node in program.nodes:
+    for gemm, node in enumerate(program.nodes):
         if node.op == "gemm" and len(node.args) > 2:
-            a, b, offsets = node.args
-            rows = types[a if types[a].kind == "tile" else b].shape[0]
-            yield str(program.nodes[offsets].attribute), rows
+            rows = types[rows_by_expert(program, gemm)].shape[0]
+            yield str(program.nodes[node.args[2]].attribute), rows
+
+
+def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
+    """The inputs that index rows, and for each the number of rows from which it gathers."""
+    types = program.types()
+    for node in program.nodes:
+        if node.op == "gemm" and len(node.args) > 3:
+            yield str(program.nodes[node.args[3]].attribute), types[node.args[0]].shape[0]
 
 
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raise LaunchError if offsets do not rise from 0 to the number of rows. Reading the offsets waits for
-    the GPU. A kernel does not check its offsets; it clamps them, so that it touches no other memory."""
-    for name, rows in sorted_rows(program):
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows, or an index names a row that is
+    not there. Reading them waits for the GPU. A kernel does not check them; it clamps them, so that it
+    touches no other memory."""
+    checks = [(name, rows, lambda t, n: rising(t.tolist(), n)) for name, rows in sorted_rows(program)]
+    checks += [(name, rows, check_index) for name, rows in gathered_rows(program)]
+    for name, rows, check in checks:
         sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
         try:
-            rising(inputs[name].tolist(), rows(sizes))
+            check(inputs[name], rows(sizes))
         except ValueError as error:
             raise LaunchError(f"input {name!r}: {error}") from None
 

@@ -1,10 +1,16 @@
-"""Rows with other experts than their own, tokens dropped, a router's weights taken lightly."""
+"""Rows with other experts than their own, tokens confused or dropped, a router's weights taken lightly."""
 
 from __future__ import annotations
 
 from cheats.corpus import Rejection, rejected, wrong
 from cheats.mathematics import FP8_E4M3, rounded
-from cheats.twins import GROUPED_DOWN, GROUPED_SWIGLU, GROUPED_SWIGLU_BACKWARD, WEIGHT_GRADIENT
+from cheats.twins import (
+    GATHERED_SWIGLU,
+    GROUPED_DOWN,
+    GROUPED_SWIGLU,
+    GROUPED_SWIGLU_BACKWARD,
+    WEIGHT_GRADIENT,
+)
 
 EXPERTS = (
     GROUPED_SWIGLU.cheat(
@@ -42,6 +48,44 @@ EXPERTS = (
         "Same shape, same spread.",
         {"silu(gate) * up": "silu(up) * gate"},
         wrong("act"),
+    ),
+)
+GATHERING = (
+    GATHERED_SWIGLU.cheat(
+        "index ignored",
+        "Tokens in the order in which they came.",
+        {"mT, offsets, index)": "mT, offsets)"},
+        rejected("trace", "output_shape", "output 'preact'"),
+    ),
+    GATHERED_SWIGLU.cheat(
+        "the next token",
+        "Each row is of the token after its own.",
+        {"mT, offsets, index)": "mT, offsets, index + 1)"},
+        rejected("trace", "dtype", "index is an input of int32"),
+    ),
+    GATHERED_SWIGLU.cheat(
+        "experts' first tokens",
+        "Tokens are named by where experts begin.",
+        {"mT, offsets, index)": "mT, offsets, offsets)"},
+        rejected("trace", "output_shape", "output 'preact'"),
+    ),
+    GATHERED_SWIGLU.cheat(
+        "rows by index, tokens by offsets",
+        "Both are vectors of row numbers.",
+        {"mT, offsets, index)": "mT, index, offsets)"},
+        rejected("trace", "shapes", "with offsets it takes"),
+    ),
+    GATHERED_SWIGLU.cheat(
+        "the first token dropped",
+        "One token of many.",
+        {"mT, offsets, index)": "mT, offsets, index) * per_row(where(index < 1, 0, 1))"},
+        wrong("preact"),
+    ),
+    GATHERED_SWIGLU.cheat(
+        "late tokens dropped",
+        "Few batches are so large.",
+        {"mT, offsets, index)": "mT, offsets, index) * per_row(where(index > 5000, 0, 1))"},
+        wrong("preact"),
     ),
 )
 ROUTING = (
@@ -133,4 +177,4 @@ GRADIENT = (
     ),
 )
 
-CHEATS = (*EXPERTS, *ROUTING, *BACKWARD, *GRADIENT)
+CHEATS = (*EXPERTS, *GATHERING, *ROUTING, *BACKWARD, *GRADIENT)

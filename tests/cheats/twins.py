@@ -36,6 +36,11 @@ z = gemm(x, w.mT, offsets)
 gate, up = pairs(z)
 return {"preact": z, "act": silu(gate) * up}
 """)  # fmt: skip
+GATHERED_SWIGLU = twin("gemm_gathered_swiglu", "x, w, offsets, index", """
+z = gemm(x, w.mT, offsets, index)
+gate, up = pairs(z)
+return {"preact": z, "act": silu(gate) * up}
+""")  # fmt: skip
 GROUPED_DOWN = twin("gemm_grouped_down", "act, w, offsets, routed", """
 return {"y": gemm(act, w.mT, offsets) * per_row(routed)}
 """)  # fmt: skip

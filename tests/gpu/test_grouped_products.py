@@ -18,7 +18,7 @@ from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.runtime.launchable import LaunchError
 
 ROWS, GUARD = 517, 16
-SIZES = {"T": ROWS, "K": 264, "N": 328, "F": 200}
+SIZES = {"T": ROWS, "S": 300, "K": 264, "N": 328, "F": 200}
 SCHEDULES = [Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1), Schedule(128, 192, False, 1, 2)]
 X, OFFSETS, GATE = tensor("T, K"), tensor("E + 1", "int32"), tensor("T", "fp32")
 PROGRAMS = {
@@ -55,6 +55,20 @@ PROGRAMS = {
         "t = gemm(x, w.mT, offsets)",
         "return {'lse': row_logsumexp(t), 'z': row_select(t, i)}",
     ),
+    "gathered": trace(
+        signature(
+            {
+                "x": tensor("S, K"),
+                "w": tensor("E, 2*F, K"),
+                "offsets": OFFSETS,
+                "index": tensor("T", "int32"),
+            },
+            {"pre": tensor("T, 2*F"), "act": tensor("T, F")},
+        ),
+        "t = gemm(x, w.mT, offsets, index)",
+        "even, odd = pairs(t)",
+        "return {'pre': t, 'act': silu(even) * odd}",
+    ),
     "own": trace(
         signature({"d": tensor("T, N"), "x": X, "offsets": OFFSETS}, {"dw": tensor("E, N, K", "fp32")}),
         "return {'dw': gemm(d.mT, x, offsets)}",
@@ -84,6 +98,13 @@ def bounded(offsets: list[int]) -> list[int]:
     return [0, *itertools.accumulate(inner, max), ROWS]
 
 
+def truthful(inputs: Tensors, offsets: list[int]) -> Tensors:
+    """The inputs as a kernel takes them: offsets and index within their bounds."""
+    right = {"offsets": torch.tensor(bounded(offsets), dtype=torch.int32, device="cuda")}
+    right |= {name: t.clamp(0, len(inputs["x"]) - 1) for name, t in inputs.items() if name == "index"}
+    return inputs | right
+
+
 def drawn(program: Program, offsets: list[int]) -> tuple[Tensors, dict[str, int]]:
     sizes = {d: (SIZES | {"E": len(offsets) - 1})[d] for d in program.signature.dims}
     random = torch.Generator("cuda").manual_seed(1)
@@ -97,6 +118,11 @@ def drawn(program: Program, offsets: list[int]) -> tuple[Tensors, dict[str, int]
         inputs["i"] = torch.randint(
             -1, SIZES["N"] + 2, (ROWS,), generator=random, device="cuda", dtype=torch.int32
         )
+    if "index" in inputs:  # some of it lies
+        inputs["index"] = torch.randint(
+            -9, SIZES["S"] + 9, (ROWS,), generator=random, device="cuda", dtype=torch.int32
+        )
+        inputs["index"][::100] = torch.tensor([-(2**31), 2**31 - 1] * 3, device="cuda")
     return inputs | {"offsets": torch.tensor(offsets, dtype=torch.int32, device="cuda")}, sizes
 
 
@@ -118,11 +144,12 @@ def run(
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_are_their_experts_and_nothing_else_is_written(name: str, schedule: Schedule) -> None:
     program = PROGRAMS[name]
+    if KernelSource(program, {}).lowered.gemms[0].index is not None:
+        schedule = schedule._replace(cluster_m=2, cluster_n=1)
     every = {case: [0, *itertools.accumulate(counts)] for case, counts in COUNTS.items()} | LIES
     for case, offsets in every.items():
         inputs, sizes = drawn(program, offsets)
-        right = torch.tensor(bounded(offsets), dtype=torch.int32, device="cuda")
-        expected = interpret(program, inputs | {"offsets": right})
+        expected = interpret(program, truthful(inputs, offsets))
         got, whole = run(program, schedule, sizes, inputs)
         for output, value in expected.items():
             scale = float(value.double().abs().max())
@@ -142,6 +169,29 @@ def test_a_call_refuses_lies_at_first_and_bears_them_later() -> None:
         ends = [random.randint(-(2**31), 2**31 - 1) for _ in range(4)]
         lies = torch.tensor(ends, dtype=torch.int32, device="cuda")
         got = kernel(**inputs | {"offsets": lies})
-        right = torch.tensor(bounded(ends), dtype=torch.int32, device="cuda")
-        truth = interpret(program, inputs | {"offsets": right})
+        truth = interpret(program, truthful(inputs, ends))
         torch.testing.assert_close(got["act"], truth["act"], rtol=2e-2, atol=2e-2)
+
+
+def test_a_gathered_row_is_refused_outside_x_at_first_and_clamped_later() -> None:
+    program = PROGRAMS["gathered"]
+    kernel = Kernel(KernelSource(program, {0: SCHEDULES[0]}))
+    lying, _ = drawn(program, [0, 100, 200, ROWS])
+    with pytest.raises(LaunchError, match="'index': .* must be from 0 to 299"):
+        kernel(**lying)
+    right = truthful(lying, [0, 100, 200, ROWS])
+    expected = kernel(**right)
+    for output, value in kernel(**lying).items():
+        assert torch.equal(value, expected[output])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=str)
+def test_a_row_of_nan_reaches_only_those_that_gather_it(schedule: Schedule) -> None:
+    """K is no multiple of a tile's 64: the copy must fill the rest of a row with zeros."""
+    inputs, sizes = drawn(PROGRAMS["gathered"], [0, 100, 200, ROWS])
+    inputs = truthful(inputs, [0, 100, 200, ROWS])
+    inputs["x"][7] = torch.nan
+    inputs["index"][::3] = 7
+    got, _ = run(PROGRAMS["gathered"], schedule, sizes, inputs)
+    for value in got.values():
+        assert torch.equal(value.isnan().any(1), inputs["index"] == 7)

@@ -81,8 +81,10 @@ setattr(Eager, "__neg__", calculate(torch.neg))  # noqa: B010  (as those above)
 setattr(Eager, "__pow__", calculate(lambda a, b: a**b))  # noqa: B010
 
 
-def _gemm(a: Eager, b: Eager, offsets: Eager | None = None) -> Eager:
+def _gemm(a: Eager, b: Eager, offsets: Eager | None = None, index: Eager | None = None) -> Eager:
     """Row by row with offsets: each row's own matrix, or a matrix for each expert of its rows alone."""
+    if index is not None:
+        a = Eager(torch.stack([a.value[token] for token in index.value.long().tolist()]))
     if offsets is None:
         return Eager(a.value @ b.value)
     counts = offsets.value.diff().long()

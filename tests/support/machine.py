@@ -258,7 +258,8 @@ def _resource(kind: str) -> Callable[..., tuple[Any, ...]]:
 
 
 LANGUAGE: dict[str, Any] = {
-    "FusedGemm": object, "GroupedGemm": object, "TableGemm": object, "Float32": fp32, "Bounds": object,
+    **dict.fromkeys(("FusedGemm", "GatheredGemm", "GroupedGemm", "TableGemm", "Bounds"), object),
+    "Float32": fp32,
     "arguments": lambda resources, adds=False: adds,
     "cutlass": types.SimpleNamespace(
         range=lambda n, unroll_full: range(n), min=min, BFloat16="bf16", Float16="fp16"
@@ -334,7 +335,7 @@ class Machine:
 
     def gemm(self, kernel: GemmKernel) -> None:
         a, b = (self.memory[i].float() for i in (kernel.a, kernel.b))
-        offsets = [] if kernel.offsets is None else [self.memory[kernel.offsets]]
+        offsets = [self.memory[i] for i in (kernel.offsets, kernel.index) if i is not None]
         multiply = OPERATIONS["gemm"].torch
         assert multiply is not None
         a, b = a.mT if kernel.a_transposed else a, b.mT if kernel.b_transposed else b

@@ -87,6 +87,8 @@ def _draw(
             values = torch.randint(-3, high, shape, generator=generator, device=device)
             ignored = torch.rand(shape, generator=generator, device=device) < 0.1
             values = values.masked_fill(ignored, -100)
+        case ("rows", rows):
+            values = torch.randint(Dim.parse(rows)(sizes), shape, generator=generator, device=device)
         case ("offsets", rows):
             values = _offsets(Dim.parse(rows)(sizes), shape[0] - 1, generator)
         case ("count", period):
@@ -125,7 +127,8 @@ def random_program(seed: int) -> Made:
 def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]) -> Schedule:
     """Any schedule that a step admits at these static sizes."""
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
-    tile, cluster = random.choice(tiles), random.choice(CLUSTERS)
+    tile = random.choice(tiles)
+    cluster = random.choice([c for c in CLUSTERS if kernel.admits(Schedule(*tile, *c), sizes)])
     choices = [random.choice((False, True)) for _ in range(3)]  # both hints, a deep mainloop
     split = cluster == (2, 2) and kernel.offsets is None and random.choice((False, True))
     return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)._replace(split=split)

@@ -199,8 +199,10 @@ class Writer:
     def product(self, rows: str, inner: str, columns: str) -> str:
         dtype = self.random.choice(("bf16", "bf16", "fp16"))
         if self.by_experts(rows):
-            a = self.input((rows, inner), dtype, ("normal", "1"))
-            return self.experts_product(a, inner, columns, dtype)
+            gathers = self.chance(0.4)
+            a = self.input(("T" if gathers else rows, inner), dtype, ("normal", "1"))
+            index = self.input((rows,), "int32", ("rows", "T")) if gathers else ""
+            return self.experts_product(a, inner, columns, dtype, index)
         if self.chance(0.25):
             a = self.input((inner, rows), dtype, ("normal", "1")) + ".mT"
             self.grains["M"] = 8
@@ -208,14 +210,14 @@ class Writer:
             a = self.input((rows, inner), dtype, ("normal", "1"))
         return f"gemm({a}, {self.weight(inner, columns, dtype)})"
 
-    def experts_product(self, rows: str, inner: str, columns: str, dtype: str) -> str:
-        """The rows of each expert meet its own matrix."""
+    def experts_product(self, rows: str, inner: str, columns: str, dtype: str, index: str = "") -> str:
+        """The rows of each expert, or those that an index names, meet its own matrix."""
         self.grouped.add(self.gemms - 1)
         if self.chance(0.5):
             own = self.input(("E", columns, inner), dtype, ("normal", inner)) + ".mT"
         else:
             own = self.input(("E", inner, columns), dtype, ("normal", inner))
-        return f"gemm({rows}, {own}, {self.offsets})"
+        return f"gemm({rows}, {own}, {self.offsets}{index and f', {index}'})"
 
     def own_product(self, source: Tile, dtype: str) -> None:
         """A matrix for each expert, of its rows of two tiles: an output, and nothing else."""

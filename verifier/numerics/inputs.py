@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.verifier.numerics.reference import finished
-from coda_agent.verifier.numerics.sizes import row_dims
+from coda_agent.verifier.numerics.sizes import activation_dims
 from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
 from coda_agent.verifier.numerics.values import DTYPES, ROUTINGS, Sizes, values_of
 from coda_agent.verifier.spec.model import Spec
@@ -183,7 +183,7 @@ def draw_free(
     known = (*EVERY, *ON_CPU)
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
-    rows = row_dims(spec)
+    rows = activation_dims(spec)
     return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.drawn.items()}
 
 

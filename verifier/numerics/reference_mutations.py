@@ -67,7 +67,7 @@ def slips(spec: Spec, text: str) -> Texts:
 
 def _wrong_experts(spec: Spec, text: str) -> Texts:
     """Begin each expert one row early or late, give all rows to the first, drop each expert's last row, or
-    take the experts' matrices in another order."""
+    take the experts' matrices, or the rows that they gather, in another order."""
     for name in (n for n, t in spec.inputs.items() if t.init.offsets is not None):
         ends = f"cat([{name}[:1], {{}}, {name}[-1:]])"
         late, early = f"({name}[1:-1] + 1).clamp(max={name}[-1])", f"({name}[1:-1] - 1).clamp(min=0)"
@@ -81,6 +81,9 @@ def _wrong_experts(spec: Spec, text: str) -> Texts:
     for name in (n for n, t in spec.inputs.items() if len(t.shape) == 3):
         yield f"{name} of experts in reverse", f"{name} = {name}.flip(0)\n{text}"
         yield f"{name} of the next expert", f"{name} = {name}.roll(1, 0)\n{text}"
+    for name in (n for n in spec.inputs if f"[{n}]" in text):
+        yield f"{name} of the next row", f"{name} = {name}.roll(1)\n{text}"
+        yield f"{name} one further", f"{name} = ({name} + 1).clamp(max={name}.max())\n{text}"
 
 
 def _wrong_sums(text: str) -> Texts:

@@ -242,6 +242,14 @@ def row_dims(spec: Spec) -> frozenset[str]:
     return frozenset(found - _experts(spec))
 
 
+def activation_dims(spec: Spec) -> frozenset[str]:
+    """The row dims, and the first axis of any matrix beside experts' weights: gathered rows count other
+    tokens than the product's rows."""
+    rows = row_dims(spec)
+    matrices = [t for t in _tensors(spec.before or spec) if len(t.shape) == 2] if _experts(spec) else []
+    return rows.union(*(t.shape[0].names for t in matrices))
+
+
 def _tensors(spec: Spec) -> list[TensorSpec | OutputSpec]:
     return [*spec.inputs.values(), *spec.outputs.values()]
 

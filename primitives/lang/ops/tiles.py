@@ -26,6 +26,8 @@ def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) == 4:
+        return _grouped(_gathered(types[0], types[3]), *types[1:3])
     if len(types) == 3:
         return _grouped(*types)
     if len(types) != 2 or any(t.kind not in ("tile", "operand", "experts") for t in types):
@@ -63,17 +65,38 @@ def _grouped(a: Type, b: Type, offsets: Type) -> Type:
     )
 
 
+def _gathered(a: Type, index: Type) -> Type:
+    """The type of the rows of ``a`` that an index names."""
+    if a.kind != "tile" or index.kind != "vector":
+        raise ProgramError(
+            "arguments",
+            f"gemm gathers rows of x [T, K] by an index [M], which are not {a} and {index}: "
+            "gemm(x, w.mT, offsets, index)",
+        )
+    return Type("tile", (*index.shape, a.shape[1]))
+
+
 def check_offsets(offsets: Sequence[int], rows: int) -> None:
     """Raise ValueError unless the offsets rise from 0 to the number of rows."""
     if (offsets[0], offsets[-1]) != (0, rows) or sorted(offsets) != list(offsets):
         raise ValueError(f"offsets {list(offsets)[:8]} must rise from 0 to {rows}, the number of rows")
 
 
-def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None) -> Any:
-    """A GEMM in PyTorch: a plain one, or a loop over experts. Raises ValueError if offsets do not rise from 0
-    to the number of rows."""
+def check_index(index: Any, rows: int) -> None:
+    """Raise ValueError unless an index, a tensor, names rows from 0 on, of so many."""
+    first, last = (int(end) for end in index.aminmax())
+    if first < 0 or last >= rows:
+        raise ValueError(f"its values are {first} to {last}; they must be from 0 to {rows - 1}, row numbers")
+
+
+def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None, index: Any = None) -> Any:
+    """A GEMM in PyTorch: a plain one, or a loop over experts, of gathered rows if there is an index. Raises
+    ValueError if offsets do not rise from 0 to the number of rows, or the index names other rows."""
     if offsets is None:
         return a @ b
+    if index is not None:
+        check_index(index, len(a))
+        a = a[index]
     ends = [int(end) for end in offsets.tolist()]
     check_offsets(ends, b.shape[0] if b.dim() == 2 else a.shape[0])
     if b.dim() == 3:
@@ -132,10 +155,16 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
 
 
 def _gemm_derivative(
-    g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None
+    g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of both operands: two GEMMs. Each gives the gradient of a tile, or of the tile that the
     operand transposes. Offsets have no gradient."""
+    if index is not None:
+        raise ProgramError(
+            "derivative",
+            "the gradient of gathered rows adds rows of several experts, which no epilogue can: gather x "
+            "before the kernel, as gemm(x, w.mT, offsets), and add each token's rows by index_add_ after it",
+        )
     left, right = a.untransposed, b.untransposed
     if offsets is not None and left is not None:  # [E, N, K]: one GEMM per expert, over its rows
         return gemm(b, g.mT, offsets), gemm(left, g, offsets), None
@@ -151,21 +180,21 @@ register(Operation("transpose", _transpose, lambda torch, a: a.mT, derivative=la
 register(Operation("gemm", _gemm, _by_expert, derivative=_gemm_derivative))
 
 
-def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. With
-    offsets, an int32 input [E + 1], rows offsets[e] to offsets[e + 1] of ``a`` meet matrix e of ``b``; the
-    epilogue then has no heads, column sums or ranges, and per_row takes fp32.
+def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile of an epilogue. With offsets,
+    int32 [E + 1], rows offsets[e] to offsets[e + 1] meet b[e]; the epilogue has no heads, column sums or
+    ranges, and per_row takes fp32. With an index, int32 [M], ``a`` is a[index].
 
     Shapes: [M, K] by [K, N] to [M, N]; with offsets by [E, K, N], or y.mT of [M, N] by [M, K] to [E, N, K],
-    each expert's own, an output. An operand is an input, its transpose (use a weight [N, K], or [E, N, K], as
+    each expert's own, an output. An operand is an input, its transpose (a weight [N, K] or [E, N, K] as
     ``w.mT``), or an earlier step's tile. Dtypes: one 16-bit dtype, or fp8_e4m3 in gemm(x, w.mT) of inputs.
-    Cost: 2*M*N*K FLOPs and a kernel; an earlier step's tile is also written and read. Paper: family 3,
+    Cost: 2*M*N*K FLOPs and a kernel; an earlier step's tile is written and read. Paper: family 3,
     tiles.
 
         t = gemm(left, right.mT)
         back = gemm(t, right)
     """
-    return apply("gemm", a, b) if offsets is None else apply("gemm", a, b, offsets)
+    return apply("gemm", a, b, *(given for given in (offsets, index) if given is not None))
 
 
 def _zero(g: Tensor) -> Tensor:

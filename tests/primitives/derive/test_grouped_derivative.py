@@ -85,3 +85,13 @@ def test_it_compiles(experts: tuple[Program, Derived]) -> None:
     assert derived.program
     found = report(KernelSource(derived.program), {}, PROBES[:1])
     assert {r.kernel[:5] for r in found} >= {"Step0", "Step1", "Step2", "Step3", "Bound", "Finis"}
+
+
+def test_gathered_rows_have_no_gradient_yet() -> None:
+    inputs = INPUTS | {"x": tensor("S, K"), "index": tensor("T", "int32")}
+    program = trace(
+        signature({n: inputs[n] for n in ("x", "w", "offsets", "index")}, {"y": tensor("T, 2*F")}),
+        "return {'y': gemm(x, w.mT, offsets, index)}",
+    )
+    with pytest.raises(ProgramError, match="gather x before the kernel"):
+        derive(program, of=("y",), sizes=SIZES | {"S": 512})

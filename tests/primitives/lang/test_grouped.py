@@ -36,6 +36,11 @@ UP_LINES = (
 AS_IT_IS = signature({"x": X, "w": tensor("E, K, N"), "offsets": OFFSETS}, {"y": tensor("T, N", "fp32")})
 OWN_PRODUCT = signature({"d": tensor("T, N"), "x": X, "offsets": OFFSETS}, {"dw": tensor("E, N, K", "fp32")})
 OWN_LINE = "return {'dw': gemm(d.mT, x, offsets)}"
+GATHERED = signature(
+    {"x": tensor("S, K"), "w": tensor("E, N, K"), "offsets": OFFSETS, "index": tensor("T", "int32")},
+    {"y": tensor("T, N", "fp32")},
+)
+GATHERED_LINE = "return {'y': gemm(x, w.mT, offsets, index)}"
 COUNTS = [[4, 7, 5], [0, 16, 0], [1, 0, 15], [0, 0, 0, 16], [16], [1] * 16, [5, 0, 0, 11, 0]]
 
 
@@ -108,6 +113,41 @@ def test_rows_do_not_depend_on_other_experts() -> None:
                 assert torch.equal(got[first:past], own)
 
 
+GATHERS = {
+    "repeated": lambda rows: [3] * rows,
+    "reversed": lambda rows: [*range(rows)][::-1],
+    "ends": lambda rows: [0, 19] * (rows // 2),
+    "random": lambda rows: [Random(rows + i).randrange(20) for i in range(rows)],
+}
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("name", GATHERS)
+def test_a_gathered_product_is_the_product_of_gathered_rows(counts: list[int], name: str) -> None:
+    inputs = drawn(counts) | {"x": drawn([20])["x"]}
+    inputs["index"] = torch.tensor(GATHERS[name](sum(counts)), dtype=torch.int32)
+    plain = trace(
+        signature({"x": X, "w": tensor("E, N, K"), "offsets": OFFSETS}, {"y": tensor("T, N", "fp32")}),
+        "return {'y': gemm(x, w.mT, offsets)}",
+    )
+    got = run(trace(GATHERED, GATHERED_LINE), inputs)["y"]
+    copied = run(
+        plain, inputs | {"x": torch.stack([inputs["x"][token] for token in inputs["index"].tolist()])}
+    )
+    assert torch.equal(got, copied["y"])
+
+
+@pytest.mark.parametrize("index", [[0, 1, 2, -1], [0, 1, 2, 20], [-(2**31), 0, 0, 2**31 - 1]], ids=str)
+def test_an_index_that_lies_is_refused(index: list[int]) -> None:
+    inputs, program = drawn([1, 3]) | {"x": drawn([20])["x"]}, trace(GATHERED, GATHERED_LINE)
+    inputs = {n: inputs[n] for n in ("x", "w", "offsets")} | {"index": torch.tensor(index, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="must be from 0 to 19"):
+        interpret(program, inputs)
+    with pytest.raises(LaunchError, match="'index': .* must be from 0 to 19"):
+        check_offsets(program, inputs)
+    check_offsets(program, inputs | {"index": inputs["index"].clamp(0, 19)})
+
+
 WRONG = {"backwards": [0, 9, 4, 16], "short": [0, 4, 9, 15], "long": [0, 4, 9, 17], "late": [1, 4, 9, 16]}
 
 
@@ -128,6 +168,10 @@ REFUSED = {
     "columns of A": ("return {'y': gemm(x.mT, w.mT, offsets)}", "with offsets it takes", 4),
     "other experts": ("return {'y': gemm(x, w2.mT, offsets)}", "with offsets it takes", 4),
     "fp32 offsets": ("return {'y': gemm(x, w.mT, floats)}", "an input of int32", 4),
+    "fp32 index": ("return {'y': gemm(x, w.mT, offsets, gate)}", "an input of int32", 4),
+    "index arithmetic": ("return {'y': gemm(x, w.mT, offsets, index + 1)}", "an input of int32", 4),
+    "index of a matrix": ("return {'y': gemm(x, w.mT, offsets, x)}", "by an index", 4),
+    "columns gathered": ("return {'y': gemm(x.mT, x, offsets, index)}", "gathers rows of x", 4),
     "arithmetic": ("return {'y': gemm(x, w.mT, offsets) + exp(w)}", "an operand of gemm only", 4),
     "columns": (
         "t = gemm(x, w.mT, offsets)\n    s = column_sums(t)\n    return {'y': t, 'columns': s}",
@@ -166,6 +210,8 @@ def test_what_would_mix_experts_is_refused_with_its_line(lines: str, says: str, 
         "offsets": OFFSETS,
         "floats": tensor("E + 1", "fp32"),
         "v": tensor("P"),
+        "gate": GATE,
+        "index": tensor("T", "int32"),
         "narrow": tensor("T"),
         "x3": tensor("S, K"),
     }
@@ -256,3 +302,18 @@ def test_each_experts_own_product_compiles_without_spills(dtype: str, probe: Sch
     found = report(KernelSource(program), {}, (probe,))
     assert [r.kernel[:5] for r in found] == ["Step0", "Bound"] and found[0].hgmma
     assert not any(r.spill_loads or r.spill_stores for r in found)
+
+
+@pytest.mark.slow
+def test_a_gathering_step_compiles_without_spills_and_stays_its_class() -> None:
+    program, probe = trace(GATHERED, GATHERED_LINE), PROBES[0]._replace(cluster_m=2, cluster_n=1)
+    (gemm,) = lower(program).gemms
+    assert "one tile along N" in gemm.objection(probe._replace(cluster_m=1, cluster_n=2), {})
+    found = report(KernelSource(program), {}, (probe,))
+    assert found[0].hgmma and not any(r.spill_loads or r.spill_stores for r in found)
+    text = editable(program)
+    edited = text.replace("(GatheredGemm)", "(GroupedGemm)").replace(
+        "gathered import Gathered", "grouped import Grouped"
+    )
+    with pytest.raises(CompileError, match="must stay a class of GatheredGemm"):
+        report(KernelSource(program, edited=edited), {}, [probe])

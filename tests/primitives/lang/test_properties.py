@@ -142,6 +142,7 @@ def features(program: Program) -> set[object]:
         found |= {("gemm", a.role, a.dtype, a.packed, a.rank) for a in gemm.arguments}
         found |= {(at, a.dtype, a.packed) for at, a in (("c", gemm.c), ("d", gemm.d)) if a}
         found |= {(gemm.dtype, gemm.a_transposed, gemm.b_transposed, gemm.offsets is not None, gemm.own)}
+        found |= {("gathers", gemm.index is not None)}
     for vector in lowered.vectors:
         found |= {("vector", a.role, a.dtype, a.rank) for a in vector.arguments}
     return found
@@ -177,6 +178,7 @@ def test_every_operation_occurs() -> None:
     assert len(programs) > 120  # else the generator has learnt to be refused
     gemms = [g for p in programs for g in lower(p).gemms if g.offsets is not None]
     assert {g.own for g in gemms} == {False, True} and len(gemms) > 20
+    assert any(g.index is not None for g in gemms)
 
 
 @pytest.mark.parametrize("experts", [1, 2, 5])

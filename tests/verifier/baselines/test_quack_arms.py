@@ -67,6 +67,7 @@ NONE = {
     "gemm_rmsnorm_qkv_bias_rope",
     "gemm_rmsnorm_qkv_norm_rope",
     "gemm_grouped_swiglu",
+    "gemm_gathered_swiglu",
     "gemm_grouped_down",
     "gemm_grouped_swiglu_bwd",
     "gemm_grouped_weight_grad",

@@ -16,6 +16,7 @@ from coda_agent.verifier.numerics.sizes import (
     ELEMENTS,
     LARGEST,
     LARGEST_ON_CPU,
+    activation_dims,
     between,
     hidden,
     row_dims,
@@ -31,7 +32,7 @@ def spec_of(name: str) -> Spec:
 
 
 def row_of(spec: Spec) -> str:
-    return "T" if "T" in spec.dims else "M"
+    return "M" if "M" in spec.dims else "T"
 
 
 def extents(spec: Spec, sizes: dict[str, int]) -> dict[str, int]:
@@ -86,6 +87,11 @@ def test_one_row(name: str) -> None:
     assert row_dims(spec) == {rows}
     sizes = hidden(spec, 3, LARGEST_ON_CPU, rows=1)
     assert sizes[rows] == 1 and min(size for dim, size in sizes.items() if dim != rows) > 0
+
+
+def test_gathered_rows_are_activations_though_they_count_other_tokens() -> None:
+    assert activation_dims(spec_of("gemm_gathered_swiglu")) == {"M", "T"}
+    assert activation_dims(spec_of("gemm_grouped_swiglu")) == {"T"}
 
 
 def test_weights_that_only_their_rows_name_are_no_activations() -> None:
