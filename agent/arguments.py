@@ -124,9 +124,14 @@ def kernel_source(kernel: Path) -> str:
 
 
 def _kernel(path: Path) -> str:
+    return source(existing_kernel(path))
+
+
+def existing_kernel(path: Path) -> Path:
+    """The path. Raises BadParameter, with a suggestion, if there is no such file."""
     if not path.exists():
         raise typer.BadParameter(f"{path}: no such kernel file; {_instead(path.name)}")
-    return source(path)
+    return path
 
 
 def _instead(name: str) -> str:

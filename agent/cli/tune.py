@@ -46,7 +46,8 @@ def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = Fa
     """Find the fastest schedules of the kernels that fused calls at these sizes, on this GPU, and store them
     for fused. Each program's schedules are stored as soon as they are found."""
     wanted = _wanted(what, sizes, stack, training)
-    setup.use_gpu(True)
+    if not setup.use_gpu(None):
+        raise Absent(f"{setup.NO_H100}; tune on a machine with an H100, or run build, which needs none")
     import torch
 
     from coda_agent.fused import schedules
@@ -85,7 +86,7 @@ def _wanted(what: Path, sizes: list[str], stack: bool, training: bool) -> list[B
 
 
 def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
-    program = _read(arguments.accepted_file(kernel, "program.json"))
+    program = _read(arguments.existing_kernel(arguments.accepted_file(kernel, "program.json")))
     wanted = [_sizes(program, text) for text in sizes]
     from coda_agent.fused.ahead import Bound
 

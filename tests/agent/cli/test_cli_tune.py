@@ -28,8 +28,14 @@ def test_wrong_sizes_are_one_line_with_an_example(command: Command, sizes: str) 
 
 def test_it_needs_a_gpu(command: Command, tmp_path: Path) -> None:
     small_models.model("Llama").config.save_pretrained(tmp_path)
-    assert command("tune", KERNEL, "M=128,D=64,F=64").status == 3
-    assert command("tune", tmp_path, "2x12").status == 3
+    for done in (command("tune", KERNEL, "M=128,D=64,F=64"), command("tune", tmp_path, "2x12")):
+        assert done.status == 3 and "or run build, which needs none" in done.err
+
+
+def test_a_mistyped_kernel_is_one_line_with_its_name(command: Command) -> None:
+    for name in ("tune", "build"):
+        done = command(name, "gemm_swigluu", "M=128,D=64,F=64")
+        assert done.status == 2 and "did you mean gemm_swiglu?" in done.err
 
 
 @pytest.mark.parametrize("sizes", ["8", "8x", "0x8", "8x2048x1", "M=8"])
