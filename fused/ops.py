@@ -74,7 +74,12 @@ class Op:
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
-        """The program for these tensors' dtypes: one object per combination of dtypes. Raises TypeError."""
+        """The program for these tensors' dtypes: one object per combination of dtypes. Raises TypeError, and
+        ValueError for tensors on several devices."""
+        places = {str(inputs[name].device) for name in self.tensors}
+        if len(places) > 1:
+            name, found = self.program.signature.name, ", ".join(sorted(places))
+            raise ValueError(f"{name}: its tensors are on {found}; move them to one device")
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
             self._typed.setdefault(key, programs.typed(self.program, key))
@@ -89,7 +94,7 @@ class Op:
         return inputs, dict(zip(self.dims, arguments[len(self.order) :], strict=True))
 
     def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
-        """The program for the tensors' dtypes, and the inputs. Raises TypeError and NoBackward."""
+        """The program for the tensors' dtypes, and the inputs. Raises NoBackward, and as ``typed``."""
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:

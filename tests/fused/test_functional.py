@@ -231,6 +231,14 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             functional.feed_forward(x, norm, up, down, "gelu")
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_tensors_on_two_devices_are_refused(train: bool) -> None:
+    norm, x, w = functional.Norm(torch.ones(16), 1e-5), torch.randn(4, 16), torch.randn(16, 16)
+    for up, down in ((w.to("meta"), w), (w, w.to("meta"))):
+        with pytest.raises(ValueError, match="on cpu, meta; move them to one device"):
+            functional.feed_forward(x.requires_grad_(train), norm, up, down, "gelu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in SOME if each != "summed loss"])
 def test_opcheck_passes_with_gradients(name: str, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
