@@ -46,10 +46,13 @@ def _heads(t: Tensor, width: int) -> Tensor:
     return t.reshape(t.shape[0], -1, width)
 
 
-def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """A matmul; with offsets, one per expert: of its rows with its matrix, or of its rows with each other."""
+def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+    """A matmul; with offsets, one per expert: of its rows with its matrix, or of its rows with each other.
+    ``index`` names its rows of ``a``."""
     if offsets is None:
         return a @ b
+    if index is not None:
+        a = a[index.long()]
     ranges = [slice(int(first), int(end)) for first, end in zip(offsets, offsets[1:], strict=False)]
     if b.dim() == 3:
         return torch.cat([a[rows] @ own for rows, own in zip(ranges, b, strict=True)])

@@ -28,7 +28,9 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.values import trial
 
-REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {"gemm_grad_accumulate": "updates"}
+REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {
+    "gemm_grad_accumulate": "updates", "gemm_gathered_swiglu": "wrt",
+}  # fmt: skip
 #: Outputs without a gradient of their own.
 STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd"), ("gemm_qk_norm_rope_eps", "rstd")}
 #: Inputs that many heads read, in ways that no primitive adds up.
