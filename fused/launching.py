@@ -141,10 +141,6 @@ class Launcher:
         if how.wide:
             raise LaunchError(f"{program.signature.name}: matrices are fp32; on a GPU they are bf16 or fp16")
         device = inputs[names[0]].device
-        for name in names:
-            if inputs[name].device != device:
-                said = f"{name} is on {inputs[name].device}, not {device}"
-                raise LaunchError(f"{program.signature.name}: {said}")
         taken = {**inputs, **{n: launchable(inputs[n]) for n in names}}
         with on_device(device):
             plan = plans.get(program, taken, names, dims)

@@ -84,7 +84,7 @@ class _Writer(Writer):
         lines += self.computed({*step.sweep, *step.statistics, *step.body}, roots, step.stores, known)
         lines += [self.reduced(r, known) for r in sorted(step.reductions)]
         inner = self.steps.types[self.nodes[step.gemm].args[0]].shape[1]
-        experts = ", by expert" if len(self.nodes[step.gemm].args) > 2 else ""
+        experts = ", by expert" if self.nodes[step.gemm].offsets is not None else ""
         title = f"step {step.index}: gemm [{rows}, {columns}] over {inner}{experts}"
         return StepText(step.index, "gemm", title, tuple(dict.fromkeys(lines)))
 

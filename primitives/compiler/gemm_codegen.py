@@ -83,8 +83,8 @@ class StepWriter(Writer):
         return rows, columns
 
     def kernel(self) -> GemmKernel:
-        first, second, *more = self.nodes[self.step.gemm].args
-        operands, (offsets, index) = (first, second), (*more, None, None)[:2]
+        gemm = self.nodes[self.step.gemm]
+        operands = gemm.args[:2]
         a, b = (untransposed(self.program, i) for i in operands)
         a_transposed, b_transposed = (self.nodes[i].op == "transpose" for i in operands)
         return GemmKernel(
@@ -104,9 +104,9 @@ class StepWriter(Writer):
             self.resources.sums[1] if self.resources.sums else None,
             self.resources.starts(),
             tuple((first, past) for _, first, past in self.resources.bounds()),
-            offsets,
+            gemm.offsets,
             self.resources.own,
-            index,
+            gemm.row_index,
         )
 
     # The class
@@ -124,7 +124,7 @@ class StepWriter(Writer):
         adds = ", adds=True" if self.resources.sums else ""
         base = "TableGemm" if any(map(self.resources.tables, self.step.repeats)) else "FusedGemm"
         if self.resources.grouped and not self.resources.own:
-            base = "GroupedGemm" if len(self.nodes[self.step.gemm].args) == 3 else "GatheredGemm"
+            base = "GroupedGemm" if self.nodes[self.step.gemm].row_index is None else "GatheredGemm"
         return (
             f"class @@Step{self.step.index}({base}):\n"
             f"    _epi_ops = (\n{made}    )\n"

@@ -21,7 +21,7 @@ class StepResources(Writer):
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
         self.step = step
-        self.grouped = len(self.nodes[step.gemm].args) > 2
+        self.grouped = self.nodes[step.gemm].offsets is not None
         self.own = self.steps.types[step.gemm].kind == "experts"
         self.sums = self.accumulated()
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]

@@ -231,17 +231,18 @@ class _Counter(Writer):
         return tuple(floor for _, floor in sorted(found, key=lambda f: f[0]))
 
     def gemm(self, step: GemmStep) -> StepFloor:
-        operands = self.nodes[step.gemm].args
+        node = self.nodes[step.gemm]
+        operands = node.args
         (held, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[-1]
-        rows = self.extents(step.gemm)[0] if len(operands) > 3 else held
+        rows = self.extents(step.gemm)[0] if node.row_index is not None else held
         fp8 = self.dtype(untransposed(self.program, operands[0])) in OPERANDS
         flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
         read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
-        if len(operands) > 2 and len(self.extents(operands[1])) == 3:
+        if node.offsets is not None and len(self.extents(operands[1])) == 3:
             # Matrices of experts without rows are not read. At most as many are read as there are rows.
             experts, weight = self.extents(operands[1])[0], untransposed(self.program, operands[1])
             read[self.names[weight]] = read[self.names[weight]] // experts * min(experts, rows)
-        if len(operands) > 3:  # an index of few rows reads no others
+        if node.row_index is not None:  # an index of few rows reads no others
             read[self.names[operands[0]]] = read[self.names[operands[0]]] // held * min(held, rows)
         return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
 

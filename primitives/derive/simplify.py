@@ -361,11 +361,12 @@ class Simplifier(Trace):
         The row sums equal those of A * (C @ B'), and the column sums equal those of B * (A' @ C)."""
         node = self.nodes[summed]
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
-            if self.nodes[product].op != "gemm":
+            gemm = self.nodes[product]
+            if gemm.op != "gemm":
                 continue
-            a, b, *offsets = self.nodes[product].args
-            if len(offsets) > 1 or (offsets and kind == "column"):
+            if gemm.row_index is not None or (gemm.offsets is not None and kind == "column"):
                 continue
+            a, b, *offsets = gemm.args
             kept, left, right = (a, other, b) if kind == "row" else (b, a, other)
             pair: tuple[int | None, ...]
             pair = (left, self.mirrored(right)) if kind == "row" else (self.mirrored(left), right)

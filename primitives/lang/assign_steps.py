@@ -35,8 +35,8 @@ def untransposed(program: Program, operand: int) -> int:
 
 def rows_by_expert(program: Program, gemm: int) -> int:
     """The tensor whose rows the offsets of a GEMM divide: its index, or its first operand in memory."""
-    a, _, _, *index = program.nodes[gemm].args
-    return index[0] if index else untransposed(program, a)
+    node = program.nodes[gemm]
+    return untransposed(program, node.args[0]) if node.row_index is None else node.row_index
 
 
 class _Placer:

@@ -192,6 +192,16 @@ class Node(NamedTuple):
     args: tuple[int, ...] = ()
     attribute: Attribute = None
 
+    @property
+    def offsets(self) -> int | None:
+        """A GEMM's argument that holds the experts' offsets."""
+        return self.args[2] if self.op == "gemm" and len(self.args) > 2 else None
+
+    @property
+    def row_index(self) -> int | None:
+        """A GEMM's argument that names the rows to gather."""
+        return self.args[3] if self.op == "gemm" and len(self.args) > 3 else None
+
 
 class Operation(NamedTuple):
     """The definition of an operation: its typing rule, PyTorch function and CuTeDSL code.
@@ -307,28 +317,26 @@ class Program(NamedTuple):
     def _check_reading(self, node: Node, line: int | None) -> None:
         """Check that only gemm reads fp8, and that indices and offsets are inputs with an integer dtype."""
         for argument in node.args:
-            given = self.input_tensor(argument)
-            if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+            dtype = self._input_dtype(argument)
+            if dtype in OPERANDS and node.op not in ("gemm", "transpose"):
                 name = self.nodes[argument].attribute
                 raise ProgramError(
                     "dtype",
-                    f"input {name!r} is {given.dtype}: only gemm reads that; scale its product instead",
+                    f"input {name!r} is {dtype}: only gemm reads that; scale its product instead",
                     line,
                 )
-        if node.op == "gemm" and len(node.args) > 2:
-            known = self.input_tensor(node.args[2])
-            if known is None or known.dtype != "int32":
-                raise ProgramError("dtype", "gemm's offsets are an input of int32, [E + 1]", line)
-            if any((t := self.input_tensor(a)) is None or t.dtype != "int32" for a in node.args[3:]):
-                raise ProgramError("dtype", "gemm's index is an input of int32, [M]", line)
-        if (how := reduction(node)) and how.selects:
-            known = self.input_tensor(node.args[1])
-            if known is None or known.dtype not in INDICES:
-                raise ProgramError(
-                    "dtype",
-                    f"{node.op}'s index is an input of {' or '.join(INDICES)}, one value a row",
-                    line,
-                )
+        if node.offsets is not None and self._input_dtype(node.offsets) != "int32":
+            raise ProgramError("dtype", "gemm's offsets are an input of int32, [E + 1]", line)
+        if node.row_index is not None and self._input_dtype(node.row_index) != "int32":
+            raise ProgramError("dtype", "gemm's index is an input of int32, [M]", line)
+        if (how := reduction(node)) and how.selects and self._input_dtype(node.args[1]) not in INDICES:
+            raise ProgramError(
+                "dtype", f"{node.op}'s index is an input of {' or '.join(INDICES)}, one value a row", line
+            )
+
+    def _input_dtype(self, index: int) -> str | None:
+        tensor = self.input_tensor(index)
+        return tensor.dtype if tensor else None
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
         """Check that every choice depends on an input's values. If it depended only on sizes and literals,

@@ -308,11 +308,11 @@ class _Cutter:
 
     def check_grouped(self, step: GemmStep) -> None:
         """Check that the epilogue of a GEMM with offsets never combines the rows of two experts."""
-        if len(self.nodes[step.gemm].args) < 3:
+        offsets = self.nodes[step.gemm].offsets
+        if offsets is None:
             return
-        offsets, rows = self.grouped_rows(step.gemm)
-        grouped = (i for i, node in enumerate(self.nodes) if node.op == "gemm" and len(node.args) > 2)
-        if any(other == offsets and extent != rows for other, extent in map(self.grouped_rows, grouped)):
+        alike = (i for i, node in enumerate(self.nodes) if node.offsets == offsets)
+        if len({self.types[rows_by_expert(self.program, i)].shape[0] for i in alike}) > 1:
             message = f"gemm with offsets: {diagnostics.GROUPED['rows']}"
             raise self.fail("grouped", message, step.gemm)
         vectors = {i: self.nodes[i].args[0] for i in step.vectors if self.nodes[i].op == "per_row"}
@@ -329,10 +329,6 @@ class _Cutter:
                 op = self.nodes[nodes[0]].op
                 message = f"{op} of a gemm with offsets: {diagnostics.GROUPED[why]}"
                 raise self.fail("grouped", message, nodes[0])
-
-    def grouped_rows(self, gemm: int) -> tuple[int, Dim]:
-        """The offsets of a GEMM with offsets, and the number of rows that they divide."""
-        return self.nodes[gemm].args[2], self.types[rows_by_expert(self.program, gemm)].shape[0]
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
         """Whether a value depends on one of ``wanted`` within its step."""

@@ -103,17 +103,17 @@ def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
     """The inputs that hold the experts' row offsets, and for each the number of rows that it divides."""
     types = program.types()
     for gemm, node in enumerate(program.nodes):
-        if node.op == "gemm" and len(node.args) > 2:
+        if node.offsets is not None:
             rows = types[rows_by_expert(program, gemm)].shape[0]
-            yield str(program.nodes[node.args[2]].attribute), rows
+            yield str(program.nodes[node.offsets].attribute), rows
 
 
 def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
     """The inputs that index rows, and for each the number of rows from which it gathers."""
     types = program.types()
     for node in program.nodes:
-        if node.op == "gemm" and len(node.args) > 3:
-            yield str(program.nodes[node.args[3]].attribute), types[node.args[0]].shape[0]
+        if node.row_index is not None:
+            yield str(program.nodes[node.row_index].attribute), types[node.args[0]].shape[0]
 
 
 def check_offsets(

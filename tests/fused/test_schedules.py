@@ -206,10 +206,11 @@ def test_a_gpu_that_is_no_hopper_is_refused(
     assert counted == []
 
 
-def test_tensors_of_two_devices_are_refused() -> None:
-    how = Typed(ops.defined["gemm_rmsnorm_swiglu"].program, False)
-    with pytest.raises(LaunchError, match="w is on meta, not cpu"):
-        launcher(how.program)(how, drawn(8) | {"w": torch.zeros(128, 64, device="meta")})
+def test_tensors_of_two_devices_are_not_launched(counted: list[dict[str, int]]) -> None:
+    given = drawn(8) | {"w": torch.zeros(128, 64, device="meta").bfloat16()}
+    with pytest.raises(ValueError, match="on cpu, meta; move them to one device"):
+        ops.defined["gemm_rmsnorm_swiglu"].on_cuda(*given.values())
+    assert counted == []
 
 
 def test_misaligned_tensors_are_copied() -> None:
