@@ -7,12 +7,13 @@ logits again.
 The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the
 target's logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of
 the results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the
-target's weight is added in fp32. If a row's exponentials would overflow, its rows are computed again from
-their log-sum-exp.
+target's weight is added in fp32. If a row's exponentials overflow, which takes a loss above 120, everything is
+computed again, with exponentials relative to the log-sum-exp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import log
 from typing import Any
@@ -91,50 +92,86 @@ def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def _forward(
     h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dw = torch.zeros(w.shape if weight else (0,), dtype=torch.float32, device=w.device)
-    total, gradients = h.new_zeros((), dtype=torch.float32), list[Tensor]()
-    for at in range(0, len(h), ROWS):
-        own = (t[at : at + ROWS] for t in (h, target, chosen, logit))
-        loss, dh, dw = _some_rows(*own, w=w, dw=dw, stream=stream, weight=weight)
-        total += loss
-        gradients += dh
-    return total, torch.cat(gradients) if gradients else h.new_empty(0, dtype=torch.float32), dw
+    """The host asks once whether exponentials overflowed, after it has enqueued everything. The answer is on
+    its way before the last two products, so that the GPU computes while the host waits."""
+    run = partial(_pass, h, w, target, chosen, logit, stream, weight)
+    # While a CUDA graph records, no value can be read.
+    if h.dtype == torch.float16 or (h.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return run(twice=True)[0]
+    found, overflowed = run(twice=False)
+    if overflowed():
+        del found
+        found, _ = run(twice=True)
+    return found
 
 
-def _some_rows(
+def _pass(
     h: Tensor,
+    w: Tensor,
     target: Tensor,
     chosen: Tensor,
     logit: Tensor,
-    *,
-    w: Tensor,
-    dw: Tensor,
     stream: bool,
     weight: bool,
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The rows' summed loss, the stream's gradient if it is wanted, and ``dw`` plus the weight's gradient."""
-    first = partial(EXPONENTIALS.run, h, w, target)
-    shift = logit + SHIFT
-    others, lse = first(shift)
-    if _overflows(lse - shift, h.dtype):
-        del others
-        shift = lse - AGAIN
+    twice: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], bool]]:
+    """The summed loss with the stream's and the weight's gradients if they are wanted, and whether the
+    gradients' exponentials overflowed. ``twice``: the exponentials are computed again from the rows'
+    log-sum-exp, and cannot overflow."""
+    dw = torch.zeros(w.shape if weight else (0,), dtype=torch.float32, device=w.device)
+    total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
+    gradients, overflowed = list[Tensor](), lambda: False
+    for at in range(0, len(h), ROWS):
+        own, *vectors, some = (t[at : at + ROWS] for t in (h, target, logit, chosen))
+        first = partial(EXPONENTIALS.run, own, w, vectors[0])
+        shift = vectors[1] + SHIFT
         others, lse = first(shift)
+        if twice:
+            del others
+            shift = lse - AGAIN
+            others, lse = first(shift)
+        scale, pull, total, over = _factors(lse, shift, *vectors, total, over)
+        overflowed = overflowed if twice else _on_its_way(over)
+        gradients += [STREAM_GRADIENT.run(others, w, scale, some, pull)] if stream else []
+        if weight:
+            scaled_rows, pulled_rows, index = _weighted(own, scale, pull, vectors[0])
+            dw = WEIGHT_GRADIENT.run(others, scaled_rows, dw).index_add_(0, index, pulled_rows)
+    dh = torch.cat(gradients) if gradients else h.new_empty(0, dtype=torch.float32)
+    return (total, dh, dw), overflowed
+
+
+@fused_on_gpu
+def _factors(
+    lse: Tensor, shift: Tensor, target: Tensor, logit: Tensor, total: Tensor, over: Tensor
+) -> tuple[Tensor, ...]:
+    """The factors of the rows' exponentials and of their targets' weights, ``total`` plus the rows' losses,
+    and whether exponentials may have overflowed."""
     counts = target != IGNORED
     scale = torch.where(counts, (shift - lse).exp(), 0.0)
     pull = torch.where(counts, torch.expm1(logit - lse), 0.0)
-    dh = [STREAM_GRADIENT.run(others, w, scale, chosen, pull)] if stream else []
-    if weight:
-        dw = WEIGHT_GRADIENT.run(others, (h * scale[:, None]).to(h.dtype), dw)
-        dw.index_add_(0, target.clamp(min=0), h * pull[:, None])
-    return torch.where(counts, lse - logit, 0.0).sum(), dh, dw
+    losses = torch.where(counts, lse - logit, 0.0)
+    return scale, pull, total + losses.sum(), over | (lse - shift > MOST).any()
 
 
-def _overflows(excess: Tensor, dtype: torch.dtype) -> bool:
-    """Whether exponentials may have overflowed. While a CUDA graph records, no value can be read."""
-    if dtype == torch.float16 or (excess.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return True
-    return bool((excess > MOST).any())
+@fused_on_gpu
+def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The rows times each factor, and each row's place in the weight's gradient."""
+    return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
+
+
+def _on_its_way(flag: Tensor) -> Callable[[], bool]:
+    """A function that returns the flag's value. It waits for the flag alone, not for what is enqueued
+    later."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    there, arrived = flag.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(flag.device))
+
+    def value() -> bool:
+        arrived.synchronize()
+        return bool(there)
+
+    return value
 
 
 def _fake(

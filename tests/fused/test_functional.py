@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from layer_parts import PARTS, Counted, Where, gradients, loss_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from coda_agent.fused import chains, functional, loss, ops
@@ -122,17 +122,49 @@ def test_a_summed_loss_does_its_rows_in_parts(
     given = PARTS["summed loss"].drawn(30, where.dtype, where.device)
     given["w"].data *= scale
     monkeypatch.setattr(loss, "ROWS", 8)
-    asked, overflows = list[bool](), loss._overflows
-
-    def noted(excess: Tensor, dtype: torch.dtype) -> bool:
-        asked.append(overflows(excess, dtype))
-        return asked[-1]
-
-    monkeypatch.setattr(loss, "_overflows", noted)
+    happened = observed(monkeypatch)
     found, exact = gradients(PARTS["summed loss"].ours, given), truth("summed loss", given)
-    assert len(asked) == 4 and any(asked) == (scale > 1)
+    again = ["loss_exponentials", "loss_exponentials", "loss_stream_gradient", "gemm_grad_accumulate"] * 4
+    assert happened == ["loss_exponentials", *again[2:4]] * 4 + again * (scale > 1)
     for each in exact:
         assert loss_of(found[each], exact[each]) < max(where.close, 4e-6), each
+
+
+def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products of the summed loss as they are enqueued."""
+    happened = list[str]()
+    for op in (loss.EXPONENTIALS, loss.STREAM_GRADIENT, loss.WEIGHT_GRADIENT):
+
+        def run(*arguments: Any, own: Any = op, usual: Any = op.run) -> Any:
+            happened.append(own.program.signature.name)
+            with _disable_current_modes():
+                return usual(*arguments)
+
+        monkeypatch.setattr(op, "run", run)
+    return happened
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_a_summed_loss_reads_one_value_after_all_products(
+    monkeypatch: pytest.MonkeyPatch, where: Where, scale: float
+) -> None:
+    given = {n: t.detach() for n, t in PARTS["summed loss"].drawn(30, where.dtype, where.device).items()}
+    given["w"] *= scale
+    target = torch.arange(30, device=where.device)
+    rows = loss.targets_logits(**given, target=target)
+    monkeypatch.setattr(loss, "ROWS", 8)
+    happened = observed(monkeypatch)
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                happened.append("read")
+            return func(*args, **(kwargs or {}))
+
+    with Reads():
+        loss._forward(*given.values(), target, *rows, True, True)
+    assert happened.count("read") == 1 and happened.index("read") == 12
+    assert len(happened) == 13 + 16 * (scale > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
