@@ -21,6 +21,7 @@ from torch.nn import functional as nn_f
 from coda_agent.fused import functional, loss, stack
 from coda_agent.fused.chains import Begun, kept, remade
 from coda_agent.fused.heads import heads
+from coda_agent.fused.norm import rms_norm
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -216,6 +217,14 @@ def _watched(attention: Any) -> bool:
 def _norm(module: Any, centered: bool) -> functional.Norm:
     weight = 1.0 + module.weight.float() if centered else module.weight
     return functional.Norm(weight, getattr(module, "variance_epsilon", None) or module.eps)
+
+
+def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bool) -> Any:
+    """The forward of a model's last norm."""
+    weight = module.weight
+    if type(weight) not in (nn.Parameter, Tensor) or x.dtype != weight.dtype or _unfit(x, [weight]):
+        return usual(x)
+    return rms_norm(x, *_norm(module, centered))
 
 
 def _attended(

@@ -7,8 +7,8 @@ logits again.
 The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the
 target's logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of
 the results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the
-target's weight is added in fp32. If a row's exponentials overflow, which takes a loss above 120, everything is
-computed again, with exponentials relative to the log-sum-exp.
+target's weight is added in fp32. If a row's exponentials overflow, which takes a loss above 120, everything
+is computed again, with exponentials relative to the log-sum-exp.
 """
 
 from __future__ import annotations

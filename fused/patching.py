@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,10 +70,10 @@ class PatchedForward:
 
 
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
-    """Let fused parts compute the decoder layers and the training loss of Hugging Face's Llama, Mistral,
-    Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched, it is patched
-    anew. ``stack``: each layer also computes the first part of the next layer's norm, if it can read that
-    norm's weight; otherwise each layer computes its own norm.
+    """Let fused parts compute the decoder layers, the last norm and the training loss of Hugging Face's
+    Llama, Mistral, Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched,
+    it is patched anew. ``stack``: each layer also computes the first part of the next layer's norm, if it can
+    read that norm's weight; otherwise each layer computes its own norm.
 
     ``keep_reordered``, for serving: weights that a kernel needs in another order are reordered only once.
     Otherwise each call without gradients reorders them. The copies take nearly as much memory as the layers'
@@ -91,6 +92,8 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
             rows = _layer(module, sharded, keep_reordered and not sharded, following.get(module))
         elif huggingface.family(module, "ForCausalLM"):
             rows = _causal(module, sharded)
+        elif huggingface.family(module, "Model") and huggingface.family(module.norm, "RMSNorm"):
+            name, rows = f"{name}.norm".removeprefix("."), _last_norm(module.norm)
         else:
             continue
         for row in rows:
@@ -159,6 +162,13 @@ def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
     why = huggingface.loss_refusal(model, sharded)
     model.forward = PatchedForward(model, huggingface.causal_forward, None)
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
+
+
+def _last_norm(norm: Any) -> list[PatchedPart]:
+    versions.expect("transformers")
+    run = partial(huggingface.norm_forward, centered=huggingface.family(norm, "RMSNorm") == "gemma")
+    norm.forward = PatchedForward(norm, run, None)
+    return [_row(norm, "last norm", "rms_norm", "")]
 
 
 def _row(module: nn.Module, part: str, program: str, why: str) -> PatchedPart:

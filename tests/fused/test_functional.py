@@ -162,7 +162,7 @@ def test_a_summed_loss_reads_one_value_after_all_products(
             return func(*args, **(kwargs or {}))
 
     with Reads():
-        loss._forward(*given.values(), target, *rows, True, True)
+        loss._forward(given["h"], given["w"], target, *rows, stream=True, weight=True)
     assert happened.count("read") == 1 and happened.index("read") == 12
     assert len(happened) == 13 + 16 * (scale > 1)
 
