@@ -16,6 +16,9 @@ from torch import Tensor
 
 from coda_agent.fused import loss
 from coda_agent.fused.chains import NORMED, Begun, Link, begun
+from coda_agent.fused.reordering import packed as packed
+from coda_agent.fused.reordering import paired as paired
+from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
 from coda_agent.primitives.derive import chains
 
 GATED = ("swiglu", "geglu")
@@ -63,17 +66,6 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
-
-
-def paired(first: Tensor, second: Tensor) -> Tensor:
-    """Interleave the rows of two matrices [N, D]; the result is [2*N, D]."""
-    return torch.stack((first, second), 1).flatten(0, 1)
-
-
-def rotary_pairs(weight: Tensor, width: int) -> Tensor:
-    """Reorder rows [heads * width, D]: the two rows of each rotated pair, half a head apart, become
-    adjacent."""
-    return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def rotary_halves(t: Tensor) -> Tensor:

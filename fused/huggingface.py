@@ -43,7 +43,8 @@ PARTS = {
 class Settings(NamedTuple):
     """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
     are rotated directly after their matmul. ``keeps``: reordered weights are kept between calls without
-    gradients. ``next_norm``: the next layer's first norm, if this layer computes its first part."""
+    gradients, and from a forward to its backward. ``next_norm``: the next layer's first norm, if this layer
+    computes its first part."""
 
     activation: str
     centered: bool
@@ -172,7 +173,7 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
             _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
         # A recomputed layer computes its whole norm itself, with other roundings.
-        run = partial(_layer, layer, how._replace(next_norm=None), usual, **kwargs)
+        run = partial(_layer, layer, how._replace(next_norm=None, keeps=False), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)
 
@@ -312,16 +313,11 @@ def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor
     # an inference tensor does not count changes
     if calls_again and not any(w.is_inference() for w in weights):
         return kept(make, *weights)
-    return remade(make, *weights)
+    return make(*weights) if how.keeps else remade(make, *weights)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """The weights of queries, keys and values in one matrix. ``width``: the head width, if queries and keys
-    are rotated; the rows of each rotated pair then become adjacent."""
-    parts = [t.to(dtype) for t in (q, k, v)]
-    if width:
-        parts[:2] = [functional.rotary_pairs(t, width) for t in parts[:2]]
-    return torch.cat(parts)
+    return functional.packed(q.to(dtype), k.to(dtype), v.to(dtype), width)
 
 
 def _paired(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:

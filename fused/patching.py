@@ -75,10 +75,11 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
     it is patched anew. ``stack``: each layer also computes the first part of the next layer's norm, if it can
     read that norm's weight; otherwise each layer computes its own norm.
 
-    ``keep_reordered``, for serving: weights that a kernel needs in another order are reordered only once.
-    Otherwise each call without gradients reorders them. The copies take nearly as much memory as the layers'
-    weights, until ``unpatch``. They are renewed if a weight changes, but changes of its ``data`` are not
-    noticed. Weights that FSDP shards are never copied.
+    ``keep_reordered``: without gradients, weights that a kernel needs in another order are reordered only
+    once; otherwise each call reorders them. The copies take nearly as much memory as the layers' weights,
+    until ``unpatch``. They are renewed if a weight changes, but changes of its ``data`` are not noticed. In
+    training, a step keeps its copies from the forward to the backward; otherwise both reorder the weights,
+    as they do under activation checkpointing. Weights that FSDP shards are never kept.
 
     The model computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for an
     untested version of transformers.

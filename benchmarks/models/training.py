@@ -126,7 +126,7 @@ def arm(name: str, source: nn.Module, kind: str) -> LossArm:
         rotary = code.apply_rotary_pos_emb
         vars(code).update(usual)
     if name.startswith(FUSED):
-        fused.patch(own, stack=name in (STACK, STACK_COMPILED))
+        fused.patch(own, keep_reordered=True, stack=name in (STACK, STACK_COMPILED))
     if name.endswith(AGAIN):
         own.activation_checkpointing_enable()
     run = torch.compile(own) if name in (COMPILED, BOTH, STACK_COMPILED) else own
@@ -367,7 +367,8 @@ PAGE = """# Training with fused parts
 
 A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
 (parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;
-medians, ratios with 95% intervals. The arms that recompute are eager. All arms call PyTorch's causal
+medians, ratios with 95% intervals. The arms that recompute are eager. The other fused arms keep reordered
+weights from the forward to the backward (`keep_reordered=True`). All arms call PyTorch's causal
 attention without a mask: with PyTorch before 2.14, transformers makes a mask under `torch.compile`, and
 attention loses its fast kernel.
 
