@@ -48,7 +48,7 @@ class Effort:
         typer.Option(
             "--quick",
             help="Three rows in one process, without max-autotune, QuACK with our search and CODA's own "
-            "package. Starts nothing that may end after two minutes.",
+            "package. Starts no session that may end after two minutes; compiling is not counted.",
         ),
     ] = False
     processes: Annotated[

@@ -2,10 +2,11 @@
 
 ``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
 every lease, and what ``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare --
-OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``. ``faults`` measures a bundle; meanwhile
-it kills a worker and removes a GPU. ``disturb`` times the controls of a measurement on the first GPU, while
-the second GPU idles, while other cores compile, and while the second GPU measures. Each command writes
-FOLDER/NAME.json. ``benchmarks.models.sharded`` tests training on such a host.
+OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``, and predicts from rows of equal length.
+``faults`` measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times the controls of
+a measurement on the first GPU, while the second GPU idles, while other cores compile, and while the second
+GPU measures. Each command writes FOLDER/NAME.json. ``benchmarks.models.sharded`` tests training on such a
+host.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def compare_command(asked: argparse.Namespace) -> None:
     seconds = round(time.monotonic() - begun, 2)
     sittings = json.loads((asked.results / "results.json").read_text())["sittings"]
     rows = {(each["operator"], each["case"]) for each in sittings}
-    forecast = round(predicted([each["seconds"] for each in sittings], gpus), 2)
+    alone = asked.alone or seconds
+    forecast = round(predicted([alone / len(rows)] * len(rows), gpus), 2)
     what = f"{len(rows)} rows compared on {gpus} GPU(s)"
     keys = ("operator", "case", "process", "seconds")
     found = {
@@ -345,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     compare = commands.add_parser("compare")
     compare.add_argument("--results", type=Path, required=True, help="the folder, as of compare --out")
+    compare.add_argument("--alone", type=float, help="seconds on one GPU, to predict from")
     compare.add_argument("options", nargs="*", help="options of coda-agent compare")
     compare.set_defaults(run=compare_command)
     for name, run in (("measure", measure_command), ("faults", faults_command), ("disturb", disturb_command)):
