@@ -34,6 +34,7 @@ from coda_agent.primitives.lang.trace import Trace
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 PLAIN = {Tensor, torch.nn.Parameter, float}
 NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
+THROUGH = "through"  # the stream that a chain returns beside its result
 
 
 class Begun(NamedTuple):
@@ -132,7 +133,8 @@ class Link:
     matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the same
     chain without them; the backward is the one of ``plain``. ``by_hand``: by inputs whose gradients are
     computed, a function that computes the backward's pointwise part on a GPU, as a matrix and a vector, from
-    what the backward reads and all sizes; None if it does not apply."""
+    what the backward reads and all sizes; None if it does not apply. ``stream``: the input that ``apart``
+    returns."""
 
     def __init__(
         self,
@@ -143,10 +145,12 @@ class Link:
         beside: tuple[str, ...] = (),
         plain: Link | None = None,
         by_hand: Mapping[tuple[str, ...], ByHand] = MappingProxyType({}),
+        stream: str = "",
     ):
         self.name, self.results, self.rows = name, results, rows
         self.returned, self.plain, self.by_hand = results + beside, plain, by_hand
-        self.whole = chain.program(name)
+        self.whole, self.stream = chain.program(name), stream
+        self.through = chain.through(stream).program(name) if stream else self.whole
         forward = _forward(self.whole, tuple(self.whole.outputs))
         declared = self.whole.signature.inputs | forward.signature.inputs
         self.inputs = tuple(declared)
@@ -161,13 +165,16 @@ class Link:
         )
         self._tensors = {n: self.inputs.index(n) for n, t in self.whole.signature.inputs.items() if t.shape}
         self._backwards: dict[tuple[str, ...], Derived] = {}
-        self._stored: dict[tuple[bool, ...], _Stored] = {}
+        self._stored: dict[tuple[tuple[bool, ...], bool], _Stored] = {}
         self._heads: dict[tuple[tuple[str, ...], torch.dtype], PointwiseProgram] = {}
         self._deriving = threading.Lock()
         torch.library.register_autograd(
             f"{ops.NAMESPACE}::{name}", self._backward, setup_context=self._setup, lib=ops.library
         )
-        functions = {"forward": staticmethod(self._forward), "backward": staticmethod(self._backward)}
+        functions = {
+            "forward": staticmethod(self._forward),
+            "backward": staticmethod(self._recorded_backward),
+        }
         self._recorded: Any = type(name, (torch.autograd.Function,), functions)
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
@@ -178,21 +185,36 @@ class Link:
         if wanted:
             ops.check_torch_func()
             # _recorded takes less host time than the operator's autograd
-            found = (self._recorded.apply if _plain(given) else self.op)(*given)
+            found = self._recorded.apply(*given, None) if _plain(given) else self.op(*given)
         else:
             found = self.inference(*given)
         found = found if isinstance(found, tuple) else (found,)
         beside = found[len(self.results) : len(self.returned)]
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
+    def apart(self, sizes: Sequence[int], **inputs: Any) -> tuple[Sequence[Tensor], Tensor]:
+        """The chain's result in parts of these numbers of columns, and its stream for later uses. If autograd
+        alone watches, nothing joins the parts' gradients for a backward by hand, and the backward's program
+        adds the gradient of the later uses."""
+        given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
+        if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
+            ops.check_torch_func()
+            *parts, stream = self._recorded.apply(*given, sizes)
+            return parts, stream
+        (whole,) = self(**inputs)
+        return whole.split(sizes, 1), stream
+
     def derived(self, wrt: tuple[str, ...]) -> Derived:
-        """The backward that computes the gradients of these inputs; it is derived once. Its program of
-        matmuls becomes an operator, named ``NAME_backward_`` plus the inputs' names."""
+        """The backward that computes the gradients of these inputs; it is derived once. With ``through``
+        among them, it adds the gradient of the stream's later uses. Its program of matmuls becomes an
+        operator, named ``NAME_backward_`` plus the inputs' names."""
         if self.plain:
             return self.plain.derived(wrt)
         with self._deriving:
             if wrt not in self._backwards:
-                found = derive(self.whole, SIZES, wrt=wrt, of=self.results)
+                whole, of = (self.through, (THROUGH,)) if THROUGH in wrt else (self.whole, ())
+                inputs = [n for n in wrt if n != THROUGH]
+                found = derive(whole, SIZES, wrt=inputs, of=(*self.results, *of))
                 if found.program:
                     signature = found.program.signature
                     order = Order(tuple(signature.inputs), tuple(signature.outputs))
@@ -212,18 +234,25 @@ class Link:
     def backward_name(self, wrt: tuple[str, ...]) -> str:
         return "_".join((self.plain.name if self.plain else self.name, "backward", *wrt))
 
-    def _forward(self, ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def _forward(self, ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, sizes = arguments
         made = ops.defined[self.name].run(*inputs)
         made = made if isinstance(made, tuple) else (made,)
-        self._setup(ctx, inputs, made)
-        return made[: len(self.returned)]
+        if sizes is None:
+            self._setup(ctx, inputs, made)
+            return made[: len(self.returned)]
+        apart = (*made[0].split(sizes, 1), inputs[self.inputs.index(self.stream)])
+        self._setup(ctx, inputs, made, apart)
+        return apart
 
-    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup(self, ctx: Any, inputs: Sequence[Any], output: Any, apart: tuple[Tensor, ...] = ()) -> None:
         values = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        ctx.stored = stored = self._stored.get(ctx.needs_input_grad) or self._new_stored(ctx.needs_input_grad)
+        ctx.apart, key = bool(apart), (ctx.needs_input_grad, bool(apart))
+        ctx.stored = stored = self._stored.get(key) or self._new_stored(*key)
         ctx.scalars = [values[i] for i in stored.scalars.values()]
         ctx.shapes = [values[i].shape for i in self._tensors.values()]
-        ctx.like = [(t.dtype, t.device, t.shape) for t in values[len(inputs) :][: len(self.results)]]
+        results = apart or values[len(inputs) :][: len(self.results)]
+        ctx.like = [(t.dtype, t.device, t.shape) for t in results]
         saved, ctx.again = list[Tensor](), []
         for i in stored.tensors.values():
             again = getattr(values[i], "_coda_agent_remade", None)
@@ -232,32 +261,39 @@ class Link:
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
 
-    def _new_stored(self, needed: tuple[bool, ...]) -> _Stored:
+    def _new_stored(self, needed: tuple[bool, ...], through: bool) -> _Stored:
         wanted = zip(self.inputs, needed, strict=False)  # torch.library adds an element
-        wrt = tuple(n for n, each in wanted if each and n in self.floats)
+        wrt = (*(n for n, each in wanted if each and n in self.floats), *[THROUGH] * through)
         read = self.derived(wrt).stored if wrt else ()
         declared = self.whole.signature.inputs
         place = {n: i for i, n in enumerate(self.inputs + self.outputs) if n in read}
         scalars = {n: i for n, i in place.items() if n in declared and not declared[n].shape}
         tensors = {n: i for n, i in place.items() if n not in scalars}
-        self._stored[needed] = _Stored(wrt, scalars, tensors)
-        return self._stored[needed]
+        self._stored[needed, through] = _Stored(wrt, scalars, tensors)
+        return self._stored[needed, through]
 
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ops.check_first_derivative()
         wrt, scalars, tensors = ctx.stored
-        coming, found = gradients[: len(self.results)], dict[str, Any]()
+        coming, found = gradients[: len(ctx.like)], dict[str, Any]()
         if wrt and any(each is not None for each in coming):
             saved = iter(ctx.saved_tensors)
             read = [again[0](*islice(saved, again[1])) if again else next(saved) for again in ctx.again]
             known = dict(zip((*scalars, *tensors), (*ctx.scalars, *read), strict=True))
-            for name, gradient, like in zip(self.results, coming, ctx.like, strict=True):
-                known[f"d_{name}"] = _whole(gradient, *like)
+            whole: list[Any] = [_whole(t, *like) for t, like in zip(coming, ctx.like, strict=True)]
+            if ctx.apart:
+                parts, through = whole[:-1], whole[-1]
+                by_hand = self.by_hand and runs_on_gpu(through)
+                whole, known[f"d_{THROUGH}"] = [parts if by_hand else _joined(parts)], through
+            known |= {f"d_{name}": each for name, each in zip(self.results, whole, strict=True)}
             shapes: dict[str, Any] = dict.fromkeys(self.whole.signature.inputs, ())
             shapes |= zip(self._tensors, ctx.shapes, strict=True)
             found = self._run(wrt, known, shapes)
         made = {n: found.get(f"d_{n}") for n in wrt}
         return tuple(made.get(n) for n in self.inputs)
+
+    def _recorded_backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *self._backward(ctx, *gradients), None
 
     def _head(self, wrt: tuple[str, ...], head: Program, dtype: torch.dtype) -> PointwiseProgram:
         """The pointwise part of the backward for these inputs; it is prepared once."""
@@ -270,11 +306,13 @@ class Link:
         self, wrt: tuple[str, ...], head: Program, known: dict[str, Any], sizes: dict[str, int]
     ) -> dict[str, Tensor]:
         """The outputs of the backward's pointwise part."""
-        gradient = known[f"d_{self.results[0]}"]
-        by_hand = self.by_hand.get(wrt) if runs_on_gpu(gradient) else None
+        name = f"d_{self.results[0]}"
+        gradient = known[name] if isinstance(known[name], Tensor) else known[name][0]
+        by_hand = self.by_hand.get(tuple(n for n in wrt if n != THROUGH)) if runs_on_gpu(gradient) else None
         if by_hand and (found := by_hand(known, sizes)):
             types = head.types()
             return {n: found[types[i].kind != "tile"] for n, i in head.outputs.items()}
+        known[name] = _joined(known[name])
         return self._head(wrt, head, gradient.dtype)(known, sizes)
 
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
@@ -297,12 +335,19 @@ def _plain(given: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    return not given[0].is_meta and PLAIN.issuperset(map(type, given))
+    return PLAIN.issuperset(map(type, given))
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
     """The incoming gradient of a result; zeros if no loss uses the result."""
     return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
+
+
+def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Columns side by side."""
+    if isinstance(parts, Tensor):
+        return parts
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
 
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:

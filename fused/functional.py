@@ -8,7 +8,7 @@ each use. So parameters, their gradients and checkpoints keep their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ ATTENTION_IN = {
         chains.attention_in(bias, rotates),
         ("qkv",),
         by_hand={("out", "gamma_in", "w_qkv"): _rotated_back} if rotates else {},
+        stream="out",
     )
     for bias, rotates in ((False, True), (False, False), (True, False))
 }
@@ -146,17 +147,52 @@ def before_attention(
     first ``turned`` columns, which have adjacent pairs (``rotary_pairs``). It cannot be used with a bias.
     ``begun_norm``: the first part of this norm of ``x``, if ``after_attention_with_next_norm`` has computed
     it."""
+    link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
+    (made,) = link(**given)
+    return made.view(*x.shape[:-1], -1)
+
+
+def before_attention_apart(
+    sizes: Sequence[int],
+    x: Tensor,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    turned: int = 0,
+    begun_norm: Begun | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """``before_attention`` in parts of these numbers of columns, and ``x``. If later uses of the stream read
+    this ``x``, one kernel of the backward adds all gradients of the stream."""
+    link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
+    if x.dtype == weight.dtype:
+        parts, stream = link.apart(sizes, **given)
+        x = stream.view(x.shape)
+    else:  # autocast keeps the stream in fp32
+        (made,) = link(**given)
+        parts = made.split(sizes, 1)
+    return [part.view(*x.shape[:-1], -1) for part in parts], x
+
+
+def _projection(
+    x: Tensor,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    turned: int,
+    begun_norm: Begun | None,
+) -> tuple[Link, dict[str, Any]]:
+    """The chain of ``before_attention``, and its inputs."""
     if bias is not None and table is not None:
         raise ValueError("a kernel cannot add a bias before its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
     hg, rstd = begun_norm or begun(flat, norm.weight, norm.eps, weight.dtype)
-    stream = flat.to(weight.dtype)
-    given = {"out": stream, "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps, "b_qkv": bias}
+    given = {"out": flat.to(weight.dtype), "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps}
+    given |= {"b_qkv": bias, NORMED: hg, "rstd_in": rstd}
     if table is not None:
         given |= {"cos_sin": table, "turned": float(turned)}
-    link = ATTENTION_IN[bias is not None, table is not None]
-    (made,) = link(**given, **{NORMED: hg, "rstd_in": rstd})
-    return made.view(*x.shape[:-1], -1)
+    return ATTENTION_IN[bias is not None, table is not None], given
 
 
 def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -204,8 +204,7 @@ def _layer(
         return usual(hidden_states, **own, **kwargs)
     if _watched(layer.self_attn):
         return usual(hidden_states, **own, **kwargs)
-    attended = _attended(layer, how, hidden_states, begun, **own, **kwargs)
-    return _rest(layer, how, attended, hidden_states)
+    return _rest(layer, how, *_attended(layer, how, hidden_states, begun, **own, **kwargs))
 
 
 def _watched(attention: Any) -> bool:
@@ -237,10 +236,10 @@ def _attended(
     cache: Any,
     position_embeddings: Any,
     **kwargs: Any,
-) -> Tensor:
-    """The input of attention's output projection, [..., A]."""
+) -> tuple[Tensor, Tensor]:
+    """The input of attention's output projection, [..., A], and the stream."""
     attention = layer.self_attn
-    q, k, v = _heads(layer, how, x, begun, position_embeddings, cached=cache is not None)
+    (q, k, v), x = _heads(layer, how, x, begun, position_embeddings, cached=cache is not None)
     if cache is not None:
         k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
     config = attention.config
@@ -259,14 +258,14 @@ def _attended(
         **({} if window is None else {"sliding_window": window}),
         **kwargs,
     )
-    return found.reshape(*x.shape[:-1], -1)
+    return found.reshape(*x.shape[:-1], -1), x
 
 
 def _heads(
     layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor], cached: bool
-) -> tuple[Tensor, ...]:
-    """Normed and rotated queries, keys and values, [sequences, heads, length, width] each. ``angles``:
-    cosines and sines."""
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Normed and rotated queries, keys and values, [sequences, heads, length, width] each, and the stream.
+    ``angles``: cosines and sines."""
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     rotated = False
@@ -277,25 +276,32 @@ def _heads(
         usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
         # A cache must have the model's own order of columns, whatever reads it next.
         rotated = usual and how.rotates and not cached
-        packed = _projected(layer, how, x, begun, angles if rotated else None)
         sizes = [part.weight.shape[0] for part in _projections(layer)]
-        if usual and not rotated:
+        one = usual and not rotated  # pass norms and rotates the heads
+        projected, x = _projected(
+            layer, how, x, begun, angles if rotated else None, [sum(sizes)] if one else sizes
+        )
+        if one:
             gammas = (norms[0].weight, norms[1].weight) if norms else None
             eps = norms[0].variance_epsilon if norms else 0.0
-            return heads(packed, cos, sin, sizes[1] // attention.head_dim, gammas, eps)
-        projected = packed.split(sizes, -1)
+            return heads(projected[0], cos, sin, sizes[1] // attention.head_dim, gammas, eps), x
     q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
     if norms:
         q, k = norms[0](q), norms[1](k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return (q, k, v) if rotated else (*how.rotate(q, k, cos, sin), v)
+    return ((q, k, v) if rotated else (*how.rotate(q, k, cos, sin), v)), x
 
 
 def _projected(
-    layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Queries, keys and values side by side, [..., N]. With ``angles``, queries and keys are rotated, and the
-    columns of each rotated pair are adjacent."""
+    layer: Any,
+    how: Settings,
+    x: Tensor,
+    begun: Begun | None,
+    angles: tuple[Tensor, Tensor] | None,
+    sizes: Sequence[int],
+) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values in parts of these numbers of columns, and the stream. With ``angles``, queries
+    and keys are rotated, and the columns of each rotated pair are adjacent."""
     parts, dtype = _projections(layer), _dtype(x)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
@@ -304,7 +310,7 @@ def _projected(
     width = layer.self_attn.head_dim if angles else 0
     packed = _reordered(how, partial(_packed, dtype=dtype, width=width), *weights)
     turned = sum(len(weight) for weight in weights[:2])
-    return functional.before_attention(x, norm, packed, bias, table, turned, begun)
+    return functional.before_attention_apart(sizes, x, norm, packed, bias, table, turned, begun)
 
 
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:

@@ -109,7 +109,8 @@ class Op:
 
     def run(self, *arguments: Any) -> Any:
         """Compute without the dispatcher, on the device of the first argument, which is a tensor."""
-        return (self.on_cuda if arguments[0].is_cuda else self.on_cpu)(*arguments)
+        first = arguments[0]
+        return (self.on_cuda if first.is_cuda else self.fake if first.is_meta else self.on_cpu)(*arguments)
 
     def on_cpu(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)

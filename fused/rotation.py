@@ -114,16 +114,19 @@ def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the chain ``attention_in``, rotated, from its packed gradient
-    ``d_qkv``: dz * rstd, and each row's factor of the stream in the norm's gradient. None if the columns that
-    do not rotate are not as many as those of k."""
+    """The pointwise part of the backward of the chain ``attention_in``, rotated, from its gradient ``d_qkv``,
+    packed or as those of q, k and v: dz * rstd, and each row's factor of the stream in the norm's gradient.
+    None if the columns that do not rotate are not as many as those of k."""
     d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
     width, turned = table.shape[1], int(known["turned"])
-    rest = d.shape[1] - turned
+    rest = z.shape[1] - turned
     if rest <= 0 or turned <= rest or turned % width or rest % width:
         return None
     parts = (turned - rest, rest, rest)
-    gradients = (t.unflatten(1, (-1, width)).transpose(0, 1)[None] for t in d.split(parts, 1))
+    apart = d.split(parts, 1) if isinstance(d, Tensor) else d
+    if tuple(t.shape[1] for t in apart) != parts:
+        return None
+    gradients = (t.unflatten(1, (-1, width)).transpose(0, 1)[None] for t in apart)
     made, sums = rotated_back(tuple(gradients), z.split(parts, 1), table, rstd)
     return made, sums * rstd.square() / -sizes["D"]
 

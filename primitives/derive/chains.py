@@ -60,6 +60,15 @@ class Chain(NamedTuple):
         static = tuple(dict.fromkeys(self.static + other.static))
         return Chain(self.inputs | later, self.outputs | other.outputs, body, static)
 
+    def through(self, stream: str) -> Chain:
+        """The same chain, which also returns one of its inputs, as ``through``. Its backward adds the
+        gradient of the input's later uses to that of the chain's own use."""
+
+        def body(**given: Any) -> dict[str, Any]:
+            return self.body(**given) | {"through": given[stream]}
+
+        return self._replace(outputs=self.outputs | {"through": self.inputs[stream]}, body=body)
+
     def program(self, name: str) -> Program:
         """Trace the chain to a program."""
         inputs, outputs = (

@@ -72,6 +72,9 @@ def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
     for name, each in found.items():
         torch.testing.assert_close(each, usual[name], rtol=0.01, atol=1e-4)
         assert each.dtype == usual[name].dtype
+    apart = d.split([h * width for h in (heads, groups, groups)], 1)
+    for one, other in zip(by_hand(known | {"d_qkv": apart}, sizes), by_hand(known, sizes), strict=True):
+        assert torch.equal(one, other)
     assert by_hand(known | {"turned": 64.0}, sizes) is None
 
 
