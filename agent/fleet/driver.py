@@ -239,7 +239,7 @@ class _OnSlots:
             quack=quack,
             kept=bundle.PackedIncumbent.of(kept) if kept else None,
         )
-        heard = _heard(self.driver.now, self.run.name)
+        heard = _Listener(self.driver.now, self.run.name).gate
         found = measured_on(self.driver.pool, self.gpu, entry, self.driver.measuring, keep, heard)
         if isinstance(found, Unmeasured):
             self.voided = True
@@ -298,13 +298,6 @@ def measured_on(
         fault = found.reason
     pool.controlled(slot, fault)
     return found
-
-
-def _heard(now: dict[str, str], run: str) -> Progress:
-    def heard(gate: str, words: str) -> None:
-        now[run] = f"{gate} {words}"
-
-    return heard
 
 
 @dataclass

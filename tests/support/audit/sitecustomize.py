@@ -7,6 +7,7 @@ import sys
 import candidate_watch
 
 
+# agent.cli.main does the same; its import would cost each watched child more than this saves.
 def _skip_the_last_collection() -> None:
     if "triton" not in sys.modules:  # whose nanobind takes what is left at the end for leaks
         gc.freeze()
