@@ -24,6 +24,7 @@ from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_siz
 from coda_agent.primitives.lang.dims import NAME, Dim
 from coda_agent.primitives.lang.ir import DTYPES, INDICES, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.spec.rules import missing_static
 
 __all__ = ["ScaffoldOptions", "ScaffoldError", "new"]
 
@@ -64,6 +65,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
     draft = _drafted(path.stem, function, options)
     for name, found in infer(draft).items():
         draft.outputs[name] = _output(draft, options, name, found)
+        draft.static += missing_static(draft.outputs[name].shape, draft.inputs.values(), draft.static)
     draft.function = replace(function, notes=proven(draft))
     _initialise(draft, options)
     draft.cases = _cases(draft, _measured_sizes(draft, options))
@@ -206,7 +208,7 @@ def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int
     for dim, description in draft.dims.items():
         parameter = draft.function.sizes.get(dim)
         usual = ROWS if dim in rows else HEADS if dim in heads else WIDTH
-        default = str((parameter and parameter.value) or (64 if dim in draft.static else usual))
+        default = str((parameter.value or (64 if dim in draft.static else usual)) if parameter else usual)
         question = f"{dim} ({description}): size in the timed case"
         sizes[dim] = _answer(options, "dim", dim, question, default, _size)
     return sizes

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
+BLOCK = 16  # the least number of columns that counts as a block of a tile's columns
 PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
@@ -103,11 +104,12 @@ class SpecDraft:
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """Return the dims that shapes only multiply by static dims, such as a number of heads."""
+        """Return the dims that shapes only multiply by static dims or by ``BLOCK`` and more, such as a number
+        of heads."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
-        products = [set(m) for d in extents for m, _ in d.terms]
-        static = set(self.static)
-        return {n for n in self.dims if n not in static and all(m & static for m in products if n in m)}
+        products, static = [term for d in extents for term in d.terms], set(self.static)
+        single = {n for m, number in products if number < BLOCK and not static & {*m} for n in m}
+        return {*self.dims} - static - single
 
     def _objected(self, text: list[str], line: int, message: str) -> ScaffoldError:
         for key in TEXTS:

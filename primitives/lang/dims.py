@@ -67,6 +67,14 @@ class Dim:
             total = total + product
         return total
 
+    def at(self, numbers: Mapping[str, int]) -> Dim:
+        """The polynomial with numbers in place of some dims."""
+        total = Dim({})
+        for monomial, coefficient in self.terms:
+            factor = coefficient * math.prod(numbers.get(name, 1) for name in monomial)
+            total = total + Dim({tuple(name for name in monomial if name not in numbers): factor})
+        return total
+
     def ratio(self, other: Dim) -> tuple[int, int] | None:
         """The ratio (p, q) in lowest terms such that q * self == p * other at all sizes; None if there is
         none."""

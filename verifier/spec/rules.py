@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import keyword
 import math
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Literal, Protocol
 
+from coda_agent.primitives.compiler.lowered import HEAD_GRAIN
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
-from coda_agent.primitives.lang.dims import Unsolvable, named_by_callers, solving_order
+from coda_agent.primitives.lang.dims import Dim, Unsolvable, named_by_callers, solving_order
 from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
@@ -22,12 +25,18 @@ KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by rank
 PARTS = "_parts"  # suffix of an output whose sum is a gradient
 
 
+class Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[Dim, ...]: ...
+
+
 def check(spec: Declared) -> None:
     """Check every rule, in the order of reading a spec."""
     _check_names(spec)
     _check_shapes(spec)
     _check_kinds(spec)
     _check_solvable(spec)
+    _check_columns(spec)
     _check_updates(spec)
     _check_cases(spec)
     _check_text(spec, "reference")
@@ -148,6 +157,38 @@ def _check_solvable(spec: Declared) -> None:
     except Unsolvable as error:
         message = f"dim {error.dim!r} follows from no input's shape; give an input an axis of {error.dim}, "
         raise fault(f"{message}or make it static, which callers then name", "dims", error.dim) from None
+
+
+def _check_columns(spec: Declared) -> None:
+    for name, output in spec.outputs.items():
+        if missing := missing_static(output.shape, spec.inputs.values(), spec.static):
+            said = f"output {name} has {output.shape[-1]} columns, as no product of these inputs; a range of"
+            remedy = f"a product's columns has a static width: add {', '.join(missing)} to static"
+            raise fault(f"{said} {remedy}", "outputs", name, "shape", 1)
+
+
+def missing_static(shape: Sequence[Dim], inputs: Iterable[Shaped], static: Sequence[str]) -> tuple[str, ...]:
+    """The dims that must be static if an output of this shape can only be a range of a tile's columns;
+    nothing if a kernel can compute it otherwise.
+
+    A tile has as many columns as an input's axis has elements, times a power of two (``pairs``, ``join``).
+    A statistic has one column for each head. Heads have at least HEAD_GRAIN columns, so narrower ones would
+    take a product several times as wide. Sizes are compared with numbers in place of static dims.
+    """
+    columns, numbers = shape[-1], dict(zip(static, count(1009, 2), strict=False))
+    missing = tuple(sorted(columns.names - {*static}))
+    if len(shape) != 2 or not missing:
+        return ()
+    for extent in (extent for tensor in inputs for extent in tensor.shape):
+        ratio = extent.at(numbers).ratio(columns.at(numbers))
+        if ratio is None:
+            continue
+        wide, narrow = ratio
+        doubled = (wide & (wide - 1)) == 0 == (narrow & (narrow - 1))
+        grain = 1 if (extent.names | columns.names) & {*static} else HEAD_GRAIN
+        if doubled or 4 * wide % (grain * narrow) == 0:
+            return ()
+    return missing
 
 
 def _check_updates(spec: Declared) -> None:

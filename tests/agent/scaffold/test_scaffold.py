@@ -409,7 +409,15 @@ def test_parts_that_are_no_halves_are_named_as_such(new: Command, body: str) -> 
     (note,) = [line for line in done.err.splitlines() if line.startswith("note: ")]
     assert f"{({2: 'two', 3: 'three'})[PARTED[body]]} contiguous parts" in note
     assert "halves" not in note and "write:" not in note and "column_range" in note
-    load("specs/f.yaml")
+    assert load("specs/f.yaml").static == ("N",)
+
+
+def test_a_number_of_blocks_is_not_guessed_as_a_width(new: Command) -> None:
+    Path("odd.py").write_text("def f(x, w):\n    return x @ w.T\n")
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", "w=128*B,K")
+    assert done.status == 0, done.err
+    cases = load("specs/f.yaml").cases
+    assert [case.sizes["B"] for case in cases] == [32, 32, 13]
 
 
 @pytest.mark.parametrize("number", [2, 3])
