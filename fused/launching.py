@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -48,6 +49,11 @@ class Plans:
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        with self._looking:
+            self._plans.clear()
 
     def get(
         self,
@@ -100,6 +106,14 @@ class Plans:
 
 
 plans = Plans()
+_launchers: WeakSet[Launcher] = WeakSet()
+
+
+def choose_again() -> None:
+    """Forget all plans, so that the next calls choose schedules from the tables as they are now."""
+    plans.clear()
+    for launcher in _launchers:
+        launcher._familiar = FamiliarPlans()
 
 
 @lru_cache(maxsize=256)
@@ -128,6 +142,7 @@ class Launcher:
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
         self._in_order = itemgetter(*map(order.index, inputs))  # a tuple: a GEMM has two inputs
         self._familiar = FamiliarPlans()
+        _launchers.add(self)
 
     def again(self, arguments: Sequence[Any]) -> list[Tensor] | None:
         """New outputs if the arguments are like those of a recent call; otherwise None."""

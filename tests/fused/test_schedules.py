@@ -172,6 +172,19 @@ def test_plans_are_bounded_and_the_last_used_are_kept(counted: list[dict[str, in
     assert [sizes["M"] for sizes in counted] == [8, 16, 24, 32, 16]
 
 
+def test_schedules_are_chosen_again_on_demand(counted: list[dict[str, int]]) -> None:
+    program = ops.defined["gemm_rmsnorm_swiglu"].program
+    launch = launcher(program)
+    launching.choose_again()
+    for _ in range(2):
+        launch(Typed(program, False), drawn(8))
+    assert len(counted) == 1
+    launching.choose_again()
+    assert launch.again([*drawn(8).values()]) is None
+    launch(Typed(program, False), drawn(8))
+    assert len(counted) == 2
+
+
 def test_threads_share_one_plan(counted: list[dict[str, int]]) -> None:
     program, plans, found = ops.defined["gemm_rmsnorm_swiglu"].program, launching.Plans(), list[Any]()
 
