@@ -9,16 +9,18 @@ each use. So parameters, their gradients and checkpoints keep their order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coda_agent.fused import loss
+from coda_agent.fused import loss, ops
 from coda_agent.fused.chains import NORMED, Begun, Link, begun
 from coda_agent.fused.reordering import packed as packed
 from coda_agent.fused.reordering import paired as paired
 from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
+from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import chains
 
 GATED = ("swiglu", "geglu")
@@ -73,6 +75,13 @@ def rotary_halves(t: Tensor) -> Tensor:
     """Reorder columns [..., width]: the two columns of each rotated pair, which are adjacent, move half a
     head apart, as in checkpoints."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+@cache
+def rotates(width: int) -> bool:
+    """Whether ``before_attention`` can rotate heads of this width: some tile must hold whole heads."""
+    (kernel,) = lower(ops.defined[ATTENTION_IN[False, True].name].program).gemms
+    return width in kernel.fitting()
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
@@ -207,6 +216,7 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The sum of ``cross_entropy``, a scalar. Its gradients are computed in the forward, which takes one
     product of the size of the logits less."""
+    ops.check_device("summed_cross_entropy", (h, weight, target))
     return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
 
 

@@ -75,7 +75,9 @@ def settings(layer: Any, keeps: bool = False) -> Settings:
     return Settings(
         activation=ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, ""),
         centered=name == "gemma",
-        rotates=not hasattr(attention, "q_norm") and attention.q_proj.bias is None,
+        rotates=not hasattr(attention, "q_norm")
+        and attention.q_proj.bias is None
+        and functional.rotates(attention.head_dim),
         keeps=keeps,
         rotate=code.apply_rotary_pos_emb,
         eager_attention=code.eager_attention_forward,
@@ -274,6 +276,7 @@ def _heads(
         projected: Any = [part(normed) for part in _projections(layer)]
     else:
         usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
+        usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
         # A cache must have the model's own order of columns, whatever reads it next.
         rotated = usual and how.rotates and not cached
         sizes = [part.weight.shape[0] for part in _projections(layer)]

@@ -8,7 +8,7 @@ order. Operators have no autograd of their own; ``fused.chains`` provides it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,14 @@ def check_first_derivative() -> None:
     """Raise NoBackward if PyTorch records the backward that is running, for a second derivative."""
     if torch.is_grad_enabled():
         raise NoBackward("a fused operation has no second derivative: leave out create_graph=True")
+
+
+def check_device(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError if tensors are on several devices. ``name``: the operator's."""
+    places = {str(tensor.device) for tensor in tensors}
+    if len(places) > 1:
+        found = ", ".join(sorted(places))
+        raise ValueError(f"{name}: its tensors are on {found}; move them to one device")
 
 
 def check_torch_func() -> None:
@@ -76,10 +84,7 @@ class Op:
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
         """The program for these tensors' dtypes: one object per combination of dtypes. Raises TypeError, and
         ValueError for tensors on several devices."""
-        places = {str(inputs[name].device) for name in self.tensors}
-        if len(places) > 1:
-            name, found = self.program.signature.name, ", ".join(sorted(places))
-            raise ValueError(f"{name}: its tensors are on {found}; move them to one device")
+        check_device(self.program.signature.name, (inputs[name] for name in self.tensors))
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
             self._typed.setdefault(key, programs.typed(self.program, key))
@@ -157,7 +162,9 @@ class Op:
 
     def fake(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)
-        how, first = self.typed(inputs), inputs[self.tensors[0]]
+        # torch.compile would otherwise trace a gradient of zero
+        how, _ = self.checked(inputs)
+        first = inputs[self.tensors[0]]
         signature = how.program.signature
         shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in inputs.items()}
         sizes = solve_sizes(signature, shapes, dims)

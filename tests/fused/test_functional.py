@@ -271,6 +271,29 @@ def test_tensors_on_two_devices_are_refused(train: bool) -> None:
             functional.feed_forward(x.requires_grad_(train), norm, up, down, "gelu")
 
 
+@pytest.mark.parametrize("loss", [functional.cross_entropy, functional.summed_cross_entropy])
+def test_a_loss_of_tensors_on_two_devices_is_refused(loss: Any) -> None:
+    h, w, target = torch.randn(4, 16), torch.randn(40, 16), torch.arange(4)
+    for place in range(3):
+        given = [t.to("meta") if i == place else t for i, t in enumerate((h, w, target))]
+        with pytest.raises(ValueError, match="on cpu, meta; move them to one device"):
+            loss(*given)
+
+
+def test_heads_are_rotated_in_the_epilogue_where_a_tile_holds_them() -> None:
+    assert all(map(functional.rotates, (32, 64, 80, 96, 128, 256)))
+    assert not any(map(functional.rotates, (72, 100, 120, 512)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+    x, w = torch.ones(4, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)
+    with pytest.raises(TypeError, match=f"mlp_gelu: h is {dtype}"):
+        functional.feed_forward(x, functional.Norm(w[0], 1e-5), w, w, "gelu")
+    with pytest.raises(TypeError, match=f"{dtype}"):
+        functional.summed_cross_entropy(x, w, torch.arange(4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in SOME if each != "summed loss"])
 def test_opcheck_passes_with_gradients(name: str, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,19 @@ def test_a_tensor_that_requires_grad_is_refused_while_gradients_are_recorded() -
         torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_operator_does_not_drop_a_gradient(backend: str) -> None:
+    torch._dynamo.reset()
+    x, w, rstd = swiglu(torch.bfloat16)
+    op = torch.ops.coda_agent.gemm_rmsnorm_swiglu
+    compiled = torch.compile(lambda *given: op(*given)[1].float().sum(), backend=backend)
+    usual = compiled(x, w, rstd)
+    with pytest.raises(Exception, match="w requires grad, and this operator has no backward"):
+        compiled(x, w.requires_grad_(), rstd).backward()
+    with torch.no_grad():
+        assert torch.equal(compiled(x, w, rstd), usual)
+
+
 def test_strided_inputs_give_the_same_numbers() -> None:
     x, w, rstd = swiglu(torch.bfloat16)
     op = torch.ops.coda_agent.gemm_rmsnorm_swiglu

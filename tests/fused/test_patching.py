@@ -337,6 +337,34 @@ def test_a_stream_in_another_dtype_than_the_weights_goes_the_models_way() -> Non
     assert torch.equal(layer(x, **given), usual)
 
 
+@pytest.mark.parametrize("moved", ["", "self_attn.q_proj", "mlp.up_proj", "input_layernorm"])
+def test_a_layer_with_tensors_on_two_devices_is_refused(moved: str) -> None:
+    model = small_models.model("Llama")
+    layer, x = model.model.layers[0], torch.randn(1, 4, 32)
+    given = {"position_embeddings": model.model.rotary_emb(x, torch.arange(4)[None])}
+    fused.patch(model)
+    layer.get_submodule(moved).to("meta")
+    with pytest.raises((ValueError, RuntimeError), match="cpu.*meta|meta.*cpu"):
+        layer(x, **given)
+
+
+def test_norms_of_heads_with_an_eps_each_are_left_to_the_model() -> None:
+    model = small_models.model("Qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.k_norm.variance_epsilon = 0.5
+    exact, usual = trained(copy.deepcopy(model).double(), tokens()), trained(model, tokens())
+    fused.patch(model)
+    assert faults(trained(model, tokens()), exact, usual) == []
+
+
+def test_heads_that_no_tile_holds_are_rotated_by_the_model() -> None:
+    model = small_models.model("Llama", head_dim=72)
+    exact, usual = trained(copy.deepcopy(model).double(), tokens()), trained(model, tokens())
+    said = {row.part: row.programs for row in fused.patch(model)}
+    assert (said["norm, queries, keys, values"], said["rotation"]) == ("attention_in (derived)", "heads")
+    assert faults(trained(model, tokens()), exact, usual) == []
+
+
 def test_another_activation_is_left_to_the_model() -> None:
     model = small_models.model("Llama", hidden_act="relu")
     exact = trained(copy.deepcopy(model).double(), tokens())
