@@ -72,6 +72,12 @@ STREAM_GRADIENT = _op(
         _stream_gradient,
     ),
 )
+FIRST_WEIGHT_GRADIENT = _op(
+    "loss_weight_gradient",
+    Chain(
+        {"others": "M, V", "h": "M, D"}, {"dw": "V, D: fp32"}, lambda others, h: {"dw": gemm(others.mT, h)}
+    ),
+)
 _program, _order = accepted()["gemm_grad_accumulate"]
 WEIGHT_GRADIENT = ops.Op(_program, _order, _program.signature.inputs, overwrites=True)
 
@@ -118,7 +124,8 @@ def _pass(
     """The summed loss with the stream's and the weight's gradients if they are wanted, and whether the
     gradients' exponentials overflowed. ``twice``: the exponentials are computed again from the rows'
     log-sum-exp, and cannot overflow."""
-    dw = torch.zeros(w.shape if weight else (0,), dtype=torch.float32, device=w.device)
+    # the first rows' product makes dw: to fill it with zeros would take a pass over memory
+    dw = torch.zeros(w.shape if weight and not len(h) else (0,), dtype=torch.float32, device=w.device)
     total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
     gradients, overflowed = list[Tensor](), lambda: False
     for at in range(0, len(h), ROWS):
@@ -135,7 +142,9 @@ def _pass(
         gradients += [STREAM_GRADIENT.run(others, w, scale, some, pull)] if stream else []
         if weight:
             scaled_rows, pulled_rows, index = _weighted(own, scale, pull, vectors[0])
-            dw = WEIGHT_GRADIENT.run(others, scaled_rows, dw).index_add_(0, index, pulled_rows)
+            add = partial(WEIGHT_GRADIENT.run if at else FIRST_WEIGHT_GRADIENT.run, others, scaled_rows)
+            dw = add(dw) if at else add()
+            dw.index_add_(0, index, pulled_rows)
     dh = torch.cat(gradients) if gradients else h.new_empty(0, dtype=torch.float32)
     return (total, dh, dw), overflowed
 
@@ -185,7 +194,7 @@ def _fake(
         if stream:
             STREAM_GRADIENT.fake(others, w, logit, chosen, logit)
         if weight:
-            WEIGHT_GRADIENT.fake(others, some, dw)
+            WEIGHT_GRADIENT.fake(others, some, FIRST_WEIGHT_GRADIENT.fake(others, some))
     dh = h.new_empty(h.shape if stream else (0,), dtype=torch.float32)
     return h.new_empty((), dtype=torch.float32), dh, dw
 
@@ -205,11 +214,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.dtypes = h.dtype, w.dtype
     ctx.wanted = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros for the gradients' gradients would be as large as the weight
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """The gradients of the sum, times the sum's own."""
     ops.check_first_derivative()
+    assert gradient is not None  # ``summed`` returns nothing else
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
     return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
 

@@ -31,7 +31,7 @@ def test_what_a_model_calls_is_what_it_runs(family: str) -> None:
     fused.patch(real)
     ran = own_operators(lambda: trained(real, tokens(2, 12), use_cache=False))
     found = ahead.called(ahead.training(on_meta(family), 2, 12))
-    loss = ["loss_exponentials", "loss_stream_gradient", "gemm_grad_accumulate"]
+    loss = ["loss_exponentials", "loss_stream_gradient", "loss_weight_gradient", "gemm_grad_accumulate"]
     assert "summed_loss" in ran
     names = sorted({re.sub("_backward.*", "_backward", n) for n in ran if n != "summed_loss"} | {*loss})
     assert sorted(bound.program.signature.name for bound in found) == names

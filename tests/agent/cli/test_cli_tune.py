@@ -71,10 +71,10 @@ def test_the_schedules_of_a_model_are_kept_by_program(
         tune, "tuned_schedules", lambda source, *_: {g.step: Schedule() for g in source.lowered.gemms}
     )
     assert command("tune", tmp_path, "2x12").status == 0
-    assert len(command("tune", tmp_path, "2x12", "--training").out.splitlines()) == 7
+    assert len(command("tune", tmp_path, "2x12", "--training").out.splitlines()) == 8
     rows = [row for row in schedules.known() if row.gpu == "H"]
     schedules.known.cache_clear()
     names = {"attention_in_rotated", "attention_in_rotated_backward", "block_swiglu", "block_swiglu_backward"}
-    names |= {"loss_exponentials", "loss_stream_gradient", "gemm_grad_accumulate"}
+    names |= {"loss_exponentials", "loss_stream_gradient", "loss_weight_gradient", "gemm_grad_accumulate"}
     assert {row.kernel for row in rows} == names
     assert all(row.shape[0] for row in rows)
