@@ -283,7 +283,7 @@ class Link:
             whole: list[Any] = [_whole(t, *like) for t, like in zip(coming, ctx.like, strict=True)]
             if ctx.apart:
                 parts, through = whole[:-1], whole[-1]
-                by_hand = self.by_hand and runs_on_gpu(through)
+                by_hand = self.by_hand and len(parts) > 1 and runs_on_gpu(through)
                 whole, known[f"d_{THROUGH}"] = [parts if by_hand else _joined(parts)], through
             known |= {f"d_{name}": each for name, each in zip(self.results, whole, strict=True)}
             shapes: dict[str, Any] = dict.fromkeys(self.whole.signature.inputs, ())

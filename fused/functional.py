@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coda_agent.fused import loss, ops
-from coda_agent.fused.chains import NORMED, Begun, Link, begun
+from coda_agent.fused import heads, loss, ops
+from coda_agent.fused.chains import NORMED, Begun, ByHand, Link, begun
 from coda_agent.fused.reordering import packed as packed
 from coda_agent.fused.reordering import paired as paired
 from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
@@ -51,12 +51,17 @@ def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[T
     return rotation.of_a_chain(known, sizes)
 
 
+def _by_hand(bias: bool, rotates: bool) -> dict[tuple[str, ...], ByHand]:
+    """The pointwise parts of backwards that a GPU computes by hand."""
+    return {} if bias else {("out", "gamma_in", "w_qkv"): _rotated_back if rotates else heads.of_a_chain}
+
+
 ATTENTION_IN = {
     (bias, rotates): Link(
         "_".join(("attention_in", *["bias"] * bias, *["rotated"] * rotates)),
         chains.attention_in(bias, rotates),
         ("qkv",),
-        by_hand={("out", "gamma_in", "w_qkv"): _rotated_back} if rotates else {},
+        by_hand=_by_hand(bias, rotates),
         stream="out",
     )
     for bias, rotates in ((False, True), (False, False), (True, False))
@@ -171,8 +176,8 @@ def before_attention_apart(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """``before_attention`` in parts of these numbers of columns, and ``x``. If later uses of the stream read
-    this ``x``, one kernel of the backward adds all gradients of the stream."""
+    """``before_attention`` in parts [tokens, n] of these numbers of columns, and ``x``. If later uses of the
+    stream read this ``x``, one kernel of the backward adds all gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)
@@ -180,7 +185,7 @@ def before_attention_apart(
     else:  # autocast keeps the stream in fp32
         (made,) = link(**given)
         parts = made.split(sizes, 1)
-    return [part.view(*x.shape[:-1], -1) for part in parts], x
+    return list(parts), x
 
 
 def _projection(

@@ -113,11 +113,13 @@ def _backward_heads(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of some heads of one token, and return that of the halves of the norm's weight."""
+    """Compute the gradient of some heads of one token. Return that of the halves of the norm's weight and, if
+    there is a norm, the sum of the heads' values times their gradients."""
     cos_a, cos_b = _halves(cos, HALF)
     sin_a, sin_b = _halves(sin, HALF)
     total_a = tl.zeros((HALF,), tl.float32)
     total_b = tl.zeros((HALF,), tl.float32)
+    total = 0.0
     if NORMED:
         gamma_a, gamma_b = _halves(gamma, HALF)
     for first in range(0, heads, BLOCK):
@@ -132,8 +134,9 @@ def _backward_heads(  # type: ignore[no-untyped-def]
             da, db = da * gamma_a, db * gamma_b
             mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
             da, db = (da - a * mean) * rstd, (db - b * mean) * rstd
+            total += tl.sum((da * a + db * b) / rstd)
         _store(out, heads, first, da, db, HALF, BLOCK)
-    return total_a, total_b
+    return total_a, total_b, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,6 +149,7 @@ def _backward(  # type: ignore[no-untyped-def]
     q_gamma,
     k_gamma,
     d_gamma,
+    sums,
     cos,
     sin,
     tokens,
@@ -178,24 +182,30 @@ def _backward(  # type: ignore[no-untyped-def]
         sequence, at = token // length, token % length
         start = token * (heads + 2 * groups) * width
         c, s = cos + token % period * width, sin + token % period * width
-        more_a, more_b = _backward_heads(
+        more_a, more_b, total = _backward_heads(
             *(dq + sequence * dq_sequence + at * dq_row, dq_head, z + start, out + start, q_gamma),
             *(c, s, heads, eps, HALF, NORMED, BLOCK),
         )
         q_a += more_a
         q_b += more_b
         start += heads * width
-        more_a, more_b = _backward_heads(
+        more_a, more_b, more = _backward_heads(
             *(dk + sequence * dk_sequence + at * dk_row, dk_head, z + start, out + start, k_gamma),
             *(c, s, groups, eps, HALF, NORMED, BLOCK),
         )
         k_a += more_a
         k_b += more_b
+        total += more
         start += groups * width
         for first in range(0, groups, BLOCK):
             own = dv + sequence * dv_sequence + at * dv_row
             a, b = _load(own, groups, first, dv_head, HALF, BLOCK)
             _store(out + start, groups, first, a, b, HALF, BLOCK)
+            if NORMED:
+                value_a, value_b = _load(z + start, groups, first, 2 * HALF, HALF, BLOCK)
+                total += tl.sum(a * value_a + b * value_b)
+        if NORMED:
+            tl.store(sums + token, total)
     if NORMED:
         d_gamma += tl.program_id(0) * 4 * HALF
         tl.store(d_gamma + column, q_a)
@@ -234,17 +244,19 @@ def backward(
     groups: int,
     gammas: Sequence[Tensor | None],
     eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of ``packed`` and of the norms' weights."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of ``packed`` and of the norms' weights, and the sum of each token's values of ``packed``
+    times their gradients, [tokens] in fp32. Without norms, only the first."""
     d = [t if t.stride(-1) == 1 else t.contiguous() for t in gradients]
     sequences, length, columns = packed.shape
     width, tokens = cos.shape[-1], sequences * length
     normed, programs = gammas[0] is not None, min(PROGRAMS, tokens)
     read = [packed if gamma is None else gamma for gamma in gammas]
     out, d_gamma = torch.empty_like(packed), cos.new_empty(programs, 2, width, dtype=torch.float32)
+    sums = cos.new_empty(tokens if normed else 0, dtype=torch.float32)
     launch: Any = _backward[programs,]
     launch(
-        *(*d, packed, out, *read, d_gamma, cos, sin, tokens, length, cos.numel() // width),
+        *(*d, packed, out, *read, d_gamma, sums, cos, sin, tokens, length, cos.numel() // width),
         *(columns // width - 2 * groups, groups, eps),
         *(t.stride(axis) for t in d for axis in range(3)),
         HALF=width // 2,
@@ -252,6 +264,6 @@ def backward(
         BLOCK=BLOCK,
     )
     if not normed:
-        return out, None, None
+        return out, None, None, None
     q, k = (t.type_as(gamma) for t, gamma in zip(d_gamma.sum(0), gammas, strict=True) if gamma is not None)
-    return out, q, k
+    return out, q, k, sums

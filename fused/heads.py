@@ -6,7 +6,8 @@ In PyTorch, each step would be a pass of its own, with intermediate tensors in f
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,25 @@ from torch import Tensor
 from coda_agent.fused.pointwise import runs_on_gpu
 
 Three = tuple[Tensor, Tensor, Tensor]
+_ATTRIBUTE = "_coda_agent_row_sums"
+
+
+class RowSums(NamedTuple):
+    """What the gradient of a projection carries for the norm before it: the sum of each row's values times
+    their gradients [tokens], and how often the gradient had been changed in place."""
+
+    sums: Tensor
+    changes: int
+
+
+def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
+    """The pointwise part of the backward of the chain ``attention_in``: its gradient, and each row's factor
+    of the stream in the norm's gradient. None if the gradient carries no sums of its rows."""
+    d, rstd = known["d_qkv"], known["rstd_in"]
+    found: RowSums | None = getattr(d, _ATTRIBUTE, None)
+    if found is None or found.changes != d._version:
+        return None
+    return d, found.sums * rstd.square() / -sizes["D"]
 
 
 def heads(
@@ -24,7 +44,7 @@ def heads(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Three:
-    """Split ``packed`` [sequences, length, (H + 2 * groups) * width] into queries [sequences, H, length,
+    """Split ``packed`` [sequences * length, (H + 2 * groups) * width] into queries [sequences, H, length,
     width], and keys and values [sequences, groups, length, width]. RMSNorm queries and keys by head, and
     rotate them; values stay as they are.
 
@@ -42,7 +62,7 @@ def plainly(
     packed: Tensor, cos: Tensor, sin: Tensor, groups: int, norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> Three:
     """``heads`` in PyTorch."""
-    z = packed.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2)
+    z = packed.unflatten(1, (-1, cos.shape[2])).unflatten(0, (-1, cos.shape[1])).transpose(1, 2)
     q, k, v = z.split((z.shape[1] - 2 * groups, groups, groups), 1)
     c, s = (t[:, None].float() for t in (cos, sin))
 
@@ -65,7 +85,7 @@ class _InOnePass(torch.autograd.Function):
         from coda_agent.fused import head_kernels
 
         *gammas, eps = norms
-        packed, cos, sin = (t.contiguous() for t in (packed, cos, sin))
+        packed, cos, sin = (t.contiguous() for t in (packed.unflatten(0, (-1, cos.shape[1])), cos, sin))
         ctx.save_for_backward(packed, cos, sin, *gammas)
         ctx.groups, ctx.eps = groups, eps
         return head_kernels.forward(packed, cos, sin, groups, gammas, eps)
@@ -76,5 +96,8 @@ class _InOnePass(torch.autograd.Function):
         from coda_agent.fused import head_kernels
 
         packed, cos, sin, *gammas = ctx.saved_tensors
-        made = head_kernels.backward(gradients, packed, cos, sin, ctx.groups, gammas, ctx.eps)
-        return made[0], None, None, None, *made[1:], None
+        d, *d_gammas, sums = head_kernels.backward(gradients, packed, cos, sin, ctx.groups, gammas, ctx.eps)
+        d = d.flatten(0, 1)
+        if sums is not None:
+            setattr(d, _ATTRIBUTE, RowSums(sums, d._version))
+        return d, None, None, None, *d_gammas, None

@@ -288,7 +288,7 @@ def _heads(
             gammas = (norms[0].weight, norms[1].weight) if norms else None
             eps = norms[0].variance_epsilon if norms else 0.0
             return heads(projected[0], cos, sin, sizes[1] // attention.head_dim, gammas, eps), x
-    q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in projected)
+    q, k, v = (t.reshape(*x.shape[:-1], -1, attention.head_dim) for t in projected)
     if norms:
         q, k = norms[0](q), norms[1](k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -303,8 +303,8 @@ def _projected(
     angles: tuple[Tensor, Tensor] | None,
     sizes: Sequence[int],
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values in parts of these numbers of columns, and the stream. With ``angles``, queries
-    and keys are rotated, and the columns of each rotated pair are adjacent."""
+    """Queries, keys and values in parts [tokens, n] of these numbers of columns, and the stream. With
+    ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
     parts, dtype = _projections(layer), _dtype(x)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])

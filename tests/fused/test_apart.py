@@ -9,7 +9,7 @@ import torch
 from layer_parts import EPS, KEYS, TURNED, WIDTH, Where, loss_of
 from torch import Tensor
 
-from coda_agent.fused import ahead, chains, functional, ops
+from coda_agent.fused import ahead, chains, functional, heads, ops
 from coda_agent.primitives.compiler.lower import lower
 
 D, ROWS = 16, 12
@@ -41,7 +41,8 @@ def apart(leaves: dict[str, Tensor], rotates: bool) -> list[Tensor]:
 
 
 def together(leaves: dict[str, Tensor], rotates: bool) -> list[Tensor]:
-    return [*functional.before_attention(*given(leaves, rotates)).split(SIZES, -1), leaves["x"]]
+    whole = functional.before_attention(*given(leaves, rotates))
+    return [*whole.flatten(0, -2).split(SIZES, 1), leaves["x"]]
 
 
 def gradients(results: list[Tensor], leaves: dict[str, Tensor], used: set[int]) -> dict[str, Tensor]:
@@ -88,3 +89,32 @@ def test_the_backward_adds_the_streams_gradient_in_its_program(bias: bool, rotat
     derived = link.derived(wrt)
     assert not derived.left and not derived.saves
     assert lower(ops.defined[link.backward_name(wrt)].program).text
+
+
+def test_sums_that_a_gradient_carries_replace_the_derived_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, leaves = functional.ATTENTION_IN[False, False], drawn(False)
+
+    class Rotation(torch.autograd.Function):
+        """Stands for what norms and rotates heads on a GPU."""
+
+        @staticmethod
+        def forward(ctx: Any, packed: Tensor) -> Tensor:
+            ctx.save_for_backward(packed)
+            return packed * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (packed,) = ctx.saved_tensors
+            d = gradient * 2
+            setattr(d, heads._ATTRIBUTE, heads.RowSums((d * packed).sum(1), d._version))
+            return d
+
+    def run() -> dict[str, Tensor]:
+        (packed,), stream = functional.before_attention_apart((sum(SIZES),), *given(leaves, False))
+        return gradients([Rotation.apply(packed), stream], leaves, {0, 1})
+
+    usual = run()
+    monkeypatch.setattr(chains, "runs_on_gpu", lambda _: True)
+    monkeypatch.setattr(link, "_head", None)  # the derived pass
+    for name, each in run().items():
+        assert loss_of(each, usual[name]) < 1e-6, name

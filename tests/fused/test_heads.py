@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_agent.fused.heads import _InOnePass, plainly
+from coda_agent.fused.heads import _InOnePass, of_a_chain, plainly
 
 SHAPES = [(2, 4, 2, 9, 64), (1, 9, 3, 5, 128), (3, 2, 2, 4, 32)]  # sequences, heads, groups, length, width
 HERE, EPS = Path(__file__), 1e-5
@@ -23,7 +23,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     torch.manual_seed(2)
     angle = torch.rand(1, length, width // 2).repeat(1, 1, 2) * 6
     gammas = [torch.rand(width, dtype=dtype) + 0.5 for _ in range(2)]
-    packed = torch.randn(sequences, length, (heads + 2 * groups) * width, dtype=dtype)
+    packed = torch.randn(sequences * length, (heads + 2 * groups) * width, dtype=dtype)
     return packed, angle.cos().to(dtype), angle.sin().to(dtype), gammas
 
 
@@ -34,7 +34,7 @@ def test_equals_hugging_face(normed):
     packed, cos, sin, gammas = drawn(SHAPES[0], torch.float32)
     sequences, heads, groups, length, width = SHAPES[0]
     parts = packed.split([n * width for n in (heads, groups, groups)], -1)
-    q, k, v = (t.unflatten(-1, (-1, width)) for t in parts)
+    q, k, v = (t.view(sequences, length, -1, width) for t in parts)
     if normed:
         norms = [Qwen3RMSNorm(width, EPS) for _ in gammas]
         for norm, gamma in zip(norms, gammas, strict=True):
@@ -69,7 +69,16 @@ def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
         torch.manual_seed(3)
         coming = [torch.randn_like(t) for t in made]
         coming[0] = coming[0].contiguous()  # attention's gradients may have another layout
-        found.append([*made, *torch.autograd.grad(made, own, coming)])
+        d, *d_gammas = torch.autograd.grad(made, own, coming)
+        sums = [(d.float() * own[0].detach()).sum(1)] if normed else []
+        if in_one_pass and normed:  # the gradient carries them through autograd
+            rstd = torch.rand(len(d)) + 0.5
+            carried = of_a_chain({"d_qkv": d, "rstd_in": rstd}, {"D": 48})
+            assert carried and carried[0] is d
+            sums = [carried[1] * -48 / rstd.square()]
+            d.add_(0)
+            assert of_a_chain({"d_qkv": d, "rstd_in": rstd}, {"D": 48}) is None
+        found.append([*made, d, *d_gammas, *sums])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
 
