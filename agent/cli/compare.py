@@ -247,6 +247,7 @@ def _check(drawing: Drawing) -> None:
 
 def _print(view: View, drawing: Drawing) -> None:
     from coda_agent.comparison.drawing import markdown
+    from coda_agent.comparison.drawing.sheets import rivals
     from coda_agent.comparison.drawing.summary import against
     from coda_agent.comparison.drawing.terminal import table
 
@@ -259,6 +260,6 @@ def _print(view: View, drawing: Drawing) -> None:
         echo(json.dumps(told, indent=1, default=lambda loss: loss.model_dump()))
         return
     setup.console(False).print(table(view.results, columns=view.columns))
-    for rival in markdown.rivals(view.lines):
+    for rival in rivals(view.lines):
         echo(str(against(view.lines, rival)))
     echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts in the same folder")

@@ -25,7 +25,7 @@ from coda_agent.comparison.competitors import (
     UPSTREAM,
 )
 from coda_agent.comparison.drawing.cells import Cell, TableRow
-from coda_agent.comparison.drawing.markdown import ABSENT, mark, marks
+from coda_agent.comparison.drawing.sheets import ABSENT, mark, marks
 from coda_agent.comparison.drawing.summary import SHARED, RowRatio, against, ordered
 from coda_agent.verifier.statistics import Interval
 

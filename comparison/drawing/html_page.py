@@ -12,7 +12,7 @@ from coda_agent.agent.reporting.pages import page as render
 from coda_agent.comparison.competitors import COLUMNS, LLM
 from coda_agent.comparison.drawing.cells import NAMES, Empty, TableRow, lines
 from coda_agent.comparison.drawing.charts import TITLES
-from coda_agent.comparison.drawing.markdown import (
+from coda_agent.comparison.drawing.sheets import (
     ABSENT,
     CLAIMED,
     MIB,

@@ -1,107 +1,48 @@
-"""A comparison as Markdown: its tables, and the whole page.
-
-A number in a cell refers to a note below the tables, which describes the cell or says why it is empty.
-"""
+"""A comparison as Markdown: its tables, and the whole page."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
-from coda_agent.comparison.competitors import (
-    COLUMNS,
-    COMPILE,
-    EAGER,
-    HUMAN,
-    LLM,
-    MATMUL,
-    REFERENCE_ARM,
-    ROOFLINE,
-    UPSTREAM,
-    Column,
-    composed,
-)
+from coda_agent.comparison.competitors import COMPILE, HUMAN, LLM, composed
 from coda_agent.comparison.drawing import summary
-from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, TableRow, lines, timed
+from coda_agent.comparison.drawing.cells import NAMES, TableRow, lines
+from coda_agent.comparison.drawing.sheets import (
+    ABSENT,
+    CLAIMED,
+    SUMMARY,
+    VERDICT,
+    CellText,
+    Notes,
+    Sheet,
+    claimed,
+    columns_of,
+    legend,
+    ratios,
+    rivals,
+    sheets,
+    summed,
+)
 from coda_agent.comparison.drawing.summary import (
-    ALONE,
-    BELOW,
-    DOUBTED,
-    LAYERS,
     NOTHING,
-    OUTCOMES,
-    RIVALS,
     WHOLE,
     CheckedClaim,
-    RowRatio,
     Summary,
     against,
-    below,
     conditions_text,
-    doubts,
     findings,
-    ratio_text,
 )
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
 
-ABSENT, INDIRECT = "–", "†"
-IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, which the measured peak rates do not allow"
-BESIDE = {REFERENCE_ARM: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # reference arms
-FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
-MEAN = f"geometric mean of time over {LLM}'s [95%]"
 HEADLINE = ("operator", "sizes", "`torch.compile`", "QuACK")
-SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
-CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
-MIB = 2**20
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters with a meaning in Markdown anywhere in a line
-BOLD = (
-    f"Bold: the fastest column of a row, by the ratios below. {MATMUL} and {ROOFLINE} do not count, because "
-    "they do less work."
-)
-CLOCKS = (
-    f"If a ratio has {INDIRECT}, the two times come from different sessions, in which the GPU's clock rate "
-    "may have differed."
-)
-
-
-@dataclass(frozen=True)
-class CellText:
-    """The text of a cell. ``best``: it is the fastest of its row. ``notes``: the numbers of its notes."""
-
-    text: str
-    best: bool = False
-    notes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table. ``says`` describes its figures. Each row has an operator, a case and one entry per column."""
-
-    title: str
-    says: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, str, tuple[CellText, ...]], ...]
-
-
-@dataclass
-class Notes:
-    """Notes, numbered from 1 in the order of first use."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def of(self, *texts: str) -> tuple[int, ...]:
-        return tuple(self.numbers.setdefault(text, len(self.numbers) + 1) for text in texts if text)
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return ((place, text) for text, place in self.numbers.items())
 
 
 def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
@@ -124,7 +65,7 @@ def brief(results: Results, columns: Collection[str] = NAMES) -> str:
     if not found:
         return f"{NOTHING}\n"
     notes = Notes()
-    parts = [f"{plain(conditions_text(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
+    parts = [f"{plain(conditions_text(results))}\n", _sheet(ratios(found, notes)), *_notes(notes)]
     return "\n".join([*parts, *_summaries(found)])
 
 
@@ -170,197 +111,9 @@ def marked(path: Path) -> str:
     return text
 
 
-def columns_of(found: Sequence[TableRow]) -> tuple[str, ...]:
-    """The columns that have cells in these rows."""
-    return tuple(name for name in NAMES if any(name in line.cells for line in found))
-
-
-def rivals(found: Sequence[TableRow]) -> tuple[str, ...]:
-    """The summary's columns that have cells in these rows. CODA's own package is included only if it has
-    figures, because few machines have it."""
-    there = [name for name in RIVALS if name in columns_of(found)]
-    return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
-
-
-def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
-    """The tables of these rows, and the notes to which their cells refer."""
-    notes, names = Notes(), columns_of(found)
-    return [
-        _filled(
-            "Milliseconds",
-            " ".join([BOLD, *clocks(found, names)]),
-            found,
-            names,
-            notes,
-            _milliseconds,
-            lambda line: f"{number(line.roofline)}",
-        ),
-        _ratios(found, notes),
-        _filled(
-            "Error against fp64",
-            "The RMS error of the worst output, in multiples of the error that every kernel must make. For a "
-            "layer: the RMS error of the worst output or gradient against fp32, in multiples of eager "
-            "PyTorch's error. Notes name outputs that a column does not compute.",
-            found,
-            tuple(name for name in names if name != MATMUL),
-            notes,
-            _error,
-        ),
-        _filled(
-            "Peak memory, MiB",
-            "The peak memory of a call, without its inputs.",
-            found,
-            names,
-            notes,
-            lambda line, cell: f"{cell.bytes / MIB:,.1f}",
-        ),
-    ], notes
-
-
-def _ratios(found: Sequence[TableRow], notes: Notes) -> Sheet:
-    names = tuple(name for name in columns_of(found) if name != LLM)
-    says = f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
-    return _filled(
-        f"Time over {LLM}'s",
-        " ".join([says, *marks(found, names)]),
-        found,
-        names,
-        notes,
-        _ratio,
-        _over_roofline,
-    )
-
-
-def mark(row: RowRatio) -> str:
-    """The marks to show after a row's ratio."""
-    return (INDIRECT if row.indirect else "") + doubts([row])
-
-
-def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A sentence for each mark that these columns' ratios have."""
-    rows = _row_ratios(found, columns)
-    beside = dict.fromkeys(
-        BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
-    )
-    told = {
-        f"{INDIRECT}: the two were never measured in the same session, so the ratio is computed through "
-        f"{' or '.join(beside)}, which is in both sessions; the interval covers both steps.": bool(beside),
-        f"{ALONE}: measured in one process, which does not show the variation between processes: neither a "
-        "win nor a loss.": any(row.alone for _, row in rows),
-        f"{DOUBTED}: one of the two times {IMPOSSIBLE}: neither a win nor a loss.": any(
-            row.doubted for _, row in rows
-        ),
-    }
-    return [sentence for sentence, needed in told.items() if needed]
-
-
-def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A warning about these columns' times if one of their ratios is indirect."""
-    return [CLOCKS] if any(row.indirect for _, row in _row_ratios(found, columns)) else []
-
-
-def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:
-    """All ratios of these columns."""
-    return [
-        (line, row)
-        for line in found
-        for name in columns
-        if (cell := line.cell(name)) and (row := RowRatio.of(line, cell))
-    ]
-
-
-def fastest(line: TableRow) -> str | None:
-    """The row's fastest column, by ratio. Columns that compute only part of the row, or have an impossible
-    time, do not count."""
-
-    def slowness(name: str) -> float:
-        cell = line.cell(name)
-        assert cell is not None
-        return cell.against.estimate if cell.against else 1.0 if line.cell(LLM) else cell.milliseconds
-
-    able = [name for name in NAMES if name != MATMUL and (cell := line.cell(name)) and not below(line, cell)]
-    return min(able, key=slowness, default=None)
-
-
-def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The rows of the summary under the headings SUMMARY: operators, kinds of kernels, totals, whole
-    layers."""
-    tallies = (*found.operators, *found.kinds, *found.totals)
-    return [
-        (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
-        for tally in sorted(tallies, key=lambda tally: tally.name in (*WHOLE, LAYERS))
-    ]
-
-
-def claimed(finding: CheckedClaim) -> tuple[str, ...]:
-    """The row of a claim under the headings CLAIMED."""
-    claim = finding.claim
-    span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
-    return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
-
-
-def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
-    """Remarks on a cell: its arm (unless it is the column's first), its note, and whether its time is
-    impossible."""
-    impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
-    arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
-    return arm, cell.note, impossible if below(line, cell) else ""
-
-
 def plain(text: str) -> str:
     """Escape text so that Markdown shows it as it is, on one line: no markup, HTML, link or extra cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
-
-
-def _filled(
-    title: str,
-    says: str,
-    found: Sequence[TableRow],
-    columns: tuple[str, ...],
-    notes: Notes,
-    text: Callable[[TableRow, Cell], str],
-    bound: Callable[[TableRow], str] | None = None,
-) -> Sheet:
-    """A sheet with the ``text`` of every cell. ``bound``: add a last column with the roofline."""
-
-    def entry(line: TableRow, column: str) -> CellText:
-        cell = line.cells.get(column, Empty("not measured"))
-        if isinstance(cell, Empty):
-            return CellText(ABSENT, notes=notes.of(cell.reason))
-        timed = text is _milliseconds
-        numbers = notes.of(*noted(line, column, cell)) if timed or text is _error else ()
-        return CellText(text(line, cell), timed and column == fastest(line), numbers)
-
-    rows = tuple(
-        (
-            line.operator,
-            line.case,
-            (*(entry(line, column) for column in columns), *([CellText(bound(line))] if bound else [])),
-        )
-        for line in found
-    )
-    return Sheet(title, says, (*columns, ROOFLINE) if bound else columns, rows)
-
-
-def _milliseconds(line: TableRow, cell: Cell) -> str:
-    return number(cell.milliseconds)
-
-
-def _ratio(line: TableRow, cell: Cell) -> str:
-    row = RowRatio.of(line, cell)
-    return f"{ratio_text(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
-
-
-def _over_roofline(line: TableRow) -> str:
-    own = line.cell(LLM)
-    return f"{line.roofline / own.milliseconds:.3f}" if own else ABSENT
-
-
-def _error(line: TableRow, cell: Cell) -> str:
-    return f"{max(loss.yardsticks for loss in cell.losses.values()):.2f}" if cell.losses else ABSENT
-
-
-# ── As Markdown ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _legend(results: Results, names: Sequence[str]) -> str:
@@ -370,23 +123,6 @@ def _legend(results: Results, names: Sequence[str]) -> str:
 def _notes(notes: Notes) -> list[str]:
     listed = "".join(f"{place}. {plain(text)}\n" for place, text in notes)
     return [f"**Notes**\n\n{listed}"] if listed else []
-
-
-BOUND = "the least time that bytes and FLOPs allow at this machine's measured peak rates"
-
-
-def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
-    """Each column's name and description."""
-    have = timed(results)
-    return [(c.name, _explained(c, have)) for c in COLUMNS if c.name in names] + [(ROOFLINE, BOUND)]
-
-
-def _explained(column: Column, have: Collection[str]) -> str:
-    """A column's description. If several of its arms have figures, it names these arms and the default
-    arm."""
-    arms = [arm for arm in column.arms if arm in have]
-    which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} unless a note names another)"
-    return column.what + (which if len(arms) > 1 else "")
 
 
 def _sheet(sheet: Sheet) -> str:
@@ -419,12 +155,6 @@ def _summary(found: Summary) -> str:
 def _claims(found: Sequence[CheckedClaim]) -> str:
     rows = [[plain(cell) for cell in claimed(finding)] for finding in found]
     return f"**The paper's claims**\n\n{VERDICT}\n\n{markdown_table(CLAIMED, rows)}"
-
-
-VERDICT = (
-    f"Ratios are times over {LLM}'s, as above. A row is below or above a claim if its whole interval is, and "
-    f"within the claim otherwise. A row from one process, or marked {DOUBTED}, is undecided."
-)
 
 
 def _operator_code(operator: str) -> str:

@@ -16,7 +16,7 @@ from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison.competitors import LLM
 from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, TableRow, lines
-from coda_agent.comparison.drawing.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
+from coda_agent.comparison.drawing.sheets import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
 from coda_agent.comparison.drawing.summary import NOTHING, RowRatio, ordered
 from coda_agent.comparison.results import Results
 

@@ -30,7 +30,8 @@ from coda_agent.comparison.drawing import charts
 from coda_agent.comparison.drawing.cells import Cell, Empty, TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from coda_agent.comparison.drawing.html_page import page
-from coda_agent.comparison.drawing.markdown import brief, markdown, sheets, summed
+from coda_agent.comparison.drawing.markdown import brief, markdown
+from coda_agent.comparison.drawing.sheets import sheets, summed
 from coda_agent.comparison.drawing.summary import (
     CLAIMS,
     RowRatio,

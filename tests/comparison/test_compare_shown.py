@@ -31,7 +31,8 @@ from coda_agent.comparison.drawing import summary
 from coda_agent.comparison.drawing.cells import TableRow, lines
 from coda_agent.comparison.drawing.charts import draw
 from coda_agent.comparison.drawing.html_page import page
-from coda_agent.comparison.drawing.markdown import markdown, plain, sheets
+from coda_agent.comparison.drawing.markdown import markdown, plain
+from coda_agent.comparison.drawing.sheets import sheets
 from coda_agent.comparison.drawing.summary import (
     CLAIMS,
     NOTHING,
