@@ -10,7 +10,7 @@ from benchmarks.programs import ROOT, forward
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program, Type
-from coda_agent.primitives.lang.ops.elementwise import covers
+from coda_agent.primitives.lang.ops.operators import covers
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.spec.model import Spec

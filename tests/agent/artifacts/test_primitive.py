@@ -176,7 +176,7 @@ def test_a_page_of_the_form_is_merged_as_it_is(begun: runs.Run) -> None:
     assert not lacking
     added = [line[1:] for line in path.read_text().splitlines() if line.startswith("+")]
     entry = "\n".join(added[added.index("def softsign(x):") :])
-    assert entry.startswith(f"def softsign(x):\n    {PAGE}\n\n\n")
+    assert entry.startswith(f"def softsign(x):\n    {PAGE}\n")
 
 
 def test_what_a_page_lacks_is_said() -> None:

@@ -20,7 +20,7 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.trace import trace_source
 
 FILE = '''
-from coda_agent.primitives.lang.ops.elementwise import elementwise
+from coda_agent.primitives.lang.ops.operators import elementwise
 
 
 @elementwise(
