@@ -1,4 +1,4 @@
-"""Decoder layers and losses of Hugging Face models, computed by fused parts.
+"""Decoder layers of Hugging Face models, computed by fused parts.
 
 A layer has three parts: the norm with queries, keys and values; the output projection; the norm with the MLP.
 A part is fused if its projections are plain ``torch.nn.Linear``. Otherwise the model computes the part
@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as nn_f
 
-from coda_agent.fused import functional, loss, stack
+from coda_agent.fused import functional, stack
 from coda_agent.fused.chains import Begun, kept, remade
 from coda_agent.fused.heads import heads
-from coda_agent.fused.norm import rms_norm
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {
@@ -93,7 +91,7 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
         yield path, module
 
 
-def _plain(module: nn.Module, sharded: bool) -> str:
+def not_plain(module: nn.Module, sharded: bool) -> str:
     """Why the model must compute a projection itself; empty if the projection is plain. ``sharded``: the
     weight is complete whenever the module runs."""
     if type(module) is not nn.Linear:
@@ -126,7 +124,7 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
             return f"{path} has hooks"
         if not path.endswith("_proj"):
             continue
-        if why := _plain(module, sharded):
+        if why := not_plain(module, sharded):
             return f"{path} {why}"
         if module.bias is not None and part != "in":
             return f"{path} has a bias"
@@ -136,9 +134,9 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
     return ""
 
 
-def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
+def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     """Why PyTorch must compute with these tensors; empty if fused parts can."""
-    dtype, others = _dtype(x), {_dtype(w) for w in weights}
+    dtype, others = matmul_dtype(x), {matmul_dtype(w) for w in weights}
     if others != {dtype}:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
     if x.device.type == "cuda":
@@ -151,7 +149,7 @@ def _unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     return ""
 
 
-def _dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a matmul of this tensor is computed. Autocast does not change fp64."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
@@ -200,7 +198,7 @@ def _layer(
         "position_embeddings": position_embeddings,
     }
     begun = stack.take(hidden_states, layer)
-    why = _unfit(hidden_states, (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight))
+    why = unfit(hidden_states, (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight))
     if why:
         _warn(why)
         return usual(hidden_states, **own, **kwargs)
@@ -216,17 +214,9 @@ def _watched(attention: Any) -> bool:
     return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
 
 
-def _norm(module: Any, centered: bool) -> functional.Norm:
+def norm_of(module: Any, centered: bool) -> functional.Norm:
     weight = 1.0 + module.weight.float() if centered else module.weight
     return functional.Norm(weight, getattr(module, "variance_epsilon", None) or module.eps)
-
-
-def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bool) -> Any:
-    """The forward of a model's last norm."""
-    weight = module.weight
-    if type(weight) not in (nn.Parameter, Tensor) or x.dtype != weight.dtype or _unfit(x, [weight]):
-        return usual(x)
-    return rms_norm(x, *_norm(module, centered))
 
 
 def _attended(
@@ -305,11 +295,11 @@ def _projected(
 ) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values in parts [tokens, n] of these numbers of columns, and the stream. With
     ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
-    parts, dtype = _projections(layer), _dtype(x)
+    parts, dtype = _projections(layer), matmul_dtype(x)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     table = functional.angles(*angles, x.shape[:-1]).to(dtype) if angles else None
-    norm = _norm(layer.input_layernorm, how.centered)
+    norm = norm_of(layer.input_layernorm, how.centered)
     width = layer.self_attn.head_dim if angles else 0
     packed = _reordered(how, partial(_packed, dtype=dtype, width=width), *weights)
     turned = sum(len(weight) for weight in weights[:2])
@@ -335,18 +325,18 @@ def _paired(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
     """The part of the layer after attention."""
-    out, mlp, dtype = layer.self_attn.o_proj, layer.mlp, _dtype(x)
+    out, mlp, dtype = layer.self_attn.o_proj, layer.mlp, matmul_dtype(x)
     if refusal(layer, how, "mlp"):
         h = x + out(a)
         return h + mlp(layer.post_attention_layernorm(h))
-    norm = _norm(layer.post_attention_layernorm, how.centered)
+    norm = norm_of(layer.post_attention_layernorm, how.centered)
     up = _reordered(how, partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
     down = mlp.down_proj.weight.to(dtype)
     if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
         given = (a, x, norm, out.weight, up, down, how.activation)
         if not _begins_next(layer, how):
             return functional.after_attention(*given)
-        following = _norm(how.next_norm, how.centered)
+        following = norm_of(how.next_norm, how.centered)
         made, begun = functional.after_attention_with_next_norm(*given, following)
         return stack.hand_over(made, how.next_norm, begun)
     h = x + out(a)
@@ -362,59 +352,3 @@ def _begins_next(layer: Any, how: Settings) -> bool:
     if why := stack.refusal(layer, how.next_norm):
         _warn(why)
     return not why
-
-
-def loss_refusal(model: Any, sharded: bool = False) -> str:
-    """Why a causal model's loss is not fused; empty if it is."""
-    head = model.lm_head
-    if why := _plain(head, sharded):
-        return f"lm_head {why}"
-    if head.bias is not None:
-        return "lm_head has a bias"
-    if head._forward_hooks or head._forward_pre_hooks:
-        return "lm_head has hooks"
-    if getattr(model.config, "final_logit_softcapping", None):
-        return "logits are soft-capped"
-    if model.loss_function.__name__ != "ForCausalLMLoss":
-        return f"the loss is {model.loss_function.__name__}"
-    return ""
-
-
-def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal model. When it trains on labels, the loss is fused and there are no logits."""
-    keeps = kwargs.get("logits_to_keep", 0)
-    usually = (
-        len(args) > 1
-        or not model.training
-        or kwargs.get("labels") is None
-        or isinstance(keeps, Tensor)
-        or keeps != 0
-        or kwargs.get("ignore_index", loss.IGNORED) != loss.IGNORED
-        or loss_refusal(model)
-        or _unfit(model.lm_head.weight, [model.lm_head.weight])
-    )
-    if usually:
-        return usual(*args, **kwargs)
-    own = {n: kwargs.pop(n, None) for n in ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")}
-    asked = kwargs.pop("return_dict", None)
-    found = model.model(*args, **kwargs)
-    total = _loss(found.last_hidden_state, model.lm_head.weight, **own)
-    code = sys.modules["transformers.modeling_outputs"]
-    made = code.CausalLMOutputWithPast(
-        loss=total, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
-    )
-    return made if (model.config.return_dict if asked is None else asked) else made.to_tuple()
-
-
-def _loss(
-    h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
-) -> Tensor:
-    """The sum of all tokens' losses, divided by the number of tokens with a target or by the caller's
-    count."""
-    target = shift_labels
-    if target is None:
-        target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]
-    target = target.to(h.device)
-    total = functional.summed_cross_entropy(h.to(_dtype(h)), weight.to(_dtype(weight)), target)
-    number = (target != loss.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (number.to(total.device) if isinstance(number, Tensor) else number)

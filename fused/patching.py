@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from coda_agent.fused import chains, huggingface, versions
+from coda_agent.fused import causal, chains, huggingface, versions
 from coda_agent.fused import stack as whole_stack
 from coda_agent.fused.huggingface import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
@@ -160,14 +160,14 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
     versions.expect("transformers")
-    why = huggingface.loss_refusal(model, sharded)
-    model.forward = PatchedForward(model, huggingface.causal_forward, None)
+    why = causal.loss_refusal(model, sharded)
+    model.forward = PatchedForward(model, causal.causal_forward, None)
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
 
 
 def _last_norm(norm: Any) -> list[PatchedPart]:
     versions.expect("transformers")
-    run = partial(huggingface.norm_forward, centered=huggingface.family(norm, "RMSNorm") == "gemma")
+    run = partial(causal.norm_forward, centered=huggingface.family(norm, "RMSNorm") == "gemma")
     norm.forward = PatchedForward(norm, run, None)
     return [_row(norm, "last norm", "rms_norm", "")]
 

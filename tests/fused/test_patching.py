@@ -323,7 +323,7 @@ def test_what_a_gpu_does_not_take_goes_the_models_way(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    assert huggingface._unfit(x, [x]) == why
+    assert huggingface.unfit(x, [x]) == why
 
 
 def test_a_stream_in_another_dtype_than_the_weights_goes_the_models_way() -> None:

@@ -1,0 +1,78 @@
+"""The last norm and the training loss of Hugging Face's causal models, computed by fused parts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as nn_f
+
+from coda_agent.fused import functional, loss
+from coda_agent.fused.huggingface import matmul_dtype, norm_of, not_plain, unfit
+from coda_agent.fused.norm import rms_norm
+
+
+def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bool) -> Any:
+    """The forward of a model's last norm."""
+    weight = module.weight
+    if type(weight) not in (nn.Parameter, Tensor) or x.dtype != weight.dtype or unfit(x, [weight]):
+        return usual(x)
+    return rms_norm(x, *norm_of(module, centered))
+
+
+def loss_refusal(model: Any, sharded: bool = False) -> str:
+    """Why a causal model's loss is not fused; empty if it is."""
+    head = model.lm_head
+    if why := not_plain(head, sharded):
+        return f"lm_head {why}"
+    if head.bias is not None:
+        return "lm_head has a bias"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "lm_head has hooks"
+    if getattr(model.config, "final_logit_softcapping", None):
+        return "logits are soft-capped"
+    if model.loss_function.__name__ != "ForCausalLMLoss":
+        return f"the loss is {model.loss_function.__name__}"
+    return ""
+
+
+def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a causal model. When it trains on labels, the loss is fused and there are no logits."""
+    keeps = kwargs.get("logits_to_keep", 0)
+    usually = (
+        len(args) > 1
+        or not model.training
+        or kwargs.get("labels") is None
+        or isinstance(keeps, Tensor)
+        or keeps != 0
+        or kwargs.get("ignore_index", loss.IGNORED) != loss.IGNORED
+        or loss_refusal(model)
+        or unfit(model.lm_head.weight, [model.lm_head.weight])
+    )
+    if usually:
+        return usual(*args, **kwargs)
+    own = {n: kwargs.pop(n, None) for n in ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")}
+    asked = kwargs.pop("return_dict", None)
+    found = model.model(*args, **kwargs)
+    total = _loss(found.last_hidden_state, model.lm_head.weight, **own)
+    code = sys.modules["transformers.modeling_outputs"]
+    made = code.CausalLMOutputWithPast(
+        loss=total, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
+    )
+    return made if (model.config.return_dict if asked is None else asked) else made.to_tuple()
+
+
+def _loss(
+    h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
+) -> Tensor:
+    """The sum of all tokens' losses, divided by the number of tokens with a target or by the caller's
+    count."""
+    target = shift_labels
+    if target is None:
+        target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]
+    target = target.to(h.device)
+    total = functional.summed_cross_entropy(h.to(matmul_dtype(h)), weight.to(matmul_dtype(weight)), target)
+    number = (target != loss.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (number.to(total.device) if isinstance(number, Tensor) else number)
