@@ -24,7 +24,8 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.raw.arithmetic import LINE, answer, known_words
+from coda_agent.primitives.raw.arithmetic import answer
+from coda_agent.primitives.raw.interpreter import LINE, known_words
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier import proposal as proposing
 from coda_agent.verifier import proposal_gates, verify

@@ -22,7 +22,7 @@ from coda_agent.primitives.compiler import lower as lowering
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
-from coda_agent.primitives.raw import arithmetic
+from coda_agent.primitives.raw import arithmetic, interpreter
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier import proposal, proposal_gates
@@ -179,10 +179,10 @@ def test_what_cannot_be_computed_is_refused_with_its_line_and_what_can_be(
     found = verdict(proposed(tmp_path), source)
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("interpret", "arithmetic"), found
     assert found.line and "absf" in source.splitlines()[found.line - 1]
-    assert found.message.startswith("cute.math.absf: ") and found.message.endswith(arithmetic.known_words())
-    assert arithmetic.known_words() in primitive.pack()
+    assert found.message.startswith("cute.math.absf: ") and found.message.endswith(interpreter.known_words())
+    assert interpreter.known_words() in primitive.pack()
     offered = {*lowering.exports()["values"]} - {"LOWEST"}
-    assert offered <= arithmetic.known_functions().keys()
+    assert offered <= interpreter.known_functions().keys()
 
 
 def test_what_functions_compute() -> None:
