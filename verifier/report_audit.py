@@ -7,10 +7,10 @@ demands must be present and within its limits. Times are in milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.errors import ProgramError
@@ -22,10 +22,9 @@ from coda_agent.verifier.baselines.quack import admitted
 from coda_agent.verifier.decision import PROCESSES, InvalidMeasurement, Rows, central, compared, decide
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import FEWEST_SETS, faults
-from coda_agent.verifier.gpu.checks import REPEATS
 from coda_agent.verifier.gpu.telemetry import unread
-from coda_agent.verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
-from coda_agent.verifier.numerics.sizes import TILE, hidden
+from coda_agent.verifier.measure import DEFAULT_ARMS, RETRIES
+from coda_agent.verifier.numerics_audit import ROUNDED, figures_of, first_fault, proofs
 from coda_agent.verifier.report import CANDIDATE, PROTOCOL, Accepted, Ratio, Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
@@ -33,33 +32,6 @@ from coda_agent.verifier.timing import FEWEST
 
 # Fields that every schedule must have. Older reports lack fields that were added later.
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
-# tolerance for rounded figures of numerics, and for the ratio between timings of the same kernel
-ROUNDED = 1e-4
-
-_Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Errors(BaseModel):
-    """One output's worst ratios to the yardstick's error, over families and schedules."""
-
-    rms_ratio: _Statistic
-    tile_ratio: _Statistic
-    element_ratio: _Statistic
-
-
-class _Proved(BaseModel):
-    """One case's figures in the numerics gate."""
-
-    outputs: dict[str, _Errors]
-    families: tuple[str, ...]
-    plans: Annotated[int, Field(ge=1)]
-
-
-class _Steady(BaseModel):
-    """One case's figures in the stability gate."""
-
-    repeats: int
-    plans: int
 
 
 class _Control(BaseModel):
@@ -72,7 +44,6 @@ class _Control(BaseModel):
     faults: tuple[str, ...]
 
 
-_Read = TypeVar("_Read", bound=BaseModel)
 _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
@@ -89,7 +60,7 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
         *_scheduled(name, program, report),
         *(() if timings else _decided(name, spec, program, report)),
         *_controls(name, spec, report),
-        *_proofs(name, spec, program, report),
+        *proofs(name, spec, program, report),
     ]
 
 
@@ -226,7 +197,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
         return [f"{name}: decided again, it is rejected: {failed.message}"]
     except InvalidMeasurement as void:
         return [f"{name}: decided again, it is invalid: {void}"]
-    if figures != _figures(report, "decision"):
+    if figures != figures_of(report, "decision"):
         return [f"{name}: gate decision has other figures than its timings give: measure again"]
     return []
 
@@ -241,7 +212,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
-        return [f"{name}: the controls are none: {_first_fault(error)}: measure again"]
+        return [f"{name}: the controls are none: {first_fault(error)}: measure again"]
     tried = [[c for c in controls if c.process == process] for process in range(processes)]
     if not all(tried) or sum(map(len, tried)) != len(controls):
         return [f"{name}: the controls are not those of {processes} processes: measure again"]
@@ -307,12 +278,12 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
     ratio's interval cannot be recomputed, because it also depends on the controls' rounds, which reports do
     not contain."""
     try:
-        told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
+        told = Ratio.model_validate(figures_of(report, "benchmark").get("against_itself"))
         made = compared(
             [[c.same.estimate] * MIN_ROUNDS for c in controls], [[1.0] * MIN_ROUNDS] * len(controls)
         )
     except ValidationError as error:
-        return [f"gate benchmark does not say how the kernel did against itself: {_first_fault(error)}"]
+        return [f"gate benchmark does not say how the kernel did against itself: {first_fault(error)}"]
     except InvalidMeasurement:
         return ["the controls of a kernel against itself are not ratios"]
     agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
@@ -322,108 +293,3 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
             f"its processes' controls {made.estimate}"
         ]
     return []
-
-
-# Numerics and stability
-
-
-def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden sizes, with the same families,
-    schedules and repeats as the gates."""
-    sizes = {case.name: dict(case.sizes) for case in spec.cases}
-    seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
-    missing = [size for size, seed in seeds.items() if seed is None]
-    if missing:
-        return [f"{name}: the report has no seed of sizes {', '.join(missing)}: measure again"]
-    rows = {HIDDEN: None, ONE_ROW: 1}
-    sizes |= {size: hidden(spec, seed, rows=rows[size]) for size, seed in seeds.items() if seed is not None}
-    found = []
-    for case, at in sizes.items():
-        found += [f"{name}: {words}: measure again" for words in _proof(spec, program, report, case, at)]
-    return found
-
-
-def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dict[str, int]) -> list[str]:
-    try:
-        proved = _of_case(report, "numerics", case, _Proved.model_validate)
-        steady = _of_case(report, "stability", case, _Steady.model_validate)
-    except _Lacking as lacking:
-        return [str(lacking)]
-    found = []
-    if proved.families != (wanted := _families(spec, program, case, sizes)):
-        found.append(
-            f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
-            f"not on {', '.join(wanted)}"
-        )
-    if proved.outputs.keys() != spec.outputs.keys():
-        found.append(f"gate numerics has figures of other outputs than the spec's for case {case}")
-    else:
-        found += _excesses(spec, proved, case, sizes)
-    if steady.repeats != REPEATS or steady.plans != proved.plans:
-        found.append(
-            f"gate stability repeated case {case} {steady.repeats} times on {steady.plans} choices of "
-            f"schedules, not {REPEATS} times on {proved.plans}"
-        )
-    return found
-
-
-class _Lacking(Exception):
-    """A case's figures are missing from a gate, or invalid."""
-
-
-def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read]) -> _Read:
-    try:
-        return read(_figures(report, gate)[case])
-    except KeyError:
-        raise _Lacking(f"gate {gate} has no figures for case {case}") from None
-    except ValidationError as error:
-        raise _Lacking(f"gate {gate} has no figures for case {case}: {_first_fault(error)}") from None
-
-
-def _figures(report: Accepted, gate: str) -> dict[str, Any]:
-    return next((g.figures for g in report.gates if g.gate == gate), {})
-
-
-def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The families of inputs that the protocol runs on a case; a large case or a single row has fewer."""
-    from coda_agent.verifier.numerics.inputs import EVERY
-
-    if case == ONE_ROW:
-        return SINGLE_ROW
-    large = any(c.bench for c in spec.cases if c.name == case) and roofline(program, sizes).flops > FEW_FLOPS
-    return ROUTINE if large else EVERY
-
-
-def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
-    """The outputs whose error exceeds the error gate's limits at these sizes."""
-    found = []
-    for output, errors in proved.outputs.items():
-        for statistic, limit in _limits(spec, output, sizes).items():
-            value = getattr(errors, statistic)
-            if value > limit + ROUNDED:
-                found.append(f"case {case}: output {output!r} has a {statistic} of {value}, over {limit:.4g}")
-    return found
-
-
-def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
-    """The error gate's limits (see ``error_gate.compare``), with the slack for the output's smallest tile."""
-    from coda_agent.verifier.numerics.error_gate import FEW
-    from coda_agent.verifier.numerics.limits import ErrorLimits
-
-    shape = [extent(sizes) for extent in spec.outputs[output].shape] or [1]
-    rows, columns = shape[0], math.prod(shape[1:])
-    limits, count = ErrorLimits(), rows * columns
-    tile = (rows % TILE or TILE) * (columns % TILE or TILE)
-    wider = (spec.tolerance.factor if spec.tolerance else 1.0) * (2.0 ** (10 / count) if count < FEW else 1.0)
-    deviations = limits.deviations * (1 + 1 / rows)
-    slack = {"rms_ratio": count, "tile_ratio": tile, "element_ratio": count}
-    return {
-        statistic: base * wider * (1 + deviations / math.sqrt(n))
-        for (statistic, n), base in zip(slack.items(), limits.ratios(spec.outputs[output].dtype), strict=True)
-    }
-
-
-def _first_fault(error: ValidationError) -> str:
-    """The first fault of a file, and its position."""
-    told = error.errors()[0]
-    return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"
