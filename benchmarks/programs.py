@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 

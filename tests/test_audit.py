@@ -15,7 +15,7 @@ from checkout import PYTHONPATH
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Signature, TensorType
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.verifier.sandbox import jail
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ exec(compile(open(sys.argv[1]).read(), "planted.py", "exec"), planted.__dict__)
 text = open(sys.argv[2]).read()
 import json, coda_agent.primitives
 from coda_agent.primitives.lang.ir import Signature
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.verifier.sandbox import jail
 signature = Signature.from_json(json.loads(sys.argv[3]))
 trace = lambda: jail.trace(text, signature)

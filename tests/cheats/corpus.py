@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.trace import trace_lines
+from coda_agent.primitives.lang.kernel_file import trace_lines
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 

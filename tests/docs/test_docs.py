@@ -15,7 +15,7 @@ import pytest
 from checkout import ROOT
 from commanding import Command
 
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.verifier import loading, proposal
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from coda_agent.primitives.compiler.cubin import Resources
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
 from coda_agent.verifier.decision import central, compared
 from coda_agent.verifier.gates import identity

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from coda_agent import primitives
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Signature
-from coda_agent.primitives.lang.trace import trace_lines
+from coda_agent.primitives.lang.kernel_file import trace_lines
 from coda_agent.primitives.system import sandbox
 from coda_agent.verifier.sandbox import language
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.trace import BUILTINS
+from coda_agent.primitives.lang.kernel_file import BUILTINS
 
 MAX_SOURCE_BYTES = 64 << 10
 MAX_DEPTH = 100  # limit on nested syntax; a sum of n terms is n deep

@@ -269,7 +269,7 @@ from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.raw import arithmetic
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 
 m, n, k = map(Dim.parse, "MNK")
 signature = Signature(

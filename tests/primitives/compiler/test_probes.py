@@ -21,8 +21,8 @@ from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.lowered import subtile
 from coda_agent.primitives.compiler.probe_schedules import PROBES, choices, fits, operand_stages, probes
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.kernel_file import trace_lines
 from coda_agent.primitives.lang.schedule import TILES, Schedule
-from coda_agent.primitives.lang.trace import trace_lines
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier.gates import Failed, Gates, silent
 from coda_agent.verifier.incumbent import Incumbent

@@ -17,7 +17,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import derive
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 
 FILE = '''
 from coda_agent.primitives.lang.ops.operators import elementwise

@@ -21,8 +21,8 @@ from kernels import (
 
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import MAX_NODES, Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
-from coda_agent.primitives.lang.trace import trace_source
 
 INPUTS = {
     "x": tensor("M, K"),

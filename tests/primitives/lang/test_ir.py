@@ -18,8 +18,8 @@ from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, so
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, Signature, register
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.primitives.lang.trace import trace_source
 
 PLAIN = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"o": tensor("M, N")}, c=0.5)
 
@@ -126,7 +126,7 @@ def test_hash_is_the_same_in_every_process() -> None:
     code = (
         "import json, sys\n"
         "from coda_agent.primitives.lang.ir import Signature\n"
-        "from coda_agent.primitives.lang.trace import trace_source\n"
+        "from coda_agent.primitives.lang.kernel_file import trace_source\n"
         "text, data = json.load(sys.stdin)\n"
         "print(trace_source(text, Signature.from_json(data)).hash)\n"
     )

@@ -30,8 +30,8 @@ from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.partition import cut
-from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.primitives.runtime.compile import report
 
 pytestmark = pytest.mark.slow

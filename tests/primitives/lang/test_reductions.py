@@ -18,7 +18,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature
-from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.runtime.compile import _environment
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
 PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")
-TRACER = "coda_agent.primitives.lang.trace"  # executes kernel files for whoever calls it
+TRACER = "coda_agent.primitives.lang.kernel_file"  # executes kernel files for whoever calls it
 CONFINED = ("coda_agent.primitives.raw.child", "_in_child")  # where the child that runs edited texts begins
 POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_edited")

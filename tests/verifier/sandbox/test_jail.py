@@ -18,7 +18,7 @@ from waiting import eventually
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Signature, TensorType
-from coda_agent.primitives.lang.trace import trace_lines, trace_source
+from coda_agent.primitives.lang.kernel_file import trace_lines, trace_source
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced
