@@ -3,16 +3,15 @@ rounded once)."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from coda_agent.verifier.numerics.exactness import matrix, rows_at_once, unequal
+from coda_agent.verifier.numerics.error_sums import ErrorSums, TileSums, measure
+from coda_agent.verifier.numerics.exactness import matrix, unequal
 from coda_agent.verifier.numerics.limits import USUAL, ErrorLimits
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
@@ -22,8 +21,6 @@ from coda_agent.verifier.spec.model import Spec
 
 FEW = 32  # below this many elements, chance can make the yardstick's error 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# half an fp32 ulp, relative to the truth's RMS: smaller yardstick errors count as this much
-FLOOR = 2.0**-24
 # how many such half ulps a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
@@ -32,8 +29,6 @@ REST = 2.0**32
 # a loss above this fraction of an output's RMS is more than one last rounding (to a dtype wider than fp8)
 LOST = 2.0**-8
 ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
-# a loss above this fraction of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
-COARSE = 2.0**-14
 
 
 class OutputError(BaseModel):
@@ -95,7 +90,7 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     """An output's RMS error over the truth's RMS, and over the yardstick's RMS error, in any dtype. Both are
     NaN if some values are finite and should not be, or the reverse. Values that ``compare`` excuses are left
     out."""
-    stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
+    stats, _ = measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
     error, lost = math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count)
@@ -133,75 +128,12 @@ def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, 
     return [error for error in errors if not excused(error.name)]
 
 
-@dataclass
-class _Stats:
-    """Sums over one output on which the gate decides. g is the output, t the truth; e and r are the errors of
-    g and of the yardstick."""
-
-    count: int
-    e2: float = 0.0
-    r2: float = 0.0
-    t2: float = 0.0
-    g2: float = 0.0
-    gt: float = 0.0
-    rt: float = 0.0
-    r2t2: float = 0.0
-    r4: float = 0.0
-    e_max: float = 0.0
-    r_max: float = 0.0
-    wrong: int = 0
-    first_wrong: tuple[int, int] = (0, 0)
-    zeros: int = 0
-
-    @property
-    def floor(self) -> float:
-        return max(FLOOR * math.sqrt(self.t2 / self.count), 2.0**-149)
-
-    @property
-    def effective(self) -> float:
-        """The effective number of elements in the yardstick's error. It equals n if all errors are equally
-        large."""
-        return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
-
-    @property
-    def coarse(self) -> bool:
-        """Whether the yardstick's error is large enough to come from 16-bit operands."""
-        return self.r2 > COARSE**2 * self.t2
-
-    @property
-    def slope(self) -> float:
-        return self.gt / self.t2 if self.t2 else 1.0
-
-    @property
-    def slope_off(self) -> float:
-        """The slope's distance from 1, or from the yardstick's slope if that is nearer. If values repeat
-        along an axis, their roundings repeat too, and then even the yardstick's slope is not 1."""
-        return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
-
-    @property
-    def slope_error(self) -> float:
-        """The slope's standard error, computed from the yardstick's errors."""
-        return math.sqrt(self.r2t2) / self.t2 if self.t2 else 0.0
-
-    def ratio(self, error: float, yard: float) -> float:
-        return error / max(yard, self.floor)
-
-
-@dataclass
-class _Tiles:
-    """For each 128x128 tile, the sums of squared errors and the number of elements."""
-
-    e2: Tensor
-    r2: Tensor
-    count: Tensor
-
-
 def _judge(
     spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: ErrorLimits, exact: bool
 ) -> OutputError:
     declared = spec.outputs[name].dtype
     _expect_type(name, got, truth, DTYPES[declared])
-    stats, tiles = _measure(matrix(got), matrix(truth), matrix(yard), DTYPES[declared])
+    stats, tiles = measure(matrix(got), matrix(truth), matrix(yard), DTYPES[declared])
     factor = spec.tolerance.factor if spec.tolerance else 1.0
     base = limits.shared if limits.shared and declared == "fp32" and stats.coarse else limits.ratios(declared)
     count = stats.effective if limits.effective else stats.count
@@ -254,74 +186,6 @@ def _expect_type(name: str, got: Tensor, truth: Tensor, dtype: torch.dtype) -> N
         raise ValueError(f"output {name!r} is {got.dtype} {list(got.shape)}; it must be {wanted}")
 
 
-def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[_Stats, _Tiles]:
-    stats = _Stats(count=truth.numel())
-    rows = rows_at_once(truth)
-    parts = [
-        _accumulate(stats, i, got[i : i + rows], truth[i : i + rows], yard[i : i + rows], dtype)
-        for i in range(0, truth.shape[0], rows)
-    ]
-    e2, r2, count = (torch.cat(column) for column in zip(*parts, strict=True))
-    return stats, _Tiles(e2, r2, count)
-
-
-def _accumulate(
-    stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add one block of rows to ``stats``; return its tiles' sums of e^2 and r^2, and their element counts."""
-    t, g, y = (values.double() for values in (truth, got, yard))
-    e, r = g - t, y - t
-    largest = [_largest(values) for values in (t, e, r)]
-    # fp8 saturates, so every finite value fits
-    most = math.inf if dtype.itemsize == 1 else torch.finfo(dtype).max
-    if not all(map(math.isfinite, largest)) or largest[0] > most:
-        rounded = truth if dtype.itemsize == 1 else truth.to(dtype)
-        usable = _usable(stats, start, rounded.isfinite(), g, t, y)
-        t, g, e, r = (values.where(usable, 0.0) for values in (t, g, e, r))
-        largest = [_largest(values) for values in (t, e, r)]
-    if g.count_nonzero() < g.numel():
-        stats.zeros += int(((g == 0) & (t != 0)).sum())
-    stats.e_max, stats.r_max = max(stats.e_max, largest[1]), max(stats.r_max, largest[2])
-    stats.g2 += _dot(g, g)
-    stats.gt += _dot(g, t)
-    stats.t2 += _dot(t, t)
-    rt = r * t
-    stats.rt += float(rt.sum())
-    stats.r2t2 += _dot(rt, rt)
-    e2, r2 = e.square_(), r.square_()
-    stats.r4 += _dot(r2, r2)
-    tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2.shape, e2.device)
-    stats.e2 += float(tiles[0].sum())
-    stats.r2 += float(tiles[1].sum())
-    return tiles
-
-
-def _largest(values: Tensor) -> float:
-    """The largest magnitude, or NaN if any value is NaN."""
-    low, high = map(float, values.aminmax())
-    return max(-low, high)  # PyTorch makes both NaN
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(a.reshape(-1).dot(b.reshape(-1)))
-
-
-def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
-    """The positions where values can be compared; wrong values are counted in ``stats``. ``holds`` marks
-    where the dtype can represent the truth. Elsewhere a kernel may overflow too, so its values are not
-    compared."""
-    ok, known = got.isfinite(), yard.isfinite()
-    same_infinity = (got == t) | (got.isnan() & t.isnan())
-    lost, excused = holds & ~ok, holds & ~known
-    wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
-    if count := int(wrong.sum()):
-        if not stats.wrong:
-            row, column = divmod(int(wrong.flatten().int().argmax()), t.shape[1])
-            stats.first_wrong = (start + row, column)
-        stats.wrong += count
-    return holds & ok & known
-
-
 def _off_by_themselves(
     got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
 ) -> list[str]:
@@ -361,30 +225,7 @@ def _loudness(size: Tensor) -> Tensor:
     return (rows * columns / usual.square()).clamp_min(1.0).sqrt()
 
 
-def _tile_sums(values: Tensor) -> Tensor:
-    """[R, C] -> sums over 128x128 tiles, including the ragged ones at the edges."""
-    if max(values.shape) <= TILE:
-        return values.sum().double().reshape(1, 1)
-    return _strip_sums(_strip_sums(values).mT).mT.double()
-
-
-def _strip_sums(values: Tensor) -> Tensor:
-    """[R, C] -> [ceil(R / 128), C]: sums over strips of 128 rows; the last strip may have fewer."""
-    whole, rest = values.tensor_split([len(values) // TILE * TILE])
-    sums = whole.unflatten(0, (-1, TILE)).sum(1)
-    return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
-
-
-@functools.lru_cache(maxsize=256)
-def _tile_counts(shape: torch.Size, device: torch.device) -> Tensor:
-    """The number of elements in each tile of ``_tile_sums``, fp64."""
-    rows, columns = (
-        torch.tensor([min(TILE, n - i) for i in range(0, n, TILE)], dtype=torch.float64) for n in shape
-    )
-    return torch.outer(rows, columns).to(device)
-
-
-def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
+def _worst_tile(stats: ErrorSums, tiles: TileSums, deviations: float) -> tuple[float, float, tuple[int, int]]:
     """The ratio of the worst tile, that ratio over its slack, and the tile's row and column."""
     yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
     ratio = (tiles.e2 / tiles.count).sqrt() / yard
@@ -410,7 +251,7 @@ def _cancelled(got: Tensor, truth: Tensor) -> bool:
     return int(stepped.sum()) > max(FEW, len(kept) / 2)
 
 
-def _hint(stats: _Stats, rms: float, tile: float, cancelled: bool) -> str:
+def _hint(stats: ErrorSums, rms: float, tile: float, cancelled: bool) -> str:
     """A guess at the mistake, if the numbers suggest one."""
     # squared error that a wrong slope does not explain
     unexplained = max(stats.g2 - stats.slope * stats.gt, 0)

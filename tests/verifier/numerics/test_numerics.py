@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics import error_gate, exactness, limits, reference
+from coda_agent.verifier.numerics import error_gate, error_sums, exactness, limits, reference
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import FAMILIES, draw
 from coda_agent.verifier.numerics.mutation_score import weak_spots
@@ -208,7 +208,7 @@ def test_independent_rounding_of_the_same_quality_passes():
             other = truth * (1 + 2**-9 * (torch.rand(m, n, generator=generator, dtype=torch.float64) - 0.5))
             bench.truth["h"], bench.yard["h"] = truth, truth.bfloat16()
             got = truth + (other - truth) * ((bench.yard["h"] - truth).norm() / (other - truth).norm())
-            stats, tiles = error_gate._measure(got, truth, bench.yard["h"], torch.bfloat16)
+            stats, tiles = error_sums.measure(got, truth, bench.yard["h"], torch.bfloat16)
             tile, excess, _ = error_gate._worst_tile(stats, tiles, 4)
             slack = 1 + 4 / math.sqrt(m * n)
             assert excess < 1.5 and stats.ratio(stats.e_max, stats.r_max) < 2 * slack
@@ -327,10 +327,10 @@ def test_infinite_truth_is_expected_and_overflow_excused():
     truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     truth[0, 0], truth[0, 1], truth[0, 2] = math.inf, math.nan, 1e300
     honest = truth.bfloat16()
-    stats, _ = error_gate._measure(honest, truth, honest, torch.bfloat16)
+    stats, _ = error_sums.measure(honest, truth, honest, torch.bfloat16)
     assert stats.wrong == 0 and stats.e2 == stats.r2 > 0
     honest[0, 0] = 3.0
-    stats, _ = error_gate._measure(honest, truth, honest, torch.bfloat16)
+    stats, _ = error_sums.measure(honest, truth, honest, torch.bfloat16)
     assert stats.wrong == 1 and stats.first_wrong == (0, 0)
 
 
@@ -340,7 +340,7 @@ def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
     got[7, 3] = math.inf
 
     def wrong() -> tuple[int, tuple[int, int]]:
-        stats, _ = error_gate._measure(got, truth, yard, torch.bfloat16)
+        stats, _ = error_sums.measure(got, truth, yard, torch.bfloat16)
         return stats.wrong, stats.first_wrong
 
     assert wrong() == (1, (7, 3))
@@ -445,7 +445,7 @@ def test_the_worst_tile_is_the_one_that_exceeds_its_slack_most():
     factor[:128, 128:] = 1.9  # beyond the limit of 1.5, of a tile of 128x128
     factor[128:, :128] = 2.0  # within it: 128 elements
     yard, got = truth + error, truth + factor * error
-    stats, tiles = error_gate._measure(got, truth, yard, torch.bfloat16)
+    stats, tiles = error_sums.measure(got, truth, yard, torch.bfloat16)
     ratio, excess, at = error_gate._worst_tile(stats, tiles, limits.USUAL.deviations)
     assert at == (0, 1) and ratio == pytest.approx(1.9)
     assert excess == pytest.approx(1.9 / (1 + limits.USUAL.deviations / 128))
@@ -455,10 +455,10 @@ def test_an_exact_yardstick_leaves_room_for_fp32():
     truth = torch.arange(1.0, 4097).double().reshape(64, 64)
     exact = truth.float()
     near = exact * (1 + 2**-23)
-    stats, tiles = error_gate._measure(near, truth, exact, torch.float32)
+    stats, tiles = error_sums.measure(near, truth, exact, torch.float32)
     assert stats.r2 == 0
     assert stats.ratio(math.sqrt(stats.e2 / stats.count), 0.0) < 4
-    far, _ = error_gate._measure(exact * 1.00001, truth, exact, torch.float32)
+    far, _ = error_sums.measure(exact * 1.00001, truth, exact, torch.float32)
     assert far.ratio(math.sqrt(far.e2 / far.count), 0.0) > 100
 
 
@@ -481,9 +481,9 @@ def test_what_cancels_beside_a_long_extent_may_leave_more_in_a_loud_row_and_colu
 
 def test_zero_truth_wants_zeros():
     zero = torch.zeros(8, 8)
-    stats, _ = error_gate._measure(zero, zero.double(), zero, torch.float32)
+    stats, _ = error_sums.measure(zero, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) == 0 and stats.slope == 1
-    stats, _ = error_gate._measure(zero + 1e-20, zero.double(), zero, torch.float32)
+    stats, _ = error_sums.measure(zero + 1e-20, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) > 1e20
     assert values(zero, zero.double(), zero) == ""
     for allowed in (limits.VALUES, replace(limits.VALUES, loud=True)):
