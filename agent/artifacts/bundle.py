@@ -1,4 +1,4 @@
-"""Use two machines: pack checked kernels, measure them on an H100 elsewhere, and continue the runs here.
+"""Two machines: pack checked kernels here, and take the measurements of an H100 elsewhere back to their runs.
 
 A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
 another JSON file. An author's Python is never sent. The measuring machine gets only programs and edited code,
@@ -8,9 +8,7 @@ and it compiles edited code in the sandbox.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,16 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coda_agent.agent.artifacts import accept, quack_tunings
-from coda_agent.agent.artifacts.checkpoint import FilePieces
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.view import RunView
 from coda_agent.agent.setup import task_of
-from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
-from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.verifier.gates import Progress, identity, silent
+from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.report import (
     MEASUREMENT,
     Checked,
@@ -37,17 +32,12 @@ from coda_agent.verifier.report import (
     QuackTuned,
     Unmeasured,
 )
-from coda_agent.verifier.spec.file import SpecError, of_text
 from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.gpu.worker import Worker
-    from coda_agent.verifier.incumbent import Incumbent, Known
-    from coda_agent.verifier.measure import MeasureOptions
-    from coda_agent.verifier.stages import Checkpoint
+    from coda_agent.verifier.incumbent import Incumbent
 
 FORMAT = 1
-WHOLE = "whole"  # the name of the stage that stores a finished entry's result
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -209,178 +199,9 @@ def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     return {timing.case: timing.finalists for timing in before.report.timings}
 
 
-def partial_folder(out: Path) -> Path:
-    """The folder that holds finished cases until ``out`` is complete."""
-    return out.with_name(out.name + ".partial")
-
-
-def stages(out: Path, entry: PackedKernel, options: MeasureOptions) -> FilePieces:
-    """The folder that holds the stages of one entry's measurement until ``out`` is complete."""
-    rival = entry.kept.model_dump_json() if entry.kept else ""
-    return FilePieces.of(partial_folder(out), entry.identity, options, rival)
-
-
 def read(path: Path) -> Bundle:
     """Read a bundle. Raises InvalidInput if the file is not a bundle, or has another format version."""
     return _read(path, Bundle)
-
-
-def measure(
-    path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
-) -> BundleResults:
-    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
-    are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, if
-    another version wrote the bundle."""
-    from coda_agent.verifier.stages import start_workers
-
-    done, here, waiting = BundleResults(results=()), [], start_workers()
-    try:
-        checked = [verified(path, entry) for entry in bundle.entries]
-        for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # The next entry's workers meanwhile import their modules.
-            here, waiting = waiting, start_workers() if place < len(checked) else []
-            keep, said = stages(out, entry, options), progress(entry.run)
-            found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
-            made = identity(spec, kernel)
-            result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
-            done = BundleResults(results=(*done.results, result))
-            write(out, done)
-            _close(here)  # if the entry was already finished, its workers are not needed
-    finally:
-        _close([*here, *waiting])
-    shutil.rmtree(partial_folder(out), ignore_errors=True)
-    return done
-
-
-def _close(workers: Iterable[Worker]) -> None:
-    for worker in workers:
-        worker.close()
-
-
-def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
-    """Measure an entry, or return its stored result if it was finished before an interruption. The stored
-    result is not changed, because it may already have been imported."""
-    kept = keep.load(WHOLE)
-    if kept is not None:
-        return kept
-    measurement = measured()
-    found = measurement.model_dump(mode="json")
-    if not isinstance(measurement, Unmeasured):
-        keep.save(WHOLE, found)
-    return found
-
-
-def measure_entry(
-    path: Path,
-    entry: PackedKernel,
-    options: MeasureOptions,
-    keep: Checkpoint,
-    progress: Progress = silent,
-    ahead: Sequence[Worker] = (),
-) -> Measurement:
-    """Measure one entry on this process's GPU, with the workers ``ahead``. Error messages name the bundle,
-    ``path``."""
-    return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ahead)
-
-
-def _measure_on(
-    path: Path,
-    entry: PackedKernel,
-    spec: Spec,
-    kernel: KernelSource,
-    options: MeasureOptions,
-    keep: Checkpoint,
-    progress: Progress,
-    ahead: Sequence[Worker],
-) -> Measurement:
-    from coda_agent.verifier.measure import measure as measure_program
-
-    if kernel.edited:
-        _unpack(path, entry, kernel)
-    return measure_program(
-        spec,
-        kernel,
-        options,
-        progress=progress,
-        keep=keep,
-        known=_schedules(path, entry),
-        kept=_rival(path, entry, spec),
-        quack=_quack(path, entry),
-        ahead=ahead,
-    )
-
-
-@contextmanager
-def _refusing(path: Path, entry: PackedKernel, what: str) -> Iterator[None]:
-    """Read one part of an entry in the block. Raises InvalidInput, which names the bundle's ``path``, the run
-    and the part, if the part is damaged."""
-    try:
-        yield
-    except (CompileError, ProgramError, ValueError) as error:
-        raise InvalidInput(f"{path}: run {entry.run}: {what} is refused: {error}; bundle it again") from None
-
-
-def _unpack(path: Path, entry: PackedKernel, kernel: KernelSource) -> None:
-    from coda_agent.primitives.raw import unpack
-
-    with _refusing(path, entry, "an object"):
-        unpack(kernel.lowered, entry.objects)
-
-
-def _schedules(path: Path, entry: PackedKernel) -> dict[str, Known]:
-    from coda_agent.verifier.incumbent import parse_schedules
-
-    with _refusing(path, entry, "a known schedule"):
-        return parse_schedules(entry.known)
-
-
-def _quack(path: Path, entry: PackedKernel) -> dict[str, QuackTuned]:
-    from coda_agent.verifier.baselines.quack import parsed
-
-    with _refusing(path, entry, "a schedule of QuACK's"):
-        for case in entry.quack.values():
-            parsed(case.arms)
-    return entry.quack
-
-
-def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
-    from coda_agent.verifier.incumbent import Incumbent
-
-    if entry.kept is None:
-        return None
-    with _refusing(path, entry, "the kernel to beat"):
-        kernel = KernelSource.from_json(dict(entry.kept), spec.signature())
-        steps = {str(gemm.step) for gemm in kernel.lowered.gemms}
-        for case in (case.name for case in spec.cases if case.bench):
-            if steps - entry.kept.schedules.get(case, {}).keys():
-                raise ValueError(f"it lacks a schedule for some step at case {case}")
-        return Incumbent.parsed(kernel, entry.kept.schedules, entry.kept.finalists)
-
-
-def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
-    """Lower an entry's program again on this machine. Raises InvalidInput if its hashes differ from those of
-    the machine that checked it."""
-    spec = _spec(path, entry)
-    with _refusing(path, entry, "its program"):
-        kernel = KernelSource.from_json(dict(entry), spec.signature())
-        hashes = (spec.hash, kernel.program.hash, kernel.lowered.hash)
-    expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
-    for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
-        if here != there:
-            raise InvalidInput(
-                f"{path}: run {entry.run}: the {what} differs from what was checked "
-                f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
-                f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})"
-            )
-    return spec, kernel
-
-
-def _spec(path: Path, entry: PackedKernel) -> Spec:
-    try:  # parse without running the reference, because the hash shows that the spec was checked
-        return of_text(path, entry.spec_text, Spec, lambda spec: None)
-    except SpecError as error:
-        place = f"line {error.line} of its spec" if error.line else "its spec"
-        raise InvalidInput(f"{path}: run {entry.run}: {place}: {error.message}") from None
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:

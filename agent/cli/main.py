@@ -158,11 +158,11 @@ def _measured_bundle(
 
         with fleet(ray) as pool:
             return spread(path, bundle, out, options, pool, heard)
-    from coda_agent.agent.artifacts import bundle as bundles
+    from coda_agent.agent.artifacts import bundle_measuring
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 
     with gpu_alone(watch.console.print):
-        return bundles.measure(path, bundle, out, options, progress=lambda name: watch.gate)
+        return bundle_measuring.measure(path, bundle, out, options, progress=lambda name: watch.gate)
 
 
 @app.command("import")

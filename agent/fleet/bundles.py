@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import bundle as bundles
+from coda_agent.agent.artifacts import bundle_measuring
 from coda_agent.agent.artifacts.checkpoint import FilePieces
 from coda_agent.agent.fleet.driver import SAME, VOIDS, measured_on
 from coda_agent.agent.fleet.executor import SlotLost
@@ -31,17 +32,19 @@ def measure(
     pool: Pool,
     progress: Callable[[str], Progress],
 ) -> bundles.BundleResults:
-    """Do the same as ``bundle.measure``, on the pool's GPUs. Results are written to ``out`` as they arrive,
-    in the order of the bundle's entries."""
-    checked = [bundles.verified(path, entry) for entry in bundle.entries]
+    """Do the same as ``bundle_measuring.measure``, on the pool's GPUs. Results are written to ``out`` as they
+    arrive, in the order of the bundle's entries."""
+    checked = [bundle_measuring.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
     # equal entries share their stages, so they take turns
     turns = defaultdict[Path, threading.Lock](threading.Lock)
 
     def whole(entry: bundles.PackedKernel) -> dict[str, Any]:
-        keep = bundles.stages(out, entry, options)
+        keep = bundle_measuring.stages(out, entry, options)
         with turns[keep.directory]:
-            return bundles.whole(keep, partial(_measured, pool, entry, options, keep, progress(entry.run)))
+            return bundle_measuring.whole(
+                keep, partial(_measured, pool, entry, options, keep, progress(entry.run))
+            )
 
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
@@ -53,7 +56,7 @@ def measure(
                 run=entry.run, attempt=entry.attempt, identity=identity(*kernel), measurement=each.result()
             )
             bundles.write(out, results())
-    shutil.rmtree(bundles.partial_folder(out), ignore_errors=True)
+    shutil.rmtree(bundle_measuring.partial_folder(out), ignore_errors=True)
     return results()
 
 

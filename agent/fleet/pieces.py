@@ -82,7 +82,7 @@ _ahead: list[Worker] = []  # workers of the next measurement on this slot; they 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure a bundle's entry on this slot's GPU, locked against our other commands."""
-    from coda_agent.agent.artifacts import bundle
+    from coda_agent.agent.artifacts import bundle, bundle_measuring
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.verifier.stages import start_workers
 
@@ -91,7 +91,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     _ahead[:] = start_workers()
     try:
         with gpu_alone(lambda words: report("benchmark", words)):
-            found = bundle.measure_entry(
+            found = bundle_measuring.measure_entry(
                 Path(asked["place"]), entry, asked["options"], _Stages(asked["stages"]), report, here
             )
     finally:

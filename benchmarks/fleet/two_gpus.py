@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.fleet.simulation import SimulatedResources, simulate
 from coda_agent.agent.artifacts import bundle as bundles
+from coda_agent.agent.artifacts import bundle_measuring
 from coda_agent.agent.fleet.bundles import measure
 from coda_agent.agent.fleet.executor import environment, usable_gpus
 from coda_agent.agent.fleet.on_ray import OnRay
@@ -236,7 +237,7 @@ def own_jobs(path: Path) -> list[workers.Job]:
 
     jobs: list[workers.Job] = []
     for entry in bundles.read(path).entries:
-        spec, kernel = bundles.verified(path, entry)
+        spec, kernel = bundle_measuring.verified(path, entry)
         for case in (case for case in spec.cases if case.bench):
             first = [(g.step, s) for g in kernel.lowered.gemms for s in candidates(g, case.sizes)]
             jobs += to_compile(kernel, case.sizes, first)
@@ -250,7 +251,7 @@ def quack_jobs(path: Path) -> list[workers.Job]:
 
     jobs: list[workers.Job] = []
     for entry in bundles.read(path).entries:
-        spec, _ = bundles.verified(path, entry)
+        spec, _ = bundle_measuring.verified(path, entry)
         for case in (case for case in spec.cases if case.bench and MATMUL in admitted(spec, (MATMUL,))):
             jobs += to_compile(MATMUL, spec, case.sizes)
     return jobs

@@ -219,7 +219,7 @@ def _serve() -> None:
     import torch  # which lowering imports: no thread of it runs before a fork  # noqa: F401
 
     import coda_agent.verifier.measure  # noqa: F401
-    from coda_agent.agent.artifacts import bundle  # noqa: F401
+    from coda_agent.agent.artifacts import bundle_measuring  # noqa: F401
     from coda_agent.agent.cli import main  # noqa: F401
     from coda_agent.agent.reporting import (
         progress,  # noqa: F401

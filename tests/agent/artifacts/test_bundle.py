@@ -33,7 +33,7 @@ from authoring import (
 )
 
 from coda_agent.agent import setup
-from coda_agent.agent.artifacts import bundle
+from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError
@@ -130,7 +130,9 @@ def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
 def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_ARMS) -> Path:
     out = out or path.with_name("results.json")
     options = MeasureOptions(tuple(arms), rounds=8)
-    bundle.measure(path, bundle.read(path), out, options, progress=lambda name: lambda gate, words: None)
+    bundle_measuring.measure(
+        path, bundle.read(path), out, options, progress=lambda name: lambda gate, words: None
+    )
     return out
 
 

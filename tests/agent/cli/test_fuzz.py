@@ -43,7 +43,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 import comparison
 from coda_agent import primitives
 from coda_agent.agent import setup
-from coda_agent.agent.artifacts import accept, bundle
+from coda_agent.agent.artifacts import accept, bundle, bundle_measuring
 from coda_agent.agent.artifacts.bundle import BundleResults, KernelResult
 from coda_agent.agent.cli import exit_codes, mcp
 from coda_agent.agent.providers import Question
@@ -182,8 +182,12 @@ def bundles(place: Path, request: pytest.FixtureRequest) -> Try:
     def attempt(damage: Damage) -> None:
         file.write_bytes(damage.json(sound))
         for entry in bundle.read(file).entries:
-            spec, _ = bundle.verified(file, entry)
-            bundle._schedules(file, entry), bundle._quack(file, entry), bundle._rival(file, entry, spec)
+            spec, _ = bundle_measuring.verified(file, entry)
+            (
+                bundle_measuring._schedules(file, entry),
+                bundle_measuring._quack(file, entry),
+                bundle_measuring._rival(file, entry, spec),
+            )
 
     return attempt
 

@@ -22,7 +22,7 @@ from authoring import (
 )
 
 from coda_agent.agent import setup
-from coda_agent.agent.artifacts import bundle
+from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import history, improve, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
@@ -210,7 +210,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
         return measured(spec, kernel.program)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
-    bundle.measure(
+    bundle_measuring.measure(
         tmp_path / "bundle.json",
         bundle.read(tmp_path / "bundle.json"),
         tmp_path / "results.json",
@@ -225,7 +225,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     del lacking["entries"][0]["kept"]["schedules"]["wide"]
     (tmp_path / "lacking.json").write_text(json.dumps(lacking))
     with pytest.raises(InvalidInput, match="lacks a schedule for some step at case wide"):
-        bundle.measure(
+        bundle_measuring.measure(
             tmp_path / "lacking.json",
             bundle.read(tmp_path / "lacking.json"),
             tmp_path / "none.json",

@@ -25,7 +25,7 @@ from authoring import (
 from typer.testing import CliRunner
 
 from coda_agent.agent import setup, tips
-from coda_agent.agent.artifacts import accept, bundle
+from coda_agent.agent.artifacts import accept, bundle, bundle_measuring
 from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.reporting.table import read
@@ -276,7 +276,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
-    bundle.measure(path, bundle.read(path), results, MeasureOptions(), progress=quiet)
+    bundle_measuring.measure(path, bundle.read(path), results, MeasureOptions(), progress=quiet)
     assert seen["edited"] == edit(spec) and seen["kept"].kernel.program == program(spec)
     bundle.take(results)
     again = runs.reopen(run.name)
@@ -288,7 +288,9 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     changed["entries"][0]["raw"] += "# slower\n"
     path.write_text(json.dumps(changed))
     with pytest.raises(InvalidInput, match="the lowered text differs"):
-        bundle.measure(path, bundle.read(path), tmp_path / "others.json", MeasureOptions(), progress=quiet)
+        bundle_measuring.measure(
+            path, bundle.read(path), tmp_path / "others.json", MeasureOptions(), progress=quiet
+        )
 
 
 def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> None:
