@@ -175,7 +175,9 @@ class Link:
             "forward": staticmethod(self._forward),
             "backward": staticmethod(self._recorded_backward),
         }
-        self._recorded: Any = type(name, (torch.autograd.Function,), functions)
+        function: Any = type(name, (torch.autograd.Function,), functions)
+        # Function.apply without its Python, which serves torch.func and setup_context
+        self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
         """The chain's results, then the outputs without gradients. The tensors from ``begun`` are passed
@@ -184,8 +186,8 @@ class Link:
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:
             ops.check_torch_func()
-            # _recorded takes less host time than the operator's autograd
-            found = self._recorded.apply(*given, None) if _plain(given) else self.op(*given)
+            # recording takes less host time than the operator's autograd
+            found = self._record(*given, None) if _plain(given) else self.op(*given)
         else:
             found = self.inference(*given)
         found = found if isinstance(found, tuple) else (found,)
@@ -199,7 +201,7 @@ class Link:
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
             ops.check_torch_func()
-            *parts, stream = self._recorded.apply(*given, sizes)
+            *parts, stream = self._record(*given, sizes)
             return parts, stream
         (whole,) = self(**inputs)
         return whole.split(sizes, 1), stream

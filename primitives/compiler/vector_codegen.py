@@ -30,8 +30,9 @@ def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
     """The kernels that bound offsets, one per input of offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
-        if len(program.nodes[step.gemm].args) > 2:
-            offsets, rows = program.nodes[step.gemm].args[2], rows_by_expert(program, step.gemm)
+        offsets = program.nodes[step.gemm].offsets
+        if offsets is not None:
+            rows = rows_by_expert(program, step.gemm)
             found.setdefault(offsets, BoundsWriter(program, steps, offsets, rows))
     return [found[offsets] for offsets in sorted(found)]
 

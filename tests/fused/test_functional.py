@@ -237,7 +237,7 @@ def test_a_subclass_of_tensor_takes_the_operator(name: str, where: Where, monkey
     given = PARTS[name].drawn(12, where.dtype, where.device)
     plain = gradients(PARTS[name].ours, given)
     for link in LINKS:
-        monkeypatch.setattr(link, "_recorded", None)
+        monkeypatch.setattr(link, "_record", None)
     found = gradients(PARTS[name].ours, {n: t.as_subclass(Subclass) for n, t in given.items()})
     for each in plain:
         assert torch.equal(found[each], plain[each]), each
