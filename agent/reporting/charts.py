@@ -33,7 +33,7 @@ __all__ = [
     "unavailable",
 ]
 
-LONG = 600.0  # seconds; longer waits are drawn as long as this, or one pause would hide all other events
+LONG = 600.0  # seconds; longer waits are drawn this long, since one long pause would hide all other events
 LEAST = 0.003  # width of the narrowest bar, as a fraction of the timeline
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = {

@@ -36,8 +36,8 @@ def members(given: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """The name of a run's group of candidates, which is its first run's name. A run that was started alone is
-    a group by itself."""
+    """The name of a run's group of candidates: the name of the group's first run. A run that was started
+    alone is a group by itself."""
     try:
         header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
@@ -49,10 +49,10 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     """Write the page of each run and, for several runs, a page that compares them. Return the paths, with the
     comparison first.
 
-    ``out`` is the page of a single run, by default RUN.html in the run's folder. With several runs, ``out``
-    is the comparison, by default in the first run's folder. The runs' pages go into the folder of ``out``, by
-    default into the runs' folders. If a single name stands for a group, ``out`` is the page of the named run,
-    and the comparison goes into the same folder.
+    For a single run, ``out`` is the path of its page, by default RUN.html in the run's folder. For several
+    names, ``out`` is the path of the comparison, by default in the first run's folder. The runs' pages then
+    go into the folder of ``out``, by default into the runs' folders. For one name that stands for a group,
+    ``out`` is the path of the named run's page, and all other pages go into the same folder.
 
     Raises JournalError and OSError.
     """

@@ -103,7 +103,7 @@ class LiveView:
 
     def gate(self, name: str, words: str) -> None:
         self._states[name] = words
-        rejected = "rejected" in words.partition(":")[0]  # after the name of a gate, if several kernels run
+        rejected = "rejected" in words.partition(":")[0]  # a gate's name may precede "rejected"
         if rejected or not self._live and words.endswith("passed"):
             self.console.print(Text(f"  {name:10} {words}"))
 
@@ -115,7 +115,7 @@ class LiveView:
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""
         self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-        self._states = {}  # the states were those of a draft's gates
+        self._states = {}  # these were the states of a checked draft's gates
 
     def spent(self, spent: Spent) -> None:
         self._spent = str(spent)

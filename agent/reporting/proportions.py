@@ -31,8 +31,8 @@ class Difference:
 
 
 def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
-    """The difference d = passed / total - others / of, with Newcombe's hybrid score interval (1998, method
-    10). If (l, u) is the Wilson interval of each proportion p, the interval of d reaches from
+    """The difference d = p₁ - p₂, where p₁ = passed / total and p₂ = others / of, with Newcombe's hybrid
+    score interval (1998, method 10). With the Wilson intervals (l₁, u₁) and (l₂, u₂), it reaches from
     d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
     p, q = passed / total, others / of
     (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)

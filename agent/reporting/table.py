@@ -40,7 +40,7 @@ __all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
-HOST_GOAL = 5.0  # microseconds that a call may take on the host, in addition to torch.mm
+HOST_GOAL = 5.0  # microseconds of host time that a call may take beyond a torch.mm call
 ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes
 
 

@@ -98,11 +98,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """One measured case. ``speedup``, ``autotune``, ``before`` and ``quack`` are ratios of an arm's time to
-    the kernel's time; None if the arm was not measured. The arms are ``torch.compile``, the same with
-    max-autotune, the previous kernel (for example before an edit), and the fastest of QuACK's arms
-    (``quack_arm``). ``over_cublas`` is the kernel's time over cuBLAS's. ``roofline`` is the roofline's time
-    over the kernel's."""
+    """One measured case. ``speedup``, ``autotune``, ``before`` and ``quack``: the time of an arm (a competing
+    implementation) over the kernel's time; None if the arm was not measured. The arms are, in this order:
+    ``torch.compile``; ``torch.compile`` with max-autotune; the previous kernel, for example before an edit;
+    the fastest of QuACK's arms (``quack_arm``). ``over_cublas``: the kernel's time over cuBLAS's time.
+    ``roofline``: the roofline's time over the kernel's time."""
 
     group: str
     operator: str
@@ -185,7 +185,7 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
         for e in events
         if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
-    # reports and measurements judge the same answer
+    # a rejected measurement also rejects its answer's report
     failed |= {key.replace("measurement", "report") for key in failed}
     tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(

@@ -12,8 +12,8 @@ from coda_agent.agent.reporting.safe_text import visible
 
 
 class Console(rich.Console):
-    """A rich console without markup. It prints control characters in text as ``\\u....``, so only rich itself
-    emits colours and cursor movements."""
+    """A rich console without markup. It escapes control characters in text as ``\\u....``, so only rich
+    itself emits colours and cursor movements."""
 
     def __init__(self, **options: Any):
         # highlighting would give the parts of a run's name different colours
