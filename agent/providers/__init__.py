@@ -131,7 +131,7 @@ class Turn:
 
 
 class Charge(Protocol):
-    """The tokens and dollars reserved for one request. The usage of the resulting turn replaces them. A
+    """The tokens and dollars reserved for one request. The resulting turn's usage replaces them. A
     failed request stays charged in full, because its cost is unknown, unless ``settle`` states the cost.
     ``dollars``: as in Turn."""
 
@@ -145,7 +145,7 @@ class Charge(Protocol):
 
 class Meter(Protocol):
     """Reserves the cost of each request, including requests that fail or are repeated. ``model`` is "" if
-    only the answer tells the model; then only tokens are reserved."""
+    the model is unknown until the answer arrives; then only tokens are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 

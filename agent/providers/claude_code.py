@@ -124,7 +124,7 @@ class ClaudeCode:
     ) -> Turn | Fault | OutOfBudget:
         """Make one request, which is killed after ``seconds``. If a failed request's cost is known, it is
         charged at that cost."""
-        # A process of the command may still write there; that must not lose an answer.
+        # The command's processes may still write to this folder; a failed cleanup must not lose an answer.
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
@@ -283,9 +283,9 @@ def _logged_out(told: str) -> bool:
 
 
 def _is_known(said: Said, told: str) -> bool:
-    """Whether the cost of a failed request is known. It is unknown if a response broke off, because the
-    summary omits or guesses that response's cost. If no response began, it is zero if the API refused the
-    request or never received it."""
+    """Whether the cost of a failed request is known. If a response broke off, the cost is unknown, because
+    the summary omits or guesses that response's cost. If no response began, the cost is zero if the API
+    refused the request or never received it, and unknown otherwise."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)

@@ -73,11 +73,11 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience has ended. The last wait ends with it, and one more request follows."""
+        """Whether the time for retries is over. The last wait ends at that time; one more request follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request. The wait is the server's wish, or else the backoff; patience and the
+        """Sleep before the next request. The wait is ``retry_after``, or else the backoff; patience and the
         deadline limit it. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
@@ -101,9 +101,9 @@ class Asking:
 def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
-    """Repeat ``attempt`` until it succeeds, and return its turn. Each attempt gets the seconds until the
-    deadline. Raises ProviderError for a lasting fault, and at the question's deadline. Raises OutOfBudget if
-    an attempt returns it."""
+    """Repeat ``attempt`` until it succeeds, and return its turn. It takes the seconds until the
+    deadline. Raises ProviderError for a permanent fault, when a fault's retries or patience are used up, and
+    at the question's deadline. Raises OutOfBudget if an attempt returns it."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)

@@ -28,8 +28,8 @@ class Scrub:
 
 
 class ScrubbedStream:
-    """Passes text to a listener without the secret. If a piece of text ends with a possible beginning of the
-    secret, that end is held back until the next piece."""
+    """Removes the secret from text, and passes the text to a listener. If a piece of text ends with a
+    possible beginning of the secret, that end is held back until the next piece."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub
