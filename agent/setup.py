@@ -70,8 +70,8 @@ def refuse_idle(provider: str, *names: str) -> None:
 
 
 def refuse_uncounted(provider: str, limits: RunLimits, model: str | None = None) -> None:
-    """Raise BadParameter for a limit that a run of this provider can never reach, or can exceed without
-    bound."""
+    """Raise BadParameter for a limit on tokens or dollars that cannot be enforced for this provider and
+    model."""
     spec = providers.provider_spec(provider)
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
     if given and not spec.counted:

@@ -205,7 +205,7 @@ class BudgetLedger:
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
         OutOfBudget if too little is left, or if there is a limit in dollars and ``model`` has no known price.
-        It first waits while requests of other runs may return tokens."""
+        Before it raises, it waits while requests of other runs may return tokens."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# The program of a child process. It restores SIGINT, because a shell lets background processes ignore it.
+# A child process's program. It restores SIGINT, which shells make background processes ignore.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

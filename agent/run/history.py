@@ -149,7 +149,7 @@ def past_of(name: str) -> Past:
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """The state with ``running`` set if a process works on the run; such a run is not stopped."""
+    """The state. If a process works on the run, ``running`` is set and ``stopped`` is cleared."""
     return replace(run, running=True, stopped="") if is_open(journal) else run
 
 

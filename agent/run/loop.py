@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # turns in a row that may only call tools; one more such turn ends the attempt
+CALLS = 12  # limit on consecutive turns that only call tools; one more ends the attempt
 
-# Holds a GPU for one measurement. It takes a function that reports why it waits, and the time (by
+# Holds a GPU for one measurement. Arguments: a function to which it reports why it waits, and the time (by
 # ``time.monotonic``) at which it raises TimeoutError.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
@@ -107,9 +107,9 @@ class Loop:
         self.desk = tools.Tools(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Run until a kernel is accepted and its improvement rounds are over, until a kernel is checked that
-        is not measured here, until attempts or budget are used up, or until the provider fails. A faster
-        kernel replaces the accepted one. Raises ProviderError if the provider fails before a kernel is
+        """Run until one of these happens: a kernel is accepted and its improvement rounds are over; a kernel
+        is checked but not measured here; attempts or budget are used up; the provider fails. A faster kernel
+        replaces the accepted one. Raises ProviderError if the provider fails before a kernel is
         accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
         first = self.opening()
         last = RunView(self.journal.events()).last
@@ -153,7 +153,7 @@ class Loop:
         return self.task.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt as it was when the run started. Later lessons are only for later runs."""
+        """The prompt as it was when the run started. Lessons learned since are not added."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.task.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
@@ -235,8 +235,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Interrupt the gates in the ``with`` block when the time is up. Then raises OutOfBudget, and there
-        is no verdict."""
+        """Interrupt the gates in the ``with`` block when the time is up. Raises OutOfBudget then, so there is
+        no verdict."""
         try:
             with until(self.ledger.deadline):
                 yield
@@ -285,9 +285,9 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat), or None. It
-    is reused, because a slow kernel that is measured often enough wins once by chance. None if this attempt
-    itself was measured."""
+    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat); None if there
+    is none, or if this attempt itself was measured. The rejection is reused, because a slow kernel that is
+    measured often enough wins once by chance."""
     attempt = attempts[number]
     if attempt.measured:
         return None

@@ -125,7 +125,7 @@ def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
     """The tips that a run's header asks for. The header may remove some of the log's accepted tips, and add
-    tips that are not accepted. None if it changes nothing."""
+    tips that are not accepted. None if the header changes nothing."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -135,8 +135,8 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 
 def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
-    """The tips whose lessons fit into ``length`` characters, including list markers. Dropped first are the
-    least helpful tips, and among those the oldest."""
+    """The tips whose lessons fit into ``length`` characters, including list markers. The least helpful tips
+    are dropped first; of equally helpful tips, the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):

@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection for ``failed`` (gate/reason), and its fix. Either a later source of the run passed that
-    gate, or the rejected change was no faster than its starting kernel."""
+    """A rejection for ``failed`` (gate/reason). ``fix``: the lines changed in a later source of the run that
+    passed that gate, or, after a change that was no faster, in the code that it had to beat."""
 
     spec: str
     failed: str
@@ -116,9 +116,9 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[FixedFailure]:
-    """For each gate/reason, the last rejection that was fixed. The fix is the difference to the next source
-    that passed the gate. ``best``: the code to beat at first; each accepted source replaces it. A change that
-    was no faster, and that no later source fixed, has this code as its fix."""
+    """For each gate/reason, the last rejection that has a fix. The fix is the difference to the next source
+    that passed the gate. If a change was no faster and no later source passed, its fix is the difference to
+    the code to beat. That code is ``best`` at first; each accepted source replaces it."""
     found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -165,8 +165,8 @@ def _versions(events: Sequence[Event]) -> str:
 def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
-    """An author's tip. If it names one of the run's failures, that is its failure; otherwise the failure is
-    in the author's words."""
+    """An author's tip. Its failure is the one of ``failures`` that the tip names, or else a description in
+    the author's words."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

@@ -23,7 +23,7 @@ from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_promp
 from coda_agent.verifier.loading import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
-"""Authors a spec's kernel with these tips in the prompt: attempts needed, None if it did not pass in time."""
+"""Authors a spec's kernel with these tips in the prompt. Returns the attempts needed; None if none passed."""
 
 
 @dataclass(frozen=True)
