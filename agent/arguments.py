@@ -12,7 +12,7 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-# this folder is the checkout or the installed package; both contain the two folders
+# the checkout or the installed package; each contains SPECS and KERNELS
 PACKAGE = Path(__file__).resolve().parents[1]
 NO_SOURCE = {  # suffixes of a kernel's files that are not its source
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",

@@ -109,7 +109,7 @@ class _Spelled(NamedTuple):
 
 
 def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
-    """The lines of the forward's reference. After the spec's own reference they compute the further tensors
+    """The lines of the forward's reference. After the spec's own reference they compute the other tensors
     that the forward must store, join outputs that are ranges of one tile, and compute the next matmul."""
     text = spec.reference
     if derived.saves:

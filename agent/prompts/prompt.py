@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and of them for the task
+BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and the task's share of them
 # parts of a spec that an example does not need
 INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")
 CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python

@@ -166,16 +166,16 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """Multiply ``dim`` by ``number`` in the shapes of inputs, so that a part of the extent is a whole dim.
-    Return only the shapes that change."""
+    """Return the inputs' shapes with ``number*dim`` in place of ``dim``, so that one of ``number`` equal
+    parts is a whole ``dim``. Unchanged shapes are left out."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
-    """Choose the distribution of each input. A weight's values keep a matmul's output as large as its input.
-    A vector's values are around 1."""
+    """Choose the distribution of each input. Weights are scaled so that a matmul's output is as large as the
+    matmul's input. A vector's values are around 1."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
-BLOCK = 16  # the least number of columns that counts as a block of a tile's columns
+BLOCK = 16  # the fewest columns that form a block of a tile
 PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
@@ -104,8 +104,8 @@ class SpecDraft:
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """Return the dims that shapes only multiply by static dims or by ``BLOCK`` and more, such as a number
-        of heads."""
+        """Return the dims, such as a number of heads, that every shape multiplies by a static dim or by a
+        number of at least ``BLOCK``."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products, static = [term for d in extents for term in d.terms], set(self.static)
         single = {n for m, number in products if number < BLOCK and not static & {*m} for n in m}

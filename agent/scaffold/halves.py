@@ -1,6 +1,6 @@
 """Advice on a reference that splits a tile into contiguous parts, such as the halves of its columns.
 
-PyTorch code often splits a tile so. A kernel can split a tile only into its even and odd columns.
+Such splits are common in PyTorch code. A kernel can split a tile only into its even and odd columns.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: SpecDraft, message: str) -> str:
-    """Return a remedy if PyTorch's message asks for integers, else "". A vector is a float unless the user
-    gives its dtype."""
+    """Return a remedy if PyTorch's message asks for integers, else "". Vectors are floats by default, so the
+    user must give an integer dtype."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""

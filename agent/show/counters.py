@@ -122,9 +122,9 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 class Counters:
     """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
     by the keys of METRICS. ``stalls``: by reason, largest first. ``floor``: the roofline at the export's
-    case. ``other_text``: the export is of other lowered code. ``schedule``: the schedule in the export.
-    ``tuned``: the schedule in the kernel's report for that case. Both are texts of ``spelled``, "" if
-    unknown, None for a kernel without schedules."""
+    case. ``other_text``: whether the export is of different lowered code. ``schedule``: the schedule in the
+    export. ``tuned``: the schedule in the kernel's report for that case. Both schedules are texts from
+    ``spelled``; "" if unknown, None for a kernel without schedules."""
 
     kernel: str
     launches: int

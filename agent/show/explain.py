@@ -28,7 +28,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 class Action:
     """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
-    A ``sweep`` is a loop over the accumulator before the epilogue, which computes a statistic of each head.
+    A ``sweep`` is a loop over the accumulator before the epilogue. It computes a statistic of each head.
     """
 
     verb: Verb
