@@ -180,7 +180,7 @@ def accept(
     if not edited:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
     evidence, run = files(name, directory, edited=edited)[-1], recording(name, recordings, edited=edited)
-    # otherwise the recording that exists is already that of the replayed run
+    # a replayed run already has its recording
     if not journal.header.get("replays"):
         written[run] = recorded(journal)
     written[evidence] = report.model_dump_json(indent=1) + "\n"

@@ -94,8 +94,8 @@ def measure_entry(
     progress: Progress = silent,
     ahead: Sequence[Worker] = (),
 ) -> Measurement:
-    """Measure one entry on this process's GPU, with the workers ``ahead``. Error messages name the bundle,
-    ``path``."""
+    """Measure one entry on this process's GPU. ``ahead``: workers that were started in advance. ``path``: the
+    bundle, for error messages."""
     return _measure_on(path, entry, *verified(path, entry), options, keep, progress, ahead)
 
 

@@ -30,8 +30,8 @@ class FilePieces:
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of one measurement. It is identified by the kernel's identity, the
-        options, and the other dependencies in ``more``."""
+        """The store for the stages of one measurement. The kernel's identity, the options and the other
+        dependencies in ``more`` identify the store."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
@@ -69,10 +69,10 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Yield a function. It locks the GPU against our other commands, and opens the folder with the stages of
+    """Yield a function that locks the GPU against our other commands, and opens the folder with the stages of
     a kernel's measurement on this GPU. Stages of an interrupted measurement are reused, unless ``again``
     starts over. After the block all stages are deleted, whatever the result, because the next measurement
-    draws its own inputs. They are kept if the block raises an exception."""
+    draws its own inputs. If the block raises an exception, the stages are kept."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

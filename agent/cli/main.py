@@ -398,8 +398,8 @@ def main() -> None:
     # PyTorch's CPU threads spin while they wait for each other. If another process needs the cores, one
     # second of interpreter time can take half a minute. PyTorch reads this setting at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # The import of PyTorch makes a million objects that stay. Looking through them again and again would take
-    # a short command a third of its time.
+    # Importing PyTorch creates a million lasting objects. Scanning them in every garbage collection would
+    # take a third of a short command's time.
     gc.set_threshold(100_000)
     atexit.register(_skip_last_collection)
     try:

@@ -1,7 +1,7 @@
 """``coda-agent mcp``: serve the Model Context Protocol, so that a client can author kernels.
 
-A client can read, draft, submit and measure; this writes only journals. Only a person changes specs and
-accepts kernels.
+A client can read, draft, submit and measure; these actions write only journals. Only a person changes specs
+and accepts kernels.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class McpTools:
         with self._opened(run) as opened:
             submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
             outcome = _loop(opened, Progress(ctx), submission).run()
-            if not submission.taken:  # also if this call judged an earlier, interrupted attempt instead
+            if not submission.taken:  # the run ended, or this call judged an earlier, interrupted attempt
                 raise ToolError(_why_closed(opened, outcome))
             return _verdict_text(opened, outcome)
 
@@ -235,7 +235,7 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
 
 
 def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
-    """Why a run accepts no more sources; empty if it does."""
+    """Why a run accepts no more sources; empty if it accepts more."""
     if outcome is None:
         return ""
     made, limit = outcome.authorship.attempts, run.journal.header["attempts"]

@@ -117,7 +117,8 @@ def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> li
     shapes = [(int(each[1]), int(each[2])) for each in found if each]
     return [
         bound
-        # A program of training has the same name with more outputs; tuned last, its schedules are kept.
+        # Training's program has the name of inference's, but more outputs. It is tuned last, so that its
+        # schedules are kept.
         for how in (*[ahead.inference] * (not training), ahead.training)
         for shape in shapes
         for bound in ahead.called(how(model, *shape))
@@ -157,5 +158,5 @@ def _drawn(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         made = torch.zeros if tensor.dtype in INDICES else torch.randn
         drawn[name] = made(shape, device="cuda").to(dtype)
         if not shape:
-            drawn[name].abs_()  # such as eps, of which a negative one makes every result NaN
+            drawn[name].abs_()  # for example eps: a negative one makes every result NaN
     return drawn

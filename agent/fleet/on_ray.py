@@ -125,8 +125,8 @@ class RaySlot:
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
 
     def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
-        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, even if
-        only the answer was lost with its node."""
+        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, or
+        if the work was done but its answer is lost with the node."""
         try:
             for kind, told in self._messages(stream):
                 match kind:
@@ -228,8 +228,8 @@ class OnRay:
         return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
-        """Admit a node once its versions are known and equal ours, and each of its slots once its actor runs.
-        Replace lost slots."""
+        """Admit a node once its versions are known and equal ours. Admit each of its slots once the slot's
+        actor runs. Replace lost slots."""
         if not node.joined and _done(node.answer):
             node.joined = True
             try:

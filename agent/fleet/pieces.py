@@ -17,7 +17,7 @@ from coda_agent.verifier.report import Gate, Rejected
 from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
 
-STAGE = "stage"  # progress under this gate name reports a finished stage of a measurement
+STAGE = "stage"  # a progress message with this gate name carries a finished stage of a measurement
 
 
 def spec_of(text: str) -> Spec:
@@ -77,7 +77,7 @@ class _Stages:
         report(STAGE, json.dumps([piece, found]))
 
 
-_ahead: list[Worker] = []  # workers of the next measurement on this slot; they already import modules
+_ahead: list[Worker] = []  # workers for this slot's next measurement; they import modules in advance
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:

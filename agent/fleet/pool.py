@@ -151,8 +151,8 @@ class Pool:
         return Suspect(words)
 
     def leave_out(self, slot: Slot, reason: str, *, forget: bool = False) -> None:
-        """Do not lease this slot again. ``forget``: for a lost slot, which may return with its node.
-        Otherwise it stays excluded until a person has checked it and resumes the sweep with it."""
+        """Do not lease this slot again. ``forget``: the slot was lost and may return with its node. Without
+        ``forget``, the slot stays excluded until a person resumes the sweep and readmits it."""
         with self._changed:
             self.uses.pop(slot.name, None)
             if not forget:
@@ -160,8 +160,8 @@ class Pool:
         self.record("left", {**_slot_fields(slot), "reason": reason, "stays_out": not forget})
 
     def controlled(self, slot: Slot, fault: str) -> None:
-        """Exclude a GPU whose controls failed in several measurements in a row. ``fault``: why they failed;
-        "" if none failed."""
+        """Record whether a GPU's controls (``driver.measured_on``) failed in a measurement. Exclude the GPU
+        after INVALID failures in a row. ``fault``: why the controls failed; "" if none failed."""
         if not (use := self.uses.get(slot.name)):
             return
         use.invalid = use.invalid + 1 if fault else 0
