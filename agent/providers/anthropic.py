@@ -129,8 +129,8 @@ class Anthropic:
         return request
 
     def _learn(self) -> None:
-        """Ask the API once for the model's capabilities, because it refuses a request for thinking if the
-        model lacks it. If the API does not describe the model, nothing changes."""
+        """Ask the API once for the model's capabilities, because the API refuses a request for thinking if
+        the model cannot think. If the API does not describe the model, nothing changes."""
         if self._learned:
             return
         import anthropic
@@ -179,7 +179,7 @@ class Anthropic:
             if stream is None:  # the API refused the request before the stream began
                 charge.settle(Usage())
             return replace(_status_fault(error), unknown=stream is not None)
-        # before the stream began; its message does not state the cause
+        # raised before the stream began; the error's message does not state the cause
         except anthropic.APIConnectionError as error:
             sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
             if sent_none:
@@ -268,8 +268,8 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _blank(text: str) -> bool:
-    """Whether the API refuses this text in a request. Its own answers may contain such text before a tool
-    call."""
+    """Whether a text is blank. The API refuses blank text in a request, although the API's own answers may
+    contain it before a tool call."""
     return not text.strip()
 
 

@@ -9,8 +9,8 @@ turn, with its own reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
 dollars. A turn that is killed or breaks off is charged at its reservation. The command's own retries are off;
-only our own patience retries. Two kinds of retry cannot be turned off. The command continues an answer that
-was cut at its limit, up to three times, and an empty answer once. These requests are charged but not
+only our own patience retries. Two kinds of retry cannot be turned off: up to three continuations of an answer
+that was cut at its limit, and one of an empty answer. These requests are charged but not
 reserved.
 """
 
@@ -149,8 +149,8 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """The error for an answer that reached its token limit; None for other answers. The command then asks
-        for a continuation, which may not fit the beginning."""
+        """The error for an answer that reached its token limit; None for other answers. At the
+        limit the command asks for a continuation, which may not fit the beginning."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:

@@ -110,7 +110,8 @@ def persist(
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # raised here: its __context__ must not be an SDK exception, which may hold the API key
+        # Raised here and not in ``attempt``: there its __context__ could be an SDK exception, which may
+        # hold the API key.
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1

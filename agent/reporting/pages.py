@@ -1,4 +1,5 @@
-"""Render HTML pages from the folder ``templates``. All values are escaped and made ``visible``."""
+"""Render HTML pages from the folder ``templates``. All values are escaped, and made ``visible`` by
+``safe_text``."""
 
 from __future__ import annotations
 

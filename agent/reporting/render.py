@@ -137,7 +137,7 @@ def interval(ratio: Ratio | None) -> str:
 
 
 def rivals(rows: tuple[Timing, ...]) -> list[str]:
-    """Lines about the schedules of QuACK's arms, one per case in which such an arm was measured."""
+    """Lines about the schedules of QuACK's arms, one per case in which QuACK was measured."""
     return [
         f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
         for t in rows

@@ -194,8 +194,8 @@ def _edited(tables: Tables) -> str:
 
 
 def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
-    """One table per group, under the group's name. All tables have the same columns: those for which some row
-    has a figure."""
+    """One table per group, under the group's name. All tables have the same columns. A column without any
+    figures is left out of all tables."""
     columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
         yield f"**{group}**\n\n{_by_operator(members, columns)}"
