@@ -97,8 +97,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured again after its code was edited. It may now be faster than the edited
-    code, because it has better schedules."""
+    """Whether the program was measured again after its code was edited. The program may now be faster than
+    the edited code, because its schedules are better."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 

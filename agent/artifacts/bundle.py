@@ -75,8 +75,8 @@ class PackedIncumbent(_File):
 class PackedKernel(_File):
     """A checked kernel that awaits measurement. ``known``: the best schedules of an earlier tuning, by case.
     ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's code if an
-    author edited it. ``objects``: its compiled code, so that the other machine need not run the edited
-    Python."""
+    author edited it. ``objects``: the edited code, compiled here, so that the other machine need not run the
+    edited Python."""
 
     run: str
     attempt: int
@@ -152,8 +152,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """The compiled objects of edited code. They cover the schedules of the compile gate, and those that
-    tuning the incumbent may choose."""
+    """The compiled objects of edited code. They cover the schedules of the compile gate, and the schedules
+    that tuning the incumbent may choose."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -189,7 +189,7 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """The tuned schedules of the spec's accepted kernel, if its program is the same. Tuning then only times
-    these schedules again, also after a change of the lowering."""
+    these schedules again, even after a change of the lowering."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files

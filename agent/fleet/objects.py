@@ -56,7 +56,7 @@ def sharing(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def lacking(names: list[str]) -> dict[str, Any]:
-    """Those of the named objects that this machine lacks."""
+    """The named objects that this machine lacks."""
     return {"names": sorted({*names} - _names()) if names else []}
 
 

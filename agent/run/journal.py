@@ -138,7 +138,7 @@ class Journal(Record):
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
-            _check(path, connection)  # before the next line, which would modify an unrelated file
+            _check(path, connection)  # first, since the next line would modify even an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)

@@ -67,7 +67,7 @@ class Original:
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
     """The accepted kernel of a spec, by default from generated_kernels/. An accepted edit of the kernel is
-    preferred, unless the unedited kernel was measured after it. ``afresh``: use the unedited kernel. Raises
+    preferred, unless the unedited kernel was measured later. ``afresh``: use the unedited kernel. Raises
     Absent, and KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)

@@ -201,7 +201,7 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """The verdict in a recording, possibly by an earlier protocol. Only the verdict's status is validated."""
+    """The verdict in a recording, perhaps given by an earlier protocol. Only its status is validated."""
 
     status: str
 
@@ -280,7 +280,7 @@ def opened(path: Path) -> Journal:
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """The header and events of an exported run. Its verdicts may be by an earlier protocol. Raises
+    """The header and events of an exported run. An earlier protocol may have given its verdicts. Raises
     JournalError."""
     header, events = journal.read_export(path)
     with _checking(path, "header"):

@@ -104,7 +104,7 @@ class AuthoringTask:
 
 
 def _to_beat(program: Program) -> str:
-    """Text about the derived program, which the author starts from."""
+    """Text about the derived program, from which the author starts."""
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]

@@ -125,7 +125,7 @@ def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
     """The tips that a run's header asks for. The header may remove some of the log's accepted tips, and add
-    tips that are not accepted. None if the header changes nothing."""
+    tips that are not accepted. None if the header changes no tips."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))

@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection for ``failed`` (gate/reason). ``fix``: the lines changed in a later source of the run that
-    passed that gate, or, after a change that was no faster, in the code that it had to beat."""
+    """A rejection for ``failed`` (gate/reason). ``fix``: the lines changed in a later source that passed that
+    gate, or else, for a change that was no faster, in the code to beat."""
 
     spec: str
     failed: str

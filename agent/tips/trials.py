@@ -86,8 +86,8 @@ def measure(
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # Alternate which arm is first, so that changes over time (for example of a provider's model)
-            # affect both arms.
+            # Alternate which arm (with or without the tip) is first, so that changes over time (for example
+            # of a provider's model) affect both arms.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
