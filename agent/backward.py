@@ -132,7 +132,7 @@ def _coming(program: Program, of: Collection[str] | None, behind: str | None) ->
 
 
 def _head(derived: Derived) -> list[str]:
-    """The lines that compute the pointwise head (the part before the backward's matmuls), and those gradients
+    """The lines that compute the pointwise head (the part before the backward's matmuls), and the gradients
     that are zero or equal another value."""
     lines = reference(derived.head).splitlines() if derived.head else []
     later = derived.program.outputs if derived.program else {}

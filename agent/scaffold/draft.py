@@ -90,15 +90,15 @@ class SpecDraft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """Return an error that names a line of the user's file: the line that produced line ``line`` of
-        ``key`` ("reference" or "baseline"), or else the line of the function's ``def``."""
+        """Return an error that names a line of the user's file. This is the line that produced line ``line``
+        of ``key`` ("reference" or "baseline"), or else the line of the function's ``def``."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
 
     def rows(self) -> frozenset[str]:
-        """Return the dims that count rows: at least two tensors have such a dim as their first axis, and no
-        tensor has it as another axis. Without such dims, return the draft's first dim."""
+        """Return the dims that count rows. A dim counts rows if at least two tensors have it as their first
+        axis, and no tensor has it as another axis. If no dim does, return the draft's first dim."""
         from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])

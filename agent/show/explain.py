@@ -107,8 +107,8 @@ class _Writer(Writer):
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
     ) -> list[Action]:
-        """The lines for stored values and for values used more than once. Adds the names of the latter to
-        ``known``."""
+        """The lines for stored values, for statistics and for values used more than once. Adds the names of
+        statistics and of reused values to ``known``."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
         lines = []
