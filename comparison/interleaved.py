@@ -58,8 +58,8 @@ class WrongOutput(Exception):
 
 class PreparedArm(NamedTuple):
     """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
-    truth, relative to the truth and to the yardstick. It is NaN or infinite if the values are, and should not
-    be. ``arranged``: the bytes of prepared copies of inputs, which do not count for a call."""
+    truth, relative to the truth and to the yardstick. It is NaN or infinite if the output's values wrongly
+    are. ``arranged``: the bytes of prepared copies of inputs, which do not count for a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -180,9 +180,9 @@ def _time_fitting(
 
 @contextmanager
 def _heartbeat(words: str) -> Iterator[None]:
-    """Report this message every BEAT seconds, for at most LONGEST seconds. A compiler may be silent for
-    longer than the parent waits. So a kernel that hangs during preparation is detected only after the last
-    report."""
+    """Report this message every BEAT seconds, because a compiler may be silent for longer than the parent
+    waits. The reports stop after LONGEST seconds; only then can the parent detect a kernel that hangs during
+    preparation."""
     done = threading.Event()
 
     def beat() -> None:

@@ -35,8 +35,8 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
-    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy; None if it accepts it or
-    there is none. Raises KernelError."""
+    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy; None if
+    ``accepted_kernel`` returns it or there is none. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None

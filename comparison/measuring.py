@@ -202,9 +202,10 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if the time left is shorter than the longest known session: of the row in this
-        environment if known, otherwise with the same reference arm (operators or layers) in this environment,
-        otherwise of all. A row that takes longer than the whole budget starts only if it is the first."""
+        """Raise OutOfTime if less time is left than the longest comparable session takes. Comparable are the
+        row's sessions in this environment; without any, those in this environment with the same reference arm
+        (operators or layers); without any, all sessions. A row that takes longer than the whole budget starts
+        only if it is the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -238,8 +239,8 @@ class _Measuring:
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
         """Whether an arm with its current key has figures from this process, or a failure from any process
-        (which would repeat itself). Figures older than a temporary change do not count, because no table
-        shows them."""
+        (which would repeat itself). Results from before a change of the row, the reference arm or this arm do
+        not count, even if the change was undone, because no table shows them."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
@@ -277,8 +278,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the reference arm. For other arms, the results
-        receive the reasons."""
+        """The key of each arm that can be tried, including the reference arm. The results receive the reasons
+        why the other arms cannot be tried."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
@@ -291,9 +292,9 @@ class _Measuring:
         return keys
 
     def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the reference arm has figures, store only the others' reasons.
-        If the worker was lost during the timing, any arm may be the cause; then run two sessions with half of
-        the arms each."""
+        """Run and store one session. If only the reference arm has figures, store only why the others have
+        none. If the worker was lost during the timing, any arm may be the cause; then run two sessions with
+        half of the arms each."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._answer(turn, arms)
         self.measured.add(_place(turn))
@@ -372,8 +373,8 @@ class _Measuring:
     def _blamed(
         self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
     ) -> dict[str, str]:
-        """Reasons for arms that failed because a worker was lost: for the arm that was running, or for all
-        arms if it was not one alone."""
+        """Reasons for arms that failed because a worker was lost: for the running arm if it is one of
+        ``left``, otherwise for all arms."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:

@@ -68,7 +68,7 @@ def measure_operator(request: OperatorArms) -> dict[str, Any]:
 
 
 class _Operator(Stage):
-    """Sets of inputs for one operator; so many that no arm finds its inputs in the L2."""
+    """Sets of inputs for one operator, enough that no arm finds its inputs in the L2."""
 
     def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference

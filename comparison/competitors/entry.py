@@ -18,9 +18,9 @@ class Prepared(NamedTuple):
     """A prepared arm.
 
     ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``
-    converts the call's result into the spec's outputs by name, as far as the library computes them; this is
-    not timed. ``arranged``: operands in the library's own layout, prepared before timing. A user would store
-    them in place of the spec's operands, so they do not count as memory of a call.
+    converts the call's result into the outputs of the spec that the library computes, by name; it is not
+    timed. ``arranged``: operands in the library's own layout, prepared before timing. A user would store them
+    in place of the spec's operands, so they do not count as memory of a call.
     """
 
     call: Callable[[], Any]

@@ -90,9 +90,9 @@ def time_configs(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> float | list[float]:
-    """Time a schedule in milliseconds per call, with the arguments of QuACK's
-    ``_bench_cuda_graph_l2_rotate``, which this function replaces. It makes WARM calls, then one replay of a
-    CUDA graph with about TIMED calls that cycle through the sets of inputs. Long calls are repeated fewer
+    """Return a schedule's milliseconds per call. This function replaces QuACK's
+    ``_bench_cuda_graph_l2_rotate`` and takes its arguments. It makes WARM calls, then one replay of a CUDA
+    graph with about TIMED calls that cycle through the sets of inputs. Long calls are repeated fewer
     times."""
     import torch
 

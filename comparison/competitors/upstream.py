@@ -129,8 +129,8 @@ def _partial_cross_entropy(g: Given) -> Prepared:
 
 
 def _partial_cross_entropy_unstored(g: Given) -> Prepared:
-    """The kernel does not write the target's logit of ignored rows, so each call first sets all of these
-    logits to zero."""
+    """The kernel does not write the target's logit of ignored rows, so each call first sets all target logits
+    to zero."""
     from coda.core.gemm.functional import gemm_lse_select_logits
 
     x, w, target = g.inputs["x"], g.inputs["w"], g.inputs["target"].int()

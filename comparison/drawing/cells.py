@@ -27,8 +27,8 @@ class Cell:
     ``against``: the arm's time over that of the LLM's kernel; above 1 the LLM's kernel is faster. None in a
     row without such a kernel, and in that kernel's own cell. ``indirect``: the two arms never shared a
     session, so the ratio is computed through the reference arm. ``processes``: the number of processes that
-    measured the ratio, or the time if there is no ratio. For an indirect ratio, the smaller number of its two
-    steps.
+    measured the ratio, or the time if there is no ratio. For an indirect ratio, this is the smaller of the
+    numbers of its two steps.
     """
 
     arm: str
@@ -162,8 +162,8 @@ class _Row:
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions with a current arm besides the reference arm, or with only the reference arm. If
-        there are none, all timed sessions."""
+        """The timed sessions that have a current arm besides the reference arm, or no arm besides it. If no
+        session qualifies, all timed sessions."""
         found = [
             s
             for s in self.timed

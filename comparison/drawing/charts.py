@@ -134,7 +134,7 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
-    """Footnotes: they explain the marks, and name the operators for which a column of human-written kernels
+    """Footnotes that explain the marks, and name the operators for which a column of human-written kernels
     also contains work by others."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [

@@ -145,7 +145,8 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as text. It has no interval if a row is undecided, because that would claim too much."""
+        """The mean as text. It has no interval if a row is undecided, because an interval would claim too
+        much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else ratio_text(self.mean)
 

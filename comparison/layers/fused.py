@@ -21,7 +21,7 @@ from coda_agent.fused.chains import Begun, begun
 
 
 class BegunStream(NamedTuple):
-    """The residual stream [tokens, D], and the first part of the next norm of it."""
+    """The residual stream [tokens, D], and the first part of its next norm."""
 
     h: Tensor
     begun: Begun
