@@ -146,10 +146,9 @@ class CudaClock:
 
     The host enqueues each region before the device reaches it, so launch latency is not included;
     ``host_time`` measures it. The host is one round ahead. The device spins before each region, unless a
-    round takes the device more than twice as long as the host. Here the device's time is that of the regions
-    only. The host's time is that of everything that a round enqueues, including flushes and ``before`` calls.
-    Longer kernels run back to back without a spin: an H100 that idles between kernels saves power, and then
-    reaches clock rates that no training step reaches.
+    round's regions take the device more than twice as long as the host takes to enqueue the whole round,
+    including flushes and ``before`` calls. Longer kernels run back to back without a spin: an H100 that idles
+    between kernels saves power, and then reaches clock rates that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6

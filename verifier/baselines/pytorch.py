@@ -45,8 +45,8 @@ def compiled(
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
     """Wrap a function in ``torch.compile``, with fullgraph and static shapes. The function gets its own code
-    object. Dynamo caches at most eight results per code object, and all specs and sizes would otherwise share
-    one. Raises ValueError for a mode outside ``MODES``."""
+    object, because Dynamo caches at most eight results per code object, and all specs and sizes would
+    otherwise share those eight. Raises ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 

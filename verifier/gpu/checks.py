@@ -187,7 +187,7 @@ def _errors_on_draw(job: KernelCase, plans: Sequence[Plan], family: str) -> tupl
 def stability(job: KernelCase) -> dict[str, Any]:
     """Check on every plan that repeated runs are bitwise equal. Before each run, outputs and workspace are
     filled with one of two poison values. Inputs must not change. A kernel must not write outside its tensors,
-    and bytes out there must not affect results."""
+    and the bytes outside must not affect results."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])

@@ -3,13 +3,13 @@
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: some inputs must make the
 program pass the error gate as it is, and fail if the other side is forced. A sigmoid counts as a choice too,
-because it is constant far from zero and straight near zero: 1e9 * tanh(v / 1e9) is a clamp. Inputs must need
-what it is near zero, and that it is not its tangent there.
+because it is constant far from zero and straight near zero: 1e9 * tanh(v / 1e9) is a clamp. So the program
+must fail on some inputs with the function's limits in its place, and on some with its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
-The gate may pass even the form that cancels, because its limits allow for larger values' errors, or because
-the reference cancels too. Then no input needs the accurate form, but it must be *judged*: the program must
-fail if only this side is wrong by an eighth.
+The gate may pass even the form that cancels, because the gate's limits allow for larger values' errors, or
+because the reference cancels too. Then no input needs the accurate form, but it must be *judged*: the program
+must fail if only this side is wrong by an eighth.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: those of them for
+    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: the decided ones for
     which the other side has another value. ``elements``: all."""
 
     decided: int

@@ -119,7 +119,7 @@ def undefined(
 
 
 def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, float]) -> list[OutputError]:
-    """Drop the errors of ``unjudged`` outputs whose values are no larger than excused."""
+    """Drop the errors of ``unjudged`` outputs whose values are all at most the excused magnitude."""
 
     def excused(name: str) -> bool:
         size = unjudged.get(name)

@@ -69,8 +69,8 @@ def _huge(of: _Drawn) -> Tensor:
 def _outliers(of: _Drawn) -> Tensor:
     """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
     others. A scale per block instead of per row, or a range that is too narrow, loses the other rows or
-    columns. Those are made smaller, so that this family overflows only in cases in which "normal"
-    overflows."""
+    columns. The other rows and columns are made smaller, so that this family overflows only in cases in which
+    "normal" does."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)

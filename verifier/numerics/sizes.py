@@ -23,7 +23,7 @@ LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
 SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
-MEDIUM = 120  # the same if the long dim is short itself, because a few values make poor statistics
+MEDIUM = 120  # like SHORT, if the long dim is itself short: a few values make poor statistics
 ELEMENTS = 1 << 21  # most elements of a tensor with a long extent; 0.1 s on a CPU
 HEADS = 8
 EXPERTS = 12  # most experts in hidden sizes
@@ -34,7 +34,7 @@ DOUBLINGS = 8  # LARGEST is then doubled at most this often
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
     """Two fixed sets of sizes. In each, all dims differ, so that swapped axes are detected. In the second
-    set, most dims are smaller than a tile, and only static dims can be multiples of one. Static dims come
+    set, most dims are smaller than a tile, and only static dims can be multiples of a tile. Static dims come
     from the first and last case; dims that multiply them are small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
@@ -243,8 +243,8 @@ def row_dims(spec: Spec) -> frozenset[str]:
 
 
 def activation_dims(spec: Spec) -> frozenset[str]:
-    """The row dims, and the first axis of any matrix beside experts' weights: gathered rows count other
-    tokens than the product's rows."""
+    """The row dims and, in a spec with experts, the first axis of every two-axis tensor: one dim counts the
+    tokens from which rows are gathered, another the product's rows."""
     rows = row_dims(spec)
     matrices = [t for t in _tensors(spec.before or spec) if len(t.shape) == 2] if _experts(spec) else []
     return rows.union(*(t.shape[0].names for t in matrices))

@@ -20,12 +20,12 @@ USUAL_REACH = 16.0
 FAR = 60.0
 ZEROS = 1 / 16  # fraction of a tensor's values in "ends" that become zero (if legal) or one end of the domain
 NEAR = 2.0**24  # an end of the domain is drawn exactly if it is at most this large
-TURNS = 12  # consecutive seeds in which a scalar takes each of its ends equally often: of 1, 2 or 3 ends
+TURNS = 12  # consecutive seeds in which a scalar takes each of its 1, 2 or 3 ends equally often
 
 
 class Typical(NamedTuple):
-    """One input's typical values before the cast, and the bounds of its domain. ``own`` draws what else it
-    needs; ``seed`` is the seed of all inputs."""
+    """One input's typical values before the cast, and the bounds of its domain. ``own`` is the generator for
+    the input's further random numbers; ``seed`` is the seed of all inputs."""
 
     values: Tensor
     init: Init
@@ -67,8 +67,8 @@ def _mixed(of: Typical) -> Tensor:
 
 def _ends(of: Typical) -> Tensor:
     """Scale each value of a vector, and each row of a matrix, by a factor of its own; replace some values by
-    an end of the domain, or by zero. A scalar has only one value: by turns of the seed it becomes each of
-    these, or is scaled."""
+    an end of the domain, or by zero. A scalar has only one value: the seed selects an end, zero, or the
+    scaled value, in turn."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1

@@ -73,8 +73,8 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
-    """The failure. If the reference runs where dims are multiples of some number, the message says so: a
-    kernel's types hold at every size, so no program could implement such a spec."""
+    """The failure. If the reference runs where dims are multiples of some number, the message adds that
+    number. No program could implement such a spec, because a kernel's types hold at every size."""
     number, needed = _multiple(spec)
     if not number:
         return failed
@@ -86,7 +86,7 @@ def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
 
 def _multiple(spec: Spec) -> tuple[int, str]:
     """The least number, and the dims that must be multiples of it for the reference to run; 0 if none is
-    found. It is a power of two or in the reference's text."""
+    found. The number is a power of two, or occurs in the reference's text."""
     literals = {n.value for n in ast.walk(ast.parse(spec.reference)) if isinstance(n, ast.Constant)}
     numbers = sorted({2**n for n in range(1, 9)} | {n for n in literals if type(n) is int and 1 < n <= 1024})
     for number in numbers:
