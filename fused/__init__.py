@@ -1,6 +1,6 @@
 """Accepted kernels for PyTorch programs.
 
-``patch(model)`` makes them compute a Hugging Face model, and ``unpatch(model)`` restores it. ``functional``
+``patch(model)`` makes a Hugging Face model run on them, and ``unpatch(model)`` restores it. ``functional``
 has the parts of a layer, with gradients. ``torch.ops.coda_agent`` has every accepted kernel. The import fails
 for untested versions of PyTorch, QuACK and CuTeDSL (``versions.UnprovedVersion``).
 """

@@ -1,4 +1,4 @@
-"""Compile ahead of time what a first call would compile, into the cache that the call reads."""
+"""Compile kernels ahead of time, into the cache that a first call reads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Build(NamedTuple):
 
 
 def called(call: Callable[[], Any]) -> list[Bound]:
-    """The programs that operators run in ``call``, with their sizes, without duplicates. ``call`` uses
-    tensors on the meta device, so nothing is computed."""
+    """The distinct programs that ``call`` runs as operators, with their sizes. ``call`` uses tensors on the
+    meta device, so nothing is computed."""
     found: dict[tuple[Program, tuple[tuple[str, int], ...]], None] = {}
 
     def note(program: Program, sizes: Mapping[str, int]) -> None:
@@ -101,8 +101,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs, with a complete attention mask: to make a mask itself, the model would have to read
-    values."""
+    """A model's inputs on the meta device. They include a 4-D attention mask, because the model would have to
+    read values to make one."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

@@ -65,11 +65,10 @@ class Remade(NamedTuple):
 
 
 def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
-    """Compute ``make(*of)``. For the backward, only ``of`` is stored, which exists anyway, and the result is
-    computed again.
+    """Compute ``make(*of)``. Autograd stores only ``of``, and the backward computes the result again.
 
     A stored copy would double a model's weights. Under FSDP, which shards weights between forward and
-    backward, it would keep the complete weights. Under torch.compile, the partitioner takes care of this.
+    backward, the copy would hold complete weights. Under torch.compile, the partitioner takes care of this.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -90,8 +89,8 @@ class _Kept(NamedTuple):
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
-    place. PyTorch counts such operations, except those on a weight's ``data``. A recomputed result keeps its
-    address, so that CUDA graphs replay correctly."""
+    place. Changes of a weight's ``data`` are not noticed. A recomputed result keeps its address, so that CUDA
+    graphs replay correctly."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
     if found and found.state == state and all(each() is not None for each in found.of):
@@ -116,7 +115,7 @@ def forget(*of: Tensor) -> None:
 
 
 class _Stored(NamedTuple):
-    """The inputs whose gradients a backward computes. The scalars and tensors that it reads, with their
+    """The inputs whose gradients a backward computes, and the scalars and tensors that it reads, with their
     positions in the operator's inputs and outputs."""
 
     wrt: tuple[str, ...]
@@ -130,11 +129,11 @@ ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] 
 class Link:
     """A chain's operators. ``results``: the outputs that the caller gets, and whose gradients the backward
     takes. ``rows``: the most rows that the backward processes at a time, to keep the tensors between its
-    matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the same
-    chain without them; the backward is the one of ``plain``. ``by_hand``: by inputs whose gradients are
-    computed, a function that computes the backward's pointwise part on a GPU, as a matrix and a vector, from
-    what the backward reads and all sizes; None if it does not apply. ``stream``: the input that ``apart``
-    returns."""
+    matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the link
+    without ``beside``, whose backward this link uses. ``by_hand``: hand-written functions for the backward's
+    pointwise part on a GPU, keyed by the inputs whose gradients are computed. Such a function takes the
+    values that the backward reads and all sizes; it returns a matrix and a vector, or None if it does not
+    apply. ``stream``: the input that ``apart`` returns."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class Link:
             "backward": staticmethod(self._recorded_backward),
         }
         function: Any = type(name, (torch.autograd.Function,), functions)
-        # Function.apply without its Python, which serves torch.func and setup_context
+        # the C++ Function.apply; the Python one around it serves torch.func and setup_context
         self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
@@ -195,9 +194,9 @@ class Link:
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def apart(self, sizes: Sequence[int], **inputs: Any) -> tuple[Sequence[Tensor], Tensor]:
-        """The chain's result in parts of these numbers of columns, and its stream for later uses. If autograd
-        alone watches, nothing joins the parts' gradients for a backward by hand, and the backward's program
-        adds the gradient of the later uses."""
+        """The chain's result, split into parts of ``sizes`` columns, and its stream for later uses. If only
+        autograd records the call, a hand-written backward takes the parts' gradients unjoined, and the
+        backward's program adds the gradient of the later uses."""
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
             ops.check_torch_func()
@@ -225,7 +224,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """The program with row sums in fp32, if sums over parts of the rows must be added up."""
+        """The program with its sums over rows in fp32, if the rows are processed in parts."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -346,7 +345,7 @@ def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, sh
 
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Columns side by side."""
+    """The parts' columns side by side."""
     if isinstance(parts, Tensor):
         return parts
     return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
@@ -354,7 +353,7 @@ def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
     """The part of a chain from its first matmul on. Values that the preceding norm computes become inputs
-    instead of outputs; if they are outputs of the chain, they keep those names."""
+    instead of outputs; those that are outputs of the chain keep their names."""
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)

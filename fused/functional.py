@@ -46,13 +46,13 @@ BLOCK_NEXT_NORM = {
 
 
 def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    from coda_agent.fused import rotation  # which imports Triton
+    from coda_agent.fused import rotation  # imports Triton
 
     return rotation.of_a_chain(known, sizes)
 
 
 def _by_hand(bias: bool, rotates: bool) -> dict[tuple[str, ...], ByHand]:
-    """The pointwise parts of backwards that a GPU computes by hand."""
+    """Hand-written functions for the pointwise part of the backward on a GPU, as ``Link`` takes them."""
     return {} if bias else {("out", "gamma_in", "w_qkv"): _rotated_back if rotates else heads.of_a_chain}
 
 
@@ -138,8 +138,8 @@ def after_attention_with_next_norm(
 
 
 def _shaped(made: Tensor, stream: Tensor) -> Tensor:
-    """A fresh result in the shape of the stream. To autograd it is no view, because FSDP2 warns of a module
-    that returns one: an in-place operation on a view loses hooks."""
+    """A fresh result in the shape of the stream. Autograd does not see a view. FSDP2 warns if a module
+    returns a view, because an in-place operation on it loses hooks."""
     return torch.ops.aten._unsafe_view.default(made, stream.shape)
 
 
@@ -176,8 +176,8 @@ def before_attention_apart(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """``before_attention`` in parts [tokens, n] of these numbers of columns, and ``x``. If later uses of the
-    stream read this ``x``, one kernel of the backward adds all gradients of the stream."""
+    """``before_attention``, split into parts [tokens, n] of ``sizes`` columns, and ``x``. If later uses of
+    the stream read the returned ``x``, one kernel of the backward adds all gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)
@@ -219,14 +219,14 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The sum of ``cross_entropy``, a scalar. Its gradients are computed in the forward, which takes one
-    product of the size of the logits less."""
+    """The sum of ``cross_entropy``, a scalar. The forward computes its gradients, which saves one matmul of
+    the size of the logits."""
     ops.check_device("summed_cross_entropy", (h, weight, target))
     return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
 
 
 def _targets(target: Tensor, weight: Tensor) -> Tensor:
-    """The flat targets, of which an assertion makes sure that each is a row of the weight or ignored."""
+    """The flat targets. An assertion checks that each is a row of the weight or ignored."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == loss.IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is not a row of the weight")

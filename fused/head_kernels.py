@@ -1,7 +1,7 @@
 """Triton kernels that norm and rotate the heads of packed queries, keys and values, forward and backward.
 
-A rotated pair is (a, b), half a head apart. Both halves of a head are loaded apart, so that a pair needs no
-exchange between threads.
+A rotated pair is (a, b), half a head apart. The two halves of a head are loaded separately, so that a pair
+needs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8  # heads at a time
-PROGRAMS = 1056  # of the backward, 8 for each SM; each adds up the norms' weights' gradients over its tokens
+PROGRAMS = 1056  # of the backward, 8 per SM; each sums the gradients of the norms' weights over its tokens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,8 +113,8 @@ def _backward_heads(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of some heads of one token. Return that of the halves of the norm's weight and, if
-    there is a norm, the sum of the heads' values times their gradients."""
+    """Compute the gradient of some heads of one token. Return the gradients of both halves of the norm's
+    weight, and the sum of the heads' values times their gradients; without a norm, zeros."""
     cos_a, cos_b = _halves(cos, HALF)
     sin_a, sin_b = _halves(sin, HALF)
     total_a = tl.zeros((HALF,), tl.float32)
@@ -246,7 +246,7 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of ``packed`` and of the norms' weights, and the sum of each token's values of ``packed``
-    times their gradients, [tokens] in fp32. Without norms, only the first."""
+    times their gradients, [tokens] in fp32. Without norms, all but the first are None."""
     d = [t if t.stride(-1) == 1 else t.contiguous() for t in gradients]
     sequences, length, columns = packed.shape
     width, tokens = cos.shape[-1], sequences * length

@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
     are rotated directly after their matmul. ``keeps``: reordered weights are kept between calls without
     gradients, and from a forward to its backward. ``next_norm``: the next layer's first norm, if this layer
-    computes its first part."""
+    computes the first part of that norm."""
 
     activation: str
     centered: bool
@@ -208,7 +208,7 @@ def _layer(
 
 
 def _watched(attention: Any) -> bool:
-    """Whether a hook reads what attention returns, which a fused layer does not produce."""
+    """Whether a hook reads the attention module's result, which a fused layer does not produce."""
     hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
     idle = attention.config._attn_implementation != "eager"  # only eager attention returns its weights
     return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
@@ -270,7 +270,7 @@ def _heads(
         # A cache must have the model's own order of columns, whatever reads it next.
         rotated = usual and how.rotates and not cached
         sizes = [part.weight.shape[0] for part in _projections(layer)]
-        one = usual and not rotated  # pass norms and rotates the heads
+        one = usual and not rotated  # ``heads`` norms and rotates all of them
         projected, x = _projected(
             layer, how, x, begun, angles if rotated else None, [sum(sizes)] if one else sizes
         )
@@ -293,7 +293,7 @@ def _projected(
     angles: tuple[Tensor, Tensor] | None,
     sizes: Sequence[int],
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values in parts [tokens, n] of these numbers of columns, and the stream. With
+    """Queries, keys and values, split into parts [tokens, n] of ``sizes`` columns, and the stream. With
     ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
     parts, dtype = _projections(layer), matmul_dtype(x)
     weights = [part.weight for part in parts]
@@ -309,7 +309,7 @@ def _projected(
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
     """Weights in the order that a kernel needs."""
     calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # an inference tensor does not count changes
+    # an inference tensor does not count its changes in place
     if calls_again and not any(w.is_inference() for w in weights):
         return kept(make, *weights)
     return make(*weights) if how.keeps else remade(make, *weights)

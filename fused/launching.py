@@ -128,8 +128,8 @@ def launchable(tensor: Tensor) -> Tensor:
 
 
 class Launcher:
-    """Launches the operator of a program. ``order``: the names of its arguments, which the dims that no shape
-    determines follow. Arguments like those of recent calls are not checked again. Unless it
+    """Launches the operator of a program. ``order``: the names of its arguments; the dims that no shape
+    determines come after them. Arguments like those of recent calls are not checked again. Without
     ``overwrites``, inputs that the program updates are copied first."""
 
     def __init__(
@@ -140,7 +140,7 @@ class Launcher:
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
-        self._in_order = itemgetter(*map(order.index, inputs))  # a tuple: a GEMM has two inputs
+        self._in_order = itemgetter(*map(order.index, inputs))  # gives a tuple: a GEMM has two inputs
         self._familiar = FamiliarPlans()
         _launchers.add(self)
 

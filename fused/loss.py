@@ -1,10 +1,10 @@
 """The summed cross-entropy of a head, with its gradients computed in the forward.
 
-The logits of some rows exist only between products: the first product stores their exponentials, and two more
-read these, for the gradients of the stream and of the head's weight. A derived backward would compute all
+Rows are processed in blocks. A block's first matmul stores the exponentials of its logits. Two more matmuls
+read them, for the gradients of the stream and of the head's weight. A derived backward would compute all
 logits again.
 
-The exponentials are relative to a number per row that is known before the product (``SHIFT`` above the
+The exponentials are relative to a number per row that is known before the matmul (``SHIFT`` above the
 target's logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of
 the results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the
 target's weight is added in fp32. If a row's exponentials overflow, which takes a loss above 120, everything
@@ -29,10 +29,10 @@ from coda_agent.primitives.derive.chains import Chain
 
 ROWS = 4096  # the most rows whose exponentials exist at a time
 IGNORED = -100  # targets of rows without a loss
-# In nats. Exponentials of bf16 reach from -87 to 88, and a softmax below e-47 does not count.
+# In nats. bf16 holds exp(x) for x from -87 to 88, and a softmax below exp(-47) is negligible.
 SHIFT, MOST = 40.0, 80.0
-# The shift's distance below the log-sum-exp for which fp16 suffices too. It makes the factor 2**-7, and a row
-# times that needs no rounding.
+# In the second pass, the distance of the shift below the log-sum-exp; fp16 suffices for it too. The factor is
+# then 2**-7, and a row times it needs no rounding.
 AGAIN = 7 * log(2)
 
 
@@ -98,8 +98,9 @@ def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def _forward(
     h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The host asks once whether exponentials overflowed, after it has enqueued everything. The answer is on
-    its way before the last two products, so that the GPU computes while the host waits."""
+    """The summed loss with its wanted gradients. The host asks once whether exponentials overflowed, after it
+    has enqueued everything. The answer is copied before the last two matmuls, so that the GPU computes while
+    the host waits."""
     run = partial(_pass, h, w, target, chosen, logit, stream, weight)
     # While a CUDA graph records, no value can be read.
     if h.dtype == torch.float16 or (h.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -124,7 +125,7 @@ def _pass(
     """The summed loss with the stream's and the weight's gradients if they are wanted, and whether the
     gradients' exponentials overflowed. ``twice``: the exponentials are computed again from the rows'
     log-sum-exp, and cannot overflow."""
-    # the first rows' product makes dw: to fill it with zeros would take a pass over memory
+    # the first block's matmul creates dw, because filling it with zeros would take a pass over memory
     dw = torch.zeros(w.shape if weight and not len(h) else (0,), dtype=torch.float32, device=w.device)
     total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
     gradients, overflowed = list[Tensor](), lambda: False
@@ -214,11 +215,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.dtypes = h.dtype, w.dtype
     ctx.wanted = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)  # zeros for the gradients' gradients would be as large as the weight
+    ctx.set_materialize_grads(False)  # zeros for the gradients of dh and dw would be as large as those
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the sum, times the sum's own."""
+    """The saved gradients of the sum, times the gradient that arrives for the sum."""
     ops.check_first_derivative()
     assert gradient is not None  # ``summed`` returns nothing else
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -28,7 +28,7 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Op] = {}
-# called with programs and sizes for calls on the meta device
+# called with the program and sizes of each call on the meta device
 watchers: list[Callable[[Program, dict[str, int]], None]] = []
 
 
@@ -51,7 +51,7 @@ def check_device(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_torch_func() -> None:
-    """Raise NoBackward if a transform of torch.func is active. torch.compile traces this to nothing."""
+    """Raise NoBackward if a transform of torch.func is active. Under torch.compile, do nothing."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NoBackward("torch.func cannot differentiate a fused operation: use torch.autograd.grad")
 
@@ -162,7 +162,7 @@ class Op:
 
     def fake(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)
-        # torch.compile would otherwise trace a gradient of zero
+        # without this check, torch.compile would trace a gradient of zero
         how, _ = self.checked(inputs)
         first = inputs[self.tensors[0]]
         signature = how.program.signature

@@ -27,7 +27,7 @@ def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
 
-    @cache  # torch.compile imports Dynamo and Inductor, which take longer than PyTorch itself
+    @cache  # torch.compile imports Dynamo and Inductor, which takes longer than importing PyTorch itself
     def compiled() -> Callable[..., Any]:
         return torch.compile(own)
 

@@ -1,7 +1,7 @@
 """Weights in the order that kernels need.
 
-For autograd, the gradient of a part of a reordered weight is a strided view, which PyTorch then copies for
-the optimizer, at less than half of an H100's memory bandwidth. On a GPU compiled code makes these copies.
+Autograd's gradient of a part of a reordered weight is a strided view. PyTorch copies it for the optimizer, at
+less than half of an H100's memory bandwidth. On a GPU, compiled code makes this copy instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _split(rows: Tensor, sizes: Sequence[int], width: int) -> list[Tensor]:
 
 
 class _Reordered(torch.autograd.Function):
-    """Parts in one matrix, and the gradients of the parts from that of the matrix."""
+    """Forward: join parts in one matrix. Backward: split the matrix's gradient into those of the parts."""
 
     @staticmethod
     def forward(

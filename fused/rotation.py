@@ -114,9 +114,9 @@ def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the chain ``attention_in``, rotated, from its gradient ``d_qkv``,
-    packed or as those of q, k and v: dz * rstd, and each row's factor of the stream in the norm's gradient.
-    None if the columns that do not rotate are not as many as those of k."""
+    """The pointwise part of the backward of the rotated chain ``attention_in``: dz * rstd, and the factor of
+    each row of the stream in the norm's gradient. The chain's gradient ``d_qkv`` is one matrix, or those of
+    q, k and v. None unless q, k and v have whole heads, and as many columns of v as of k."""
     d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
     width, turned = table.shape[1], int(known["turned"])
     rest = z.shape[1] - turned

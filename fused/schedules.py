@@ -2,8 +2,8 @@
 this package (``fused/tuned``), and in the shipped reports.
 
 A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are
-preferred, and among them rows of the same program and step. Of these the nearest is used. The distance is by
-the ratios of N and K, and by the ratio of M rounded to a power of two.
+preferred, and among them rows of the same program and step. Of these the nearest that fits is used. The
+distance adds the log2 ratios of N and K, and half the rounded log2 ratio of M.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 saves a pass.
 
 The result is an attribute of the residual stream that the layer returns. The next layer removes it, and uses
-it if it was computed for that layer's own norm. A stream without it may come from a hook, for example. Then
+it if it was computed for that layer's own norm. Without it, for example because a hook replaced the stream,
 the layer computes its norm itself, as in module-local mode.
 """
 
