@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import training
 from coda_agent import fused
 from coda_agent.fused import ahead, launching, schedules
-from coda_agent.fused.ahead import Bound
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.tune import leaders
@@ -63,12 +62,12 @@ class TrainingStep:
         self.texts = [self.trainer.text(seed) for seed in range(HEATING)]
         self.arm = training.arm(training.FUSED, self.trainer.source, kind)
 
-    def places(self) -> Iterator[tuple[Place, str, Bound]]:
-        """Each kernel of the step: its place, its name, and its program."""
+    def places(self) -> Iterator[tuple[Place, str]]:
+        """The place and the name of each kernel of the step."""
         for bound in self.bounds:
             shapes = schedules.products(bound.program, bound.sizes)
             for kernel in lower(bound.program).gemms:
-                yield (bound.program.signature.name, kernel.step, shapes[kernel.step]), kernel.name, bound
+                yield (bound.program.signature.name, kernel.step, shapes[kernel.step]), kernel.name
 
     def use(self, choice: Choice) -> Choice:
         """Write schedules into this machine's tables and compile them. Return the schedules that the step
@@ -77,11 +76,14 @@ class TrainingStep:
             name, step, shape = place
             schedules.keep(name, [schedules.TunedStep(self.gpu, name, step, shape, schedule)])
         launching.choose_again()
-        used = {place: ahead.on_schedules(bound).schedules[place[1]] for place, _, bound in self.places()}
-        refused = {(b.name, step) for b in ahead.build(self.bounds) for step in b.refused}
+        used, refused = dict[Place, Schedule](), set[Place]()
+        built = ((each, step) for each in ahead.build(self.bounds) for step in each.schedules)
+        for (place, _), (each, step) in zip(self.places(), built, strict=True):
+            used[place] = each.schedules[step]
+            refused |= {place} if step in each.refused else set()
         if not refused:
             return used
-        known = {p: s for p, s in self.best().items() if p[:2] in refused and s != used[p]}
+        known = {p: s for p, s in self.best().items() if p in refused and s != used[p]}
         if not known:
             raise SystemExit(f"no schedule compiles for {sorted(refused)}")
         return self.use(used | known)
@@ -101,7 +103,7 @@ class TrainingStep:
         for event in seen.events():
             if event.device_type.name == "CUDA":
                 taken[event.name].append(event.time_range.elapsed_us())
-        for place, kernel, _ in self.places():
+        for place, kernel in self.places():
             found = [each for name, times in taken.items() if kernel in name for each in times]
             rows = self.times.setdefault(place, {})
             if found:
@@ -111,7 +113,7 @@ class TrainingStep:
 def trials(step: TrainingStep) -> Iterator[Choice]:
     """The schedules to try: each tile everywhere, then other rasterisation groups of each kernel's fastest
     tiles."""
-    places = [place for place, _, _ in step.places()]
+    places = [place for place, _ in step.places()]
     yield {}
     for tile in TILES:
         if any(tile not in step.times[place] for place in places):

@@ -16,7 +16,7 @@ SHIPPED = Schedule(128, 224, False, 2, 1)
 
 def searched(times: step_schedules.Times) -> list[Choice]:
     """The trials of a search in which "up" is fastest on the last tile and "down" on the first."""
-    step = SimpleNamespace(times=times, places=lambda: [(place, "", None) for place in PLACES])
+    step = SimpleNamespace(times=times, places=lambda: [(place, "") for place in PLACES])
     made = list[Choice]()
     for choice in step_schedules.trials(cast(Any, step)):
         made.append(choice)
