@@ -229,25 +229,12 @@ def measure(
     begun = time.monotonic()
     trainer = Trainer(kind, where, **changed)
     source = trainer.source
-    entry: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "where": device() if where == "cuda" else {"gpu": "none"},
-        "versions": {name: version(name) for name in PACKAGES},
-        "parameters": sum(p.numel() for p in source.parameters()),
-        "tokens": sizes.batch * sizes.length,
-        "times": {},
-        "peak": {},
-        "failed": {},
-        "losses": {},  # of each seed, by arm
-        "warm_up": WARM_UP,
-    }
-    found[kind] = entry
+    entry = found[kind] = _entry(source, where, sizes)
 
     def keep(said: str = "") -> None:
         write_atomic(out, json.dumps(found, indent=1))
-        if not said:
-            return
-        print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
+        if said:
+            print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
 
     def left(share: float = 1.0) -> bool:
         """Whether less than this fraction of the time has passed."""
@@ -291,6 +278,22 @@ def measure(
                 lost = trainer.losses(arms[name], seed, STEPS, sizes.batch, sizes.short)
                 entry["losses"].setdefault(name, []).append(lost)
                 keep(f"losses of {name}, seed {seed}")
+
+
+def _entry(source: nn.Module, where: str, sizes: StepSizes) -> dict[str, Any]:
+    """Return a model's record before anything is measured."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "where": device() if where == "cuda" else {"gpu": "none"},
+        "versions": {name: version(name) for name in PACKAGES},
+        "parameters": sum(p.numel() for p in source.parameters()),
+        "tokens": sizes.batch * sizes.length,
+        "times": {},
+        "peak": {},
+        "failed": {},
+        "losses": {},  # of each seed, by arm
+        "warm_up": WARM_UP,
+    }
 
 
 def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
