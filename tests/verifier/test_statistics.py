@@ -75,3 +75,12 @@ def test_processes_that_differ_widen_both_intervals_though_their_rounds_agree() 
     assert detectable(steady) == pytest.approx(
         math.expm1((4.3027 + 1.0607) * spread / math.sqrt(3)), rel=2e-3
     )
+
+
+def test_rounds_cut_off_at_either_end_count_as_the_last_kept_ones() -> None:
+    """Yuen's interval of ten log ratios by hand: two cut off at each end, so that 2 2 2 3 4 5 6 7 7 7 have a
+    sum of squares of 42.5, and t with five degrees of freedom is 2.5706."""
+    logs = [0.01 * k for k in range(10)]
+    found = ratio([math.exp(x) for x in logs], [1.0] * 10).student
+    reach = 2.5706 * 0.01 * math.sqrt(42.5 / 9) * 10 / (6 * math.sqrt(10))
+    assert found == pytest.approx((math.exp(0.045 - reach), math.exp(0.045 + reach)), rel=1e-5)

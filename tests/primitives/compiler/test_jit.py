@@ -1,12 +1,14 @@
-"""The imports of a process that only compiles."""
+"""The imports of a process that only compiles, and of lowered files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from coda_agent.primitives.compiler.jit import import_file
 from coda_agent.primitives.system import subprocesses
 
 LATER = """
@@ -34,3 +36,13 @@ def test_quacks_own_operators_are_imported_by_whoever_wants_them() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_fails_to_import_can_be_imported_once_it_is_mended(tmp_path: Path) -> None:
+    path, name = tmp_path / "lowered.py", "coda_lowered_for_a_test"
+    path.write_text("begun = True\nraise RuntimeError('no such op')\n")
+    with pytest.raises(RuntimeError, match="no such op"):
+        import_file(name, path)
+    assert name not in sys.modules  # half of a module would pass for the whole
+    path.write_text("answer = 42\n")
+    assert import_file(name, path) is sys.modules.pop(name)

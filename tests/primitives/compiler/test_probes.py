@@ -15,6 +15,7 @@ from checkout import ROOT
 from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
 from coda_agent.agent.artifacts import bundle
+from coda_agent.primitives.compiler import probe_schedules
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
@@ -146,6 +147,17 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == counted and len(counted) > 50
     assert min(counted)[0] < 2 < max(counted)[0]
     assert {tuple(c[1:]) for c in counted} == {(128, 32), (128, 16), (64, 16), (64, 32), (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "others"), [(PINGPONG, 3), (COOPERATIVE, 7)], ids=["pingpong", "cooperative"]
+)
+def test_a_sum_of_columns_keeps_a_row_from_each_warp_but_the_first(schedule: Schedule, others: int) -> None:
+    declared = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"s": tensor("N", "fp32")})
+    program = trace(declared, "return {'s': column_sums(gemm(x, w.mT))}")
+    (gemm,) = lower(program).gemms
+    shares = probe_schedules._shares(probe_schedules._resources(program, gemm), schedule, {})
+    assert [(kind, size) for _, kind, size in shares] == [("once", others * schedule.tile_n * 4)]
 
 
 @pytest.mark.parametrize("name", ROOMY)

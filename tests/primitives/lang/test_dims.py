@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coda_agent.primitives.lang.dims import MAX_SIZE, Dim
+from coda_agent.primitives.lang.dims import MAX_SIZE, Dim, Unsolvable, solve, solving_order
 
 SIZES = {"M": 7, "F": 11, "H_2": 13}
 
@@ -145,3 +145,15 @@ def test_divided(a: str, b: str, quotient: str) -> None:
 def test_what_is_no_whole_number_of_times_is_refused(a: str, b: str) -> None:
     with pytest.raises(ValueError, match="is not divisible by"):
         Dim.parse(a).divided(Dim.parse(b))
+
+
+@pytest.mark.parametrize(("formula", "extent"), [("M", 0), ("2*M", 3), ("M + 2", 2), ("M + 2", 1)])
+def test_a_dim_is_solved_for_a_positive_integer_or_refused(formula: str, extent: int) -> None:
+    shapes = {"x": [Dim.parse(formula)]}
+    with pytest.raises(ValueError, match="no positive M makes"):
+        solve(shapes, ["M"], {"x": [extent]})
+
+
+def test_a_square_determines_no_dim() -> None:
+    with pytest.raises(Unsolvable, match="dim 'M' follows from no shape"):
+        solving_order({"x": [Dim.parse("M*M")]}, ["M"])

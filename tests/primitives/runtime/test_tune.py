@@ -156,6 +156,14 @@ def test_known_schedules_of_several_tiles_race_by_themselves(kernel: GemmKernel)
     assert race.fields == [known]
 
 
+def test_a_tuning_is_of_one_gpu_and_one_set_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, places = KernelSource(kernels.BACKWARD.program), set[Path]()
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda gpu=gpu: gpu)
+        places |= {tune.cache_path(kernel, sizes) for sizes in (SIZES, SIZES | {"M": 8192})}
+    assert len(places) == 4
+
+
 def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,8 @@ def test_spoilt_outputs() -> None:
     assert int((row != output).sum()) == 200 and torch.equal(row[150], output[149])
     cut = made._truncated(torch.tensor([1 + 2**-7 - 2**-20, -1.5 + 2**-20]), 16)
     assert cut.tolist() == [1.0, -1.4921875]
+    whole = made._without_last_rows(output[:256])
+    assert torch.equal(whole[:128], output[:128]) and not whole[128:].any()
     vector = made._without_last_rows(output[0])
     assert torch.equal(vector[:128], output[0, :128]) and not vector[128:].any()
 

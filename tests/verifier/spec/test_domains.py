@@ -52,6 +52,7 @@ def test_no_hash_depends_on_a_domain(tmp_path: Path) -> None:
         ("[0, Q]", "dim 'Q' is not declared"),
         ("[0, M +]", "has no value"),
         ("[0.75, 2]", "init uniform draws 0.5 to 1.5, and the domain is 0.75 to 2"),
+        ("[0, 1.25]", "init uniform draws 0.5 to 1.5, and the domain is 0 to 1.25"),
     ],
 )
 def test_a_domain_that_cannot_be(tmp_path: Path, domain: str, words: str) -> None:

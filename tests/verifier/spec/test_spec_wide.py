@@ -86,6 +86,11 @@ def test_static_dims_and_updates_reach_the_signature(write):
     assert type(wide).from_json(wide.to_json()) == wide
 
 
+def test_the_integer_after_a_range_may_be_the_ignored_one(write):
+    spec = load(write("ignored: -100", "ignored: 4"), check=False)  # N, of which the range is [0, N)
+    assert spec.inputs["target"].init.ignored == 4
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
@@ -111,6 +116,8 @@ def test_static_dims_and_updates_reach_the_signature(write):
         ("{count: 4*K}", "{count: K - 16}", 9, "count 'K - 16' is 0; it must be at least 1 in case 'small'"),
         ("{count: 4*K}", "{count: K**9}", 9, "does not fit int32"),
         ("[1.0, 1.0e-4]", "[1.0, 0]", 10, "geometric [1.0, 0.0] must be positive and finite"),
+        ("updates: old}", "updates: old}\n  u: {shape: [M], dtype: fp32, updates: old}", 16,
+         "input 'old' is already updated by 't'"),
         ("static: [K]", "static: [K, K]", 12, "static names dim 'K' twice"),
         ("bench: report", "bench: reprot", 25, "bench is 'reprot'; it must be true, false or report"),
         ("baseline:", "hints:", 5, "a is fp8_e4m3, which torch.matmul does not take: give a baseline with"),
