@@ -10,12 +10,12 @@
     |   |-- ScaffoldError       a PyTorch function from which to make a spec
     |   `-- TipsError           the tips log
     |-- Absent            3  something required is missing on this machine
-    |   |-- JailUnavailable     means to confine a kernel
+    |   |-- JailUnavailable     the system's features that confine a kernel
     |   |-- JournalError        a run's journal
     |   |   `-- DamagedError    2: the journal exists but is damaged
     |   |-- ProviderError       an answer from a provider
-    |   |-- GivenUp             a slot that finishes a piece of a sweep
-    |   `-- ExecutorLost        every slot of a sweep
+    |   |-- GivenUp             a worker that finishes one task of a sweep
+    |   `-- ExecutorLost        all workers of a sweep
     `-- OutOfTime         4  a comparison's seconds are used up
 
 Each message names the place, the value and the remedy. An error has its own class only if some caller catches

@@ -34,9 +34,10 @@ class Target(NamedTuple):
 
     ``architecture``: its name for compilers. ``environment``: variables that make compilers target it on any
     machine. ``elf``: its number in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a
-    pattern for its tensor-core instructions. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong).
-    ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a rasterisation group. ``probes``: the
-    schedules that every kernel is compiled on, each a tile and a cluster. The first is the default schedule.
+    pattern for its tensor-core instructions. ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop,
+    as (tile_m, tile_n, pingpong). ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a
+    rasterisation group. ``probes``: the schedules that every kernel is compiled on, each a tile and a
+    cluster. The first probe is the default schedule.
     """
 
     machine: Machine
@@ -73,7 +74,7 @@ HOPPER = Target(
     elf=90,
     block_bytes=227 << 10,
     matrix="[HQ]GMMA",  # HGMMA takes 16-bit operands, QGMMA takes fp8
-    # tile_n % 32 == 0, as tiles of half the GEMM's width need (``pairs``)
+    # tile_n is a multiple of 32, because tiles of half the GEMM's width (``pairs``) need that
     large_tiles=frozenset(
         [(256, n, False) for n in (128, 160, 192, 208)]
         + [(128, n, False) for n in (128, 160, 192, 224, 256)]
@@ -86,7 +87,7 @@ HOPPER = Target(
     ),
     clusters=((1, 1), (1, 2), (2, 1), (2, 2)),
     swizzles=(1, 2, 4, 8, 16, 32),
-    # one for each of the mainloop's two ways to share a tensor core between warpgroups
+    # one pingpong and one cooperative schedule
     probes=((128, 128, True, 2, 1), (256, 128, False, 2, 1)),
 )
 

@@ -14,9 +14,9 @@ from coda_agent.primitives.target import TARGET
 
 BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
 PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of an ordinary GEMM
-# of a GEMM whose rows belong to experts, each with its own matrix
+# bulk copies of a GEMM whose rows belong to experts, each with its own matrix
 GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")
-OWN = ("UTMALDG.4D", "UTMASTG.3D")  # of a GEMM per expert, over that expert's rows
+OWN = ("UTMALDG.4D", "UTMASTG.3D")  # bulk copies of one GEMM per expert, over that expert's rows
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
     """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, copies of a matrix's
     tile. QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address
     far from the tensor's own. The GPU refuses such a copy as an illegal instruction, unless the kernel has
-    expert offsets; with them, this is the only store that stops at the end of an expert's rows."""
+    expert offsets. A kernel with offsets needs such stores: no other store stops at the end of an expert's
+    rows."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 

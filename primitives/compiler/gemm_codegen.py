@@ -237,7 +237,7 @@ class StepWriter(Writer):
         for index in self.step.body:
             if not sums or index != sums[0]:
                 yield from self.compute(index, values)
-        # the tile's first range stays in the loop
+        # all ranges of a tile share the values that the loop writes for the first range
         apart = {s.node for s in self.resources.stores if s.role == "range"}
         for index in (i for i in self.step.stores if i not in apart):
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
@@ -251,7 +251,7 @@ class StepWriter(Writer):
                 yield f"f{tile}_{part}[2 * i], f{tile}_{part}[2 * i + 1] = {first}, {second}"
 
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
-        """The code with which each thread itself reads values at its columns from memory."""
+        """The code with which each thread reads the values at its own columns from memory, without TMA."""
         count = int(2 * width)
         heads = f", {self.resources.heads(index)}" if how in ("tabled", "wrapped") else ""
         heads += ", self.cta_tile_shape_mnk[1]" if how == "wrapped" else ""

@@ -20,7 +20,7 @@ CUTE_DTYPES = {
     "int32": "cutlass.Int32",
     "int64": "cutlass.Int64",
 }
-HEAD_GRAIN = 8  # the accumulator lanes of one thread repeat every so many columns
+HEAD_GRAIN = 8  # columns after which the pattern of one thread's accumulator lanes repeats
 SUBTILE = 32  # columns of one epilogue subtile, unless ``subtile`` returns another number
 # tile_n must be a multiple of this if TMA stores a tile that is half as wide as the GEMM
 PAIR_GRAIN = Dim.parse(32)
@@ -50,13 +50,15 @@ Role = Literal[
 class Argument:
     """One tensor or number that a kernel takes: a node of the program, under a generated name.
 
-    The role says how. ``load`` and ``store``: a tile that TMA moves. ``range``: a further range of a store's
-    columns. ``memory``: a tile that threads address themselves. ``table``: a tile that each head reads again.
-    ``row``, ``column``: a vector. ``index``: a vector of integers. ``head``: the width of heads. ``scalar``:
-    a number. ``pointer``: a number in memory. ``extent``, ``count``: a tile's number of columns or of rows.
-    ``bounds``: offsets after bounding, which rise from 0 to that number. ``packed``: 16-bit values, twice as
-    wide as the GEMM, passed as 32-bit lanes. ``part``: which of the two partial results, for a tile with
-    twice the GEMM's columns. ``period``: the width of heads.
+    The role says what the kernel does with it. ``load`` and ``store``: a tile that TMA moves. ``range``: a
+    further range of a store's columns. ``memory``: a tile that threads load and store themselves. ``table``:
+    a tile that each head reads again. ``row``, ``column``: a vector. ``index``: a vector of integers.
+    ``head``: the width of heads. ``scalar``: a number. ``pointer``: a number in memory. ``extent``,
+    ``count``: a tile's number of columns or of rows. ``bounds``: clamped offsets, which rise from 0 to the
+    number of rows.
+
+    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: which of the two
+    partial results, for a tile with twice the GEMM's columns. ``period``: the width of heads.
     """
 
     name: str
@@ -116,7 +118,7 @@ class GemmKernel:
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         if self.index is not None and schedule.cluster_n > 1:
-            return "a cluster of a GEMM that gathers rows has one tile along N"
+            return "a GEMM that gathers rows needs clusters of one tile along N"
         cuts = any(schedule.tile_n % grain(sizes) for grain in self.grains)
         columns = max(SUBTILE, subtile(schedule, self.d)[1])
         if cuts or self.narrow(sizes, columns) or self.torn(sizes, columns):
@@ -130,16 +132,16 @@ class GemmKernel:
         return self.offsets is None
 
     def torn(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> dict[int, int]:
-        """The nodes of the ranges that begin inside an epilogue subtile of so many columns, and their first
-        columns. A bulk store skips columns past its tensor's end, but must not begin before the tensor's
-        first column."""
+        """The nodes of the ranges that begin inside an epilogue subtile, and their first columns.
+        ``columns``: the subtile's width. A bulk store skips columns past its tensor's end, but must not begin
+        before the tensor's first column."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
         return {node: first for node, first in firsts.items() if first % columns}
 
     def narrow(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> bool:
-        """Whether an epilogue with subtiles of so many columns would mix heads of these widths. A thread
-        holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. TMA loads a
-        subtile's columns of a table, if a head is a multiple of SUBTILE."""
+        """Whether an epilogue would mix columns of several heads. ``columns``: the width of its subtiles. A
+        thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. TMA
+        loads a subtile's columns of a table, if a head is a multiple of SUBTILE."""
         heads = [(a.role, a.period(sizes)) for a in self.arguments if a.period]
         whole = [width for role, width in heads if role == "head" or width % SUBTILE == 0]
         mixed = any(width % columns for width in whole)
@@ -151,8 +153,8 @@ class GemmKernel:
         return tuple(period for period in self.periods if period in self.grains)
 
     def wants(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> str:
-        """Describe the step's demands on a tile with subtiles of so many columns, for the person who chose
-        the sizes or the tile."""
+        """Describe what a tile must contain, for the person who chose the sizes or the tile. ``columns``: the
+        width of the tile's subtiles."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             least = f"{HEAD_GRAIN}, or of {SUBTILE} for head_sums" if columns == SUBTILE else str(columns)

@@ -76,7 +76,7 @@ class StepResources(Writer):
 
     @property
     def memory(self) -> str:
-        """The resource for a matrix that threads address themselves."""
+        """The resource for a matrix that threads load and store themselves, without TMA."""
         return "Rows" if self.grouped else "Memory"
 
     def starts(self) -> tuple[tuple[str, Dim], ...]:
@@ -107,8 +107,8 @@ class StepResources(Writer):
 
     @staticmethod
     def streams(width: float, dtype: str) -> bool:
-        """Whether TMA moves such a tile. If its width differs from the GEMM's, two 16-bit values share a
-        lane."""
+        """Whether TMA moves a tile of this width and dtype. A tile with another width than the GEMM's must
+        have 16-bit values, of which two share a lane."""
         return width == 1 or dtype in ("bf16", "fp16")
 
     def period(self, index: int) -> Dim:

@@ -1,9 +1,9 @@
 """Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
 
 FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is not counted: it can overlap with the tensor cores, so
-counting it could make the bound longer than a time that is possible. Bytes are the compulsory traffic: each
-step reads each of its input tensors once (even if it repeats over heads) and writes each of its outputs once.
-So a tensor between steps, and an updated buffer, count as both written and read. Standard library only.
+counting it could raise the bound above an achievable time. Bytes are the compulsory traffic: each step reads
+each of its input tensors once (also a tensor that repeats over heads) and writes each of its outputs once. So
+a tensor between steps, and an updated buffer, count as both written and read. Standard library only.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ class _Counter(Writer):
         flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
         read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
         if node.offsets is not None and len(self.extents(operands[1])) == 3:
-            # Matrices of experts without rows are not read. At most as many are read as there are rows.
+            # The matrix of an expert without rows is not read, so at most ``rows`` matrices are read.
             experts, weight = self.extents(operands[1])[0], untransposed(self.program, operands[1])
             read[self.names[weight]] = read[self.names[weight]] // experts * min(experts, rows)
-        if node.row_index is not None:  # an index of few rows reads no others
+        if node.row_index is not None:  # only the rows that the index names are read
             read[self.names[operands[0]]] = read[self.names[operands[0]]] // held * min(held, rows)
         return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
 

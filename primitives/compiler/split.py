@@ -22,9 +22,9 @@ _tracing = RLock()  # ``ordered`` patches the whole process
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
-    """The rows of an output that the first launch of a ``split`` schedule computes. They are whole tiles of
-    whole clusters. These are all rows if the second launch cannot run. ``first`` and ``second``: how many
-    clusters of each launch run concurrently."""
+    """The number of an output's rows that the first launch of a ``split`` schedule computes: whole tiles of
+    whole clusters, or all rows if the second launch cannot run. ``first`` and ``second``: how many clusters
+    of each launch run concurrently."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
         return shape[0]

@@ -27,7 +27,7 @@ def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[
 
 
 def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
-    """The kernels that bound offsets, one per input of offsets."""
+    """The kernels that clamp offsets, one per input of offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         offsets = program.nodes[step.gemm].offsets
@@ -45,8 +45,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class BoundsWriter(Writer):
-    """The kernel that bounds an input of offsets, before all steps, so that no offset can lead outside
-    memory."""
+    """The kernel that clamps an input of offsets, before all steps, so that no offset leads outside the
+    tensors."""
 
     def __init__(self, program: Program, steps: Steps, offsets: int, rows: int):
         super().__init__(program, steps)

@@ -77,14 +77,14 @@ def _inputs_to_differentiate(program: Program, wrt: Collection[str] | None) -> t
 
 
 def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
-    """The outputs whose gradients come in. Checks ``of`` and ``behind``."""
+    """The outputs whose gradients the backward takes. Checks ``of`` and ``behind``."""
     program, outputs = whole.program, whole.program.signature.outputs
     of = None if of is None else whole.named(of)
     for name in (*(of or ()), *([behind] if behind else [])):
         if name not in outputs:
             raise ProgramError("of", f"there is no output {name!r}; it has {', '.join(outputs)}")
     if behind and len(outputs[behind].shape) != 2:
-        raise ProgramError("behind", f"output {behind!r} is a vector, and no product reads one")
+        raise ProgramError("behind", f"output {behind!r} is a vector, and no matmul reads a vector")
     types = program.types()
     heads = {n: t for n in outputs if (t := types[program.outputs[n]]).kind in ("head", "range")}
     for name in (*(of or ()), *([behind] if behind else [])):

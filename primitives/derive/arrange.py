@@ -116,7 +116,7 @@ class PlannedBackward:
             gradients = reverse.gradients(known, request.wrt)
             self.wanted = set(reverse.known)
         if not gradients:
-            unreached = "nothing differentiable leads to an output: name others with --of or --wrt"
+            unreached = "no differentiable path leads from it to an output: change --of or --wrt"
             why = next(iter(reverse.stopped.values()), unreached)
             raise ProgramError("wrt", f"no gradient of {', '.join(request.wrt)}: {why}")
         outputs, folds = self.outputs(trace, gradients)
@@ -158,7 +158,7 @@ class PlannedBackward:
         if name not in self.updates:
             return index
         if not self.late(trace)[index]:
-            raise ProgramError("accumulate", f"{name} needs no product, so that none can add it to a buffer")
+            raise ProgramError("accumulate", f"no matmul computes {name}, so none can add it to a buffer")
         return trace.add(Node("add", (trace.add(Node("input", (), self.updates[name])), index)))
 
     def again(
@@ -262,7 +262,7 @@ class PlannedBackward:
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The values that depend on no matmul and are outputs, or are read by a value that depends on one."""
+        """The values that depend on no matmul, and are outputs or arguments of a value that does."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:

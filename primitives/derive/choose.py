@@ -106,7 +106,7 @@ class Search:
         return best
 
     def swaps(self, plan: BackwardPlan, free: set[int]) -> list[BackwardPlan]:
-        """Variants of a plan that store one tile in place of another and keep to the limit."""
+        """Variants of a plan that store one tile in place of another and stay within the limit."""
         able = {i for i in self.wanted[plan] & free - self.fixed.keys() if self.types[i].kind == "tile"}
         derived = self.tried[plan][1]
         room = (self.limit or 0) - self.stored_bytes(derived) if derived else 0

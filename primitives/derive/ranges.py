@@ -26,8 +26,8 @@ class Joined(NamedTuple):
             if present and len(present) < len(parts):
                 raise ProgramError(
                     "of",
-                    f"the gradients of {', '.join(parts)} come in side by side: ask for all of them, not for "
-                    f"{present[0]!r} alone",
+                    f"the backward takes the gradients of {', '.join(parts)} as one tile: ask for all of "
+                    f"them, not for {present[0]!r} alone",
                 )
             if present:
                 names[names.index(present[0])] = whole

@@ -324,7 +324,7 @@ class Simplifier(Trace):
         if found.core not in (None, right) and not offsets:
             core = self.add(Node("transpose", (found.core,))) if turned else found.core
             return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
-        if not self.moves or len(offsets) > 1:  # gathered rows have other factors than those of the product
+        if not self.moves or len(offsets) > 1:  # the rows of ``a`` are not the rows of a gathered product
             return None
         turned = self.nodes[a].op == "transpose"
         left = self.nodes[a].args[0] if turned else a

@@ -34,7 +34,8 @@ def untransposed(program: Program, operand: int) -> int:
 
 
 def rows_by_expert(program: Program, gemm: int) -> int:
-    """The tensor whose rows the offsets of a GEMM divide: its index, or its first operand in memory."""
+    """The tensor whose rows a GEMM's offsets divide among experts: the row index if there is one, otherwise
+    the first operand."""
     node = program.nodes[gemm]
     return untransposed(program, node.args[0]) if node.row_index is None else node.row_index
 
@@ -56,8 +57,8 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """For each GEMM: the GEMMs that its operands need, and those whose sums its epilogue needs and its
-        operands do not."""
+        """Two sets per GEMM: the GEMMs that its operands need, and the other GEMMs whose reductions its
+        epilogue reads."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
         tiles: list[set[int]] = []  # for each node, the accumulators that it reads
@@ -129,8 +130,8 @@ class _Placer:
         return found
 
     def inputs_read(self) -> list[set[int]]:
-        """For each node, the input tiles that it reads, directly or through other tiles, without a gemm's
-        operands."""
+        """For each node, the input tiles that it reads, directly or through other tiles. Operands of a gemm
+        are not included."""
         found: list[set[int]] = []
         for index, node in enumerate(self.nodes):
             if self.types[index].kind not in ("tile", "range") or node.op == "gemm":
@@ -142,6 +143,6 @@ class _Placer:
 
 
 def values_read(program: Program, index: int) -> tuple[int, ...]:
-    """The arguments whose values a node uses; of the others it uses only the shape."""
+    """The arguments whose values a node uses. The node uses only the shapes of its other arguments."""
     node = program.nodes[index]
     return node.args[: OPERATIONS[node.op].reads]

@@ -21,8 +21,8 @@ _METHODS = {
     **dict.fromkeys(("dtype", "to", "float", "bfloat16", "half"), "t itself: registers compute in fp32"),
 }
 NO_OPERATOR = (
-    "is not in the vocabulary: gemm multiplies matrices, where(condition, a, b) chooses; of two comparisons "
-    "a * b is their and, maximum(a, b) their or, and 1 - a is a's not"
+    "is not in the vocabulary: gemm multiplies matrices, and where(condition, a, b) chooses. For comparisons "
+    "a and b, write a * b for and, maximum(a, b) for or, and 1 - a for not"
 )
 NO_NUMBER = (
     "a traced value is not one Python number: compute with the value itself; sizes are t.rows and t.columns"
@@ -44,8 +44,8 @@ def no_attribute(name: str, vocabulary: Collection[str]) -> str:
     """A message to the author about an unknown attribute, ``t.name``."""
     instead = _METHODS.get(name, f"{name}(t)" if name in vocabulary else None)
     return (
-        f"there is no .{name} here; values have {', '.join(ATTRIBUTES)}, everything else is a function of "
-        f"primitives{f': write {instead}' if instead else ''}"
+        f"there is no .{name} here; values have only {', '.join(ATTRIBUTES)}; everything else is a function "
+        f"of primitives{f': write {instead}' if instead else ''}"
     )
 
 
@@ -60,81 +60,85 @@ class Use(NamedTuple):
 
 
 _ELSEWHERE = (
-    "return the vector, and compute this in another kernel that takes it as an input and makes the tile "
+    "return the vector, and compute this in another kernel that takes it as an input and computes the gemm "
     "again, as exp(gemm(x, w.mT) - per_row(lse)); in one kernel the same gemm written twice is one value"
 )
-_RIDING = "to ride on a gemm t of its shape, add 0 * t; without one it is a PyTorch op's or another kernel's"
+_RIDING = (
+    "to compute it in the epilogue of a gemm t of its shape, add 0 * t; if there is no such gemm, use a "
+    "PyTorch op or another kernel"
+)
 
 OPERAND = Use(
     "this operand of gemm",
     "an operand is an input, an earlier gemm's tile, or a transpose of these: compute this in a PyTorch op "
-    "before the kernel, and let the spec take its result; a row scale alone can come after, as "
-    "gemm(x, w) * per_row(scale)",
+    "before the kernel, and make its result an input of the spec; a row scale can instead follow the gemm, "
+    "as gemm(x, w) * per_row(scale)",
     "a row scale commutes with the next matmul, so write gemm(t, w) * per_row(scale) instead of "
-    f"gemm(t * per_row(scale), w). For what does not commute, {_ELSEWHERE}",
+    f"gemm(t * per_row(scale), w). Otherwise {_ELSEWHERE}",
 )
 
 
 def output(name: str) -> Use:
     """The use of a tile as an output of the kernel."""
-    later = "a later gemm's tile can meet the vector, as gemm(t, w) * per_row(scale). Otherwise "
+    later = "combine the vector with a later gemm's tile, as gemm(t, w) * per_row(scale). Otherwise "
     return Use(f"output {name!r}", _RIDING, f"{later}{_ELSEWHERE}")
 
 
 def reduced(op: str) -> Use:
     """The use of a tile as the argument of a reduction."""
     sums = (
-        "a row scale comes out of a row sum, as row_sums(t) * scale. Otherwise " if op == "row_sums" else ""
+        "move a row scale out of the row sum, as row_sums(t) * scale. Otherwise " if op == "row_sums" else ""
     )
     return Use(f"the argument of {op}", _RIDING, f"{sums}{_ELSEWHERE}")
 
 
-RANGE = "of pairs, take the range before they part or after they join, so that it has both"
+RANGE = "take the range before pairs(t) or after join(a, b), so that it has both columns of each pair"
 SELECT = "write row_sums(where(column_index(t) == per_row(index), t, 0)), which takes any width"
-NARROW_BLOCKS = "of a tile half as wide write head_abs_max(join(t, t), 2 * W) for heads of W columns"
+NARROW_BLOCKS = "for a tile half as wide, write head_abs_max(join(t, t), 2 * W), where heads have W columns"
 WIDE_BLOCKS = (
-    "of one twice as wide take even, odd = pairs(t) and write head_abs_max(maximum(abs(even), abs(odd)), W) "
-    "for heads of 2 * W columns"
+    "for a tile twice as wide, take even, odd = pairs(t) and write "
+    "head_abs_max(maximum(abs(even), abs(odd)), W), where heads have 2 * W columns"
 )
-NARROW_HEADS = "of a tile half as wide write head_sums(join(t, 0 * t), 2 * W) for heads of W columns"
+NARROW_HEADS = "for a tile half as wide, write head_sums(join(t, 0 * t), 2 * W), where heads have W columns"
 WIDE_HEADS = (
-    "of one twice as wide take even, odd = pairs(t) and write head_sums(even + odd, W) for heads of 2 * W "
-    "columns"
+    "for a tile twice as wide, take even, odd = pairs(t) and write head_sums(even + odd, W), where heads "
+    "have 2 * W columns"
 )
-ROWS = "nothing moves values from row to row: that is a PyTorch op's, before or after the kernel"
+ROWS = "a kernel cannot move values between rows: use a PyTorch op before or after the kernel"
 WIDTH = (
-    "a thread holds two adjacent columns, so there is no quarter and no fourfold, not even in between. It "
-    "takes another spec: the weight as two inputs, for a gemm each, or an input or output as two of half its "
-    "width"
+    "a thread holds two adjacent columns, so there is no quarter and no fourfold width, not even for an "
+    "intermediate tile. Change the spec: give the weight as two inputs, for a gemm each, or an input or "
+    "output as two of half its width"
 )
 WIDE_REPEAT = (
-    "meets a tile wider than its gemm, whose columns no thread counts within a head. It takes another spec: "
-    "a vector with an entry a column, which per_column(v) spreads, or one for even and one for odd columns, "
-    "as join(a * per_head(v), b * per_head(u))"
+    "meets a tile wider than its gemm, where threads do not know a column's place in its head. Change the "
+    "spec: use per_column(v) of a vector with one entry per column, or one vector for even and one for odd "
+    "columns, as join(a * per_head(v), b * per_head(u))"
 )
-TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is another value"
+TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is a separate value"
 GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets must not contain
     "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a "
     "PyTorch op",
-    "heads": "its rows have no heads. Use per_column(v) of a vector with an entry a column",
-    "range": "it stores whole rows. Return the whole tile, of which the caller takes the columns",
-    "rows": "its offsets divide another number of rows in another gemm. Give each number of rows an input of "
-    "offsets",
-    "narrow": "an expert's rows may begin at any address, which 16-bit vectors cannot. Let the spec declare "
-    "the vector fp32",
+    "heads": "its rows have no heads. Use per_column(v) of a vector with one entry per column",
+    "range": "it stores whole rows. Return the whole tile, and let the caller take the columns",
+    "rows": "another gemm with the same offsets has a different number of rows. Declare one input of offsets "
+    "for each number of rows",
+    "narrow": "an expert's part of a 16-bit vector may begin at a misaligned address. In the spec, "
+    "declare the vector fp32",
 }
 REPEATED = (
-    ". per_head of an input [M, W] repeats its W columns for each head. One value a head, [M, H], spreads "
-    "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"
+    ". per_head of an input [M, W] repeats its W columns for each head. One value per head, [M, H], can be "
+    "spread only where this kernel's head_sums made it; use a PyTorch op to spread such an input"
 )
 
 SWEEP: Mapping[str, str] = {  # suggestions by the kind of value that a head statistic must not read
     "loaded": "no kernel has statistics of loaded heads. Compute them, and the values that use them, in a "
     "PyTorch op before or after the kernel",
-    "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "
+    "statistic": "compute it from sums of the accumulator, as a variance from head_sums(t * t, W) / W and "
     "head_sums(t, W) / W",
-    "column_index": "let the spec have a vector with an entry a column, which per_column(v) spreads",
-    "per_head": "let the spec have a vector with an entry a column, which per_column(v) spreads, or the "
-    "weight have the factor",
-    "width": "let the spec have a vector as long as the gemm is wide, or the weight have the factor",
+    "column_index": "add to the spec a vector with one entry per column, and write per_column(v)",
+    "per_head": "add to the spec a vector with one entry per column, and write per_column(v), or fold the "
+    "factor into the weight",
+    "width": "add to the spec a vector with one entry per column of the gemm, or fold the factor into the "
+    "weight",
 }

@@ -39,11 +39,13 @@ class Dim:
                 raise ValueError("a number of 2**63 or more is no size")
             return cls({(): text})
         if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")
+            raise ValueError(f"{text!r} is no size; write a dim, an integer or a product such as 2*F")
         try:
             made = _built(text)
         except (SyntaxError, RecursionError):
-            raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
+            raise ValueError(
+                f"{text!r} is no size; write a dim, an integer or a product such as 2*F"
+            ) from None
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
             # longer text could not be read back
             raise ValueError(f"{text!r} multiplies out to too long a size")

@@ -209,11 +209,12 @@ class Operation(NamedTuple):
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a code template over fp32
     register values ``{0}``, ``{1}``. ``fast`` is a less exact template, for values on which only bf16 and fp8
     outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the code of each
-    argument's pair of lanes to the code of the result's lanes. ``at``: a template over a lane's position. Of
-    arguments after the first ``reads``, the operation uses only the shapes. ``sizes``: how many sizes its
-    attribute names. ``sides``, for an operation that chooses: (torch, *values) -> for each of its two sides,
-    a mask of the elements that it decides, and its value. ``limit``, for a function that is constant or
-    linear away from zero: (torch, value) -> the function's value there. ``derivative`` maps the traced
+    argument's pair of lanes to the code of the result's lanes. ``at``: a template over a lane's position.
+    ``reads``: the number of arguments whose values the operation uses; it uses only the shapes of the others.
+    ``sizes``: how many sizes its attribute names. ``sides``, for an operation that chooses between two
+    values, such as ``maximum``: maps (torch, *values) to two pairs, each a mask of the elements where that
+    value is chosen, and the value. ``limit``, for a function that approaches a constant or linear function
+    away from zero: maps (torch, value) to the value of that simpler function. ``derivative`` maps the traced
     gradient of the value, the value and the arguments to each argument's gradient. Such a gradient has the
     value's shape, or is None if it is zero everywhere. An operation without a derivative stops gradients.
     ``caveat``: why there is no derivative, or where the derivative is one choice of several.
@@ -297,7 +298,8 @@ class Program(NamedTuple):
         gemms = sum(node.op == "gemm" for node in self.nodes)
         if not all(0 <= step < gemms for step in self.schedule):
             raise ProgramError(
-                "schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0"
+                "schedule",
+                f"schedules for steps {sorted(self.schedule)}, but there are {gemms} steps, from 0",
             )
         for name, index in self.outputs.items():
             if not 0 <= index < len(types):
@@ -348,8 +350,8 @@ class Program(NamedTuple):
             if OPERATIONS[node.op].sides:
                 raise ProgramError(
                     "size_choice",
-                    f"{node.op} of sizes and literals alone: a kernel computes the same at every size; write "
-                    "what holds for all of them",
+                    f"{node.op} of sizes and literals alone: a kernel must compute the same function at "
+                    "every size",
                     lines[index] if lines else None,
                 )
             fixed.add(index)
@@ -359,7 +361,7 @@ class Program(NamedTuple):
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:
-                raise ProgramError("graph", f"node {index} ({self.nodes[index].op}) serves no output")
+                raise ProgramError("graph", f"no output depends on node {index} ({self.nodes[index].op})")
             used.update(self.nodes[index].args)
 
     def to_json(self) -> str:
@@ -485,7 +487,7 @@ def _load(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise ProgramError("json", f"the program is no valid JSON: {error}") from None
+        raise ProgramError("json", f"the program is not valid JSON: {error}") from None
 
 
 def _node(index: int, raw: Any) -> Node:

@@ -115,7 +115,7 @@ class _Cutter:
         finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
         return Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
 
-    # What leaves a step
+    # Values that leave a step
 
     def check_outputs(self) -> None:
         """Check that the outputs are distinct values, and that none of them is just an input."""
@@ -145,8 +145,8 @@ class _Cutter:
         if after >= home:
             raise self.fail(
                 "pending",
-                f"{use.said} needs a reduction over whole rows or columns of a step that is not done until "
-                f"all of its tiles are: {use.pending}",
+                f"{use.said} needs a reduction over whole rows or columns, which is final only after all "
+                f"tiles of its step: {use.pending}",
                 index,
             )
         return home
@@ -155,7 +155,7 @@ class _Cutter:
         return self.fail(
             "homeless",
             f"{use.said} belongs to no GEMM: a tile is computed in the epilogue of a gemm whose result "
-            f"it uses, or whose epilogue loads all that it reads anyway; {use.homeless}",
+            f"it uses, or whose epilogue loads all of its inputs anyway; {use.homeless}",
             index,
             reader,
         )
@@ -168,7 +168,7 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """Store a vector that will be read from memory. An input is already there."""
+        """Store a vector that will be read from memory. An input is already in memory."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -265,7 +265,7 @@ class _Cutter:
     def reads_input(self, index: int, name: str) -> bool:
         return self.nodes[index].op == "input" and self.nodes[index].attribute == name
 
-    # What a step does
+    # Values that a step computes
 
     def collect(self, step: GemmStep) -> None:
         """Collect the values that an epilogue computes or loads, starting from its stores and reductions."""
@@ -418,7 +418,7 @@ class _Cutter:
                 raise self.fail(
                     "dtype",
                     f"a tile that leaves step {home} in fp8 is used in step {step.index}, which would read "
-                    "it with four bits: use it in its own step alone",
+                    "only its four significant bits: use the tile only in its own step",
                     index,
                 )
             return True
@@ -477,8 +477,8 @@ class _Cutter:
             readers = [i for i in (*step.body, *step.sweep) if index in self.nodes[i].args]
             raise self.fail(
                 "width",
-                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: what meets there has "
-                "its rows, and half, once or twice its columns; "
+                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles in an epilogue "
+                "have the gemm's rows, and half, once or twice its columns; "
                 + (diagnostics.ROWS if other_rows else diagnostics.WIDTH),
                 index,
                 min(readers, default=reader),

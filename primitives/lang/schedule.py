@@ -62,7 +62,7 @@ class Schedule(NamedTuple):
         if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
             raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
         if schedule.split and schedule.cluster_m * schedule.cluster_n < 4:
-            raise ProgramError("schedule", "split takes a cluster of four, which is what leaves SMs idle")
+            raise ProgramError("schedule", "split takes a cluster of four: smaller clusters leave no SM idle")
         return schedule
 
 

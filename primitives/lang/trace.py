@@ -149,7 +149,7 @@ class Tensor:
 
     def _extent(self, axis: int, name: str) -> Tensor:
         if self._type.kind != "tile":
-            raise ProgramError("argument", f".{name} is a tile's; this is {self._type}")
+            raise ProgramError("argument", f"only a tile has .{name}; this is {self._type}")
         return apply("dim", attribute=str(self._type.shape[axis]))
 
     def __bool__(self) -> bool:
@@ -181,11 +181,11 @@ class Tensor:
     def __pow__(self, exponent: Any) -> Tensor:
         if isinstance(exponent, int | float) and exponent == 2:
             return apply("multiply", self, self)
-        raise ProgramError("argument", "only ** 2 is there: write products, sqrt(t) or exp(log(t) * p)")
+        raise ProgramError("argument", "only ** 2 exists: write products, sqrt(t) or exp(log(t) * p)")
 
     def __rpow__(self, base: Any) -> Tensor:
         raise ProgramError(
-            "argument", "only ** 2 is there: write 2 ** t, say, as exp(0.6931471805599453 * t)"
+            "argument", "only ** 2 exists: for example, write 2 ** t as exp(0.6931471805599453 * t)"
         )
 
     def __invert__(self) -> Tensor:
@@ -250,7 +250,8 @@ def size_of(value: Any) -> str:
         if found is not None:
             return str(found)
     raise ProgramError(
-        "argument", "a size is made of static dims, parameters of the kernel, by + and *, as 2 * W"
+        "argument",
+        "a size is made of static dims (parameters of the kernel) and whole numbers by + and *, as 2 * W",
     )
 
 

@@ -261,8 +261,8 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 
 
 def _same_base(lowered: Lowered, kernel: GemmKernel | VectorKernel, base: type) -> None:
-    """Check that the project's own class bounds offsets or an index, since loads trust them. The language
-    check lets no class change how."""
+    """Check that the kernel still inherits from the project's class that clamps offsets or row indices,
+    because loads do not check them. The language check ensures that no edit changes how they are clamped."""
     if not issubclass(getattr(sys.modules[lowered.module], kernel.name), base):
         message = f"{kernel.name} must stay a class of {base.__name__}, as in the text that was given"
         raise RawError("kernel", message)

@@ -1,8 +1,8 @@
 """Evaluate an author's device functions without a GPU, by reading their code instead of running it.
 
 CuTeDSL runs only on GPUs, but straight-line arithmetic can be evaluated from its syntax tree
-(``primitives.raw.interpreter``), which a confined child does (``primitives.raw.confine``). The hardware's
-library functions are less exact than the child's, which only a GPU can show. An operation that cannot be
+(``primitives.raw.interpreter``). A confined child does this (``primitives.raw.confine``). The GPU's library
+functions are less exact than the child's; only a GPU can show the difference. An operation that cannot be
 computed here is refused, because no other check without a GPU would show that the function is correct.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS = 60.0
-# because confinement covers only one thread
+# limits numpy to one thread, because confinement covers only one thread
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -115,7 +115,8 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Call functions on fp32 arrays. A value that is a Python number during tracing is one here too."""
+    """Call functions on fp32 arrays. Values that are Python numbers during tracing are Python numbers here
+    too."""
 
     def __init__(self, read: Functions):
         self._read = read
@@ -238,7 +239,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Prepare two operands: if one is an array, a Python number as the other is rounded to fp32."""
+    """Prepare two operands: if only one is an array, round the other, a Python number, to fp32."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]

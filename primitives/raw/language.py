@@ -89,14 +89,14 @@ class _EditChecker(Reader):
                 self._refuse(f"the module must define the class {name} once, as the given one does", "kernel")
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
-            self._refuse(f"{', '.join(sorted(twice))}: a name of the module is given once")
+            self._refuse(f"{', '.join(sorted(twice))}: define each name of the module once")
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
             name = alias.asname or alias.name
             if isinstance(node, ast.ImportFrom):
                 if node.level or node.module is None:
-                    self._refuse("imports name their module in full")
+                    self._refuse("write the module's full name in an import")
                 full = f"{node.module}.{alias.name}"
                 found = self._listed(full) if full in MODULES else self._member(node.module, alias.name)
             else:
@@ -114,7 +114,7 @@ class _EditChecker(Reader):
             self._refuse("a class has one base at most, no keywords and no decorator")
         base = self._base(node.bases[0]) if node.bases else None
         if base is device("grouped").Bounds and not all(isinstance(s, ast.Pass) for s in node.body):
-            self._refuse("a class of Bounds holds pass and nothing else: how it bounds offsets is not edited")
+            self._refuse("a class of Bounds holds pass and nothing else: its clamping cannot be edited")
         self._classes[node.name] = base
         local = set(self._constants)
         for statement in node.body:
@@ -165,8 +165,8 @@ class _EditChecker(Reader):
         known = STEP_METHODS | {STAGES} if step else RESOURCE_METHODS
         if name not in known:
             self._refuse(
-                f"{name} runs on the host when a kernel is launched or compiled, and is not an author's to "
-                f"write; of {base.__name__} these are: {', '.join(sorted(known))}",
+                f"{name} runs on the host when a kernel is launched or compiled, so an author may not write "
+                f"it; of {base.__name__} an author may write: {', '.join(sorted(known))}",
                 "host",
             )
 
@@ -179,8 +179,8 @@ class _EditChecker(Reader):
         properties."""
         if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
             self._refuse(
-                f"{name} is {base.__name__}'s method or class, and no value to give: of its base's a class "
-                f"sets {', '.join(sorted(GIVEN))} and numbers",
+                f"{name} is a method or class of {base.__name__}, not a value: a class may set only "
+                f"{', '.join(sorted(GIVEN))} and numbers of its base",
                 "host",
             )
 
@@ -208,7 +208,9 @@ class _EditChecker(Reader):
                     self._setting(part)
             case ast.Call(func=ast.Name(id=name), args=parts, keywords=keywords):
                 if not self._makes_resources(name):
-                    self._refuse(f"{name} makes no resource: a class calls resources and arguments() only")
+                    self._refuse(
+                        f"{name} makes no resource: a class body calls only resources and arguments()"
+                    )
                 for part in [*parts, *(k.value for k in keywords)]:
                     self._setting(part)
             case ast.Name(id=name) if self._is_number_type(name):
@@ -280,8 +282,8 @@ class _EditChecker(Reader):
         self._refuse(
             "__call__ runs on the host: it holds sizes (name = arithmetic) and then, as in the given text, "
             "launched = self.kernel(...) of its own parameters and launched.launch(grid=[...], block=[...], "
-            "stream=stream), with smem, cluster, min_blocks_per_mp and use_pdl if need be: the rest belongs "
-            "into kernel",
+            "stream=stream), with smem, cluster, min_blocks_per_mp and use_pdl if needed: move the rest to "
+            "kernel",
             "host",
         )
 

@@ -121,12 +121,12 @@ class Reader:
                     self._refuse(f"{ast.unparse(node)} is not a number: use it directly where it is needed")
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=parts, keywords=[]):
                 if name not in self._modules or self._modules[name].__name__ != "math":
-                    self._refuse("outside functions only math's are called")
+                    self._refuse("outside functions, only functions of math may be called")
                 self._chain(node.func)
                 for part in parts:
                     self._simple(part)
             case _:
-                self._refuse("outside functions a value is a number, a string or a tuple of those")
+                self._refuse("outside functions, a value is a number, a string, or a tuple of values")
 
     def _visit(self, node: ast.AST) -> None:
         self._at(node)
@@ -181,7 +181,7 @@ class Reader:
         if any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node)):
             self._refuse("an annotation is written without quotes")
         if any(isinstance(n, ast.Call) for n in ast.walk(node)):
-            self._refuse("an annotation calls nothing")
+            self._refuse("an annotation may not contain a call")
         self._visit(node)
 
     def _name(self, node: ast.Name) -> None:
@@ -195,7 +195,7 @@ class Reader:
         if name not in self._bound and name not in self._imported and name not in BUILTINS:
             if hasattr(builtins, name):
                 known = ", ".join(sorted(BUILTINS))
-                self._refuse(f"{name} cannot be used here; of Python's own there are {known}")
+                self._refuse(f"{name} cannot be used here; Python's usable builtins are {known}")
             self._refuse(f"the name {name!r} is unknown here")
 
     def _binding(self, name: str) -> None:

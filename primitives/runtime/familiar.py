@@ -16,8 +16,9 @@ MOST = 8  # calls that are remembered
 
 def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[..., bool]:
     """A function that returns whether arguments are like the ``passed`` ones, which passed all checks.
-    Tensors must agree in kind, and integers in value; floats may differ. A call takes half a microsecond.
-    ``written``: the positions of tensors that the kernel overwrites; they must overlap no other tensor.
+    Tensors must have the same metadata, and integers the same value; floats may differ. The function takes
+    half a microsecond. ``written``: the positions of tensors that the kernel overwrites; they must overlap no
+    other tensor.
 
     The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. False means only
     that the arguments must be checked. For example, a call that passes one tensor twice is never recognized.
@@ -52,7 +53,7 @@ class FamiliarPlans:
         self._last: tuple[tuple[Callable[..., bool], Plan], ...] = ()  # newest first
 
     def get(self, arguments: Sequence[Any]) -> Plan | None:
-        """The plan of a recent call with such arguments; None if they must be checked."""
+        """The plan of a recent call with like arguments; None if the arguments must be checked."""
         for recognizes, plan in self._last:
             if recognizes(*arguments):
                 return plan

@@ -53,7 +53,7 @@ class Kernel:
 
     The first call with a new combination of tensors reads the offsets of experts' rows, and refuses wrong
     offsets. Later calls skip this check, because reading offsets waits for the GPU. Wrong offsets then give
-    wrong results, but touch no other memory.
+    wrong results, but the kernel accesses no memory outside its tensors.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Kernel:
         return plan
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Jobs that compile the kernel's schedules at these sizes; for a step without any, the schedules that
-        tuning times first."""
+        """Jobs that compile the kernel's schedules at these sizes. For a step without a schedule, they
+        compile the schedules that tuning times first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
             step = gemm.step
@@ -154,7 +154,8 @@ class Kernel:
         return outputs
 
     def _checked_plan(self, inputs: Mapping[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
-        """Check the inputs. Return their plan, and the inputs in order with the strides that it needs."""
+        """Check the inputs. Return their plan, and the inputs in order with the strides that the plan
+        needs."""
         named = self.program.signature.named
         given = {dim: inputs[dim] for dim in named if dim in inputs}
         passed = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}

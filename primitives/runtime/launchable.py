@@ -119,9 +119,9 @@ def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raise LaunchError if offsets do not rise from 0 to the number of rows, or an index names a row that is
-    not there. Reading them waits for the GPU. A kernel does not check them; it clamps them, so that it
-    touches no other memory."""
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows, or if an index contains an
+    invalid row. Reading offsets and indices waits for the GPU. A kernel does not check them, but clamps them,
+    so that it accesses no memory outside its tensors."""
     checks = [(name, rows, lambda t, n: rising(t.tolist(), n)) for name, rows in sorted_rows(program)]
     checks += [(name, rows, check_index) for name, rows in gathered_rows(program)]
     for name, rows, check in checks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 FINAL_ROUNDS = 40  # rounds of the last, most careful comparison
-FEWEST = 4  # rounds for long calls, whose differences show in few rounds; a last comparison has 13
+FEWEST = 4  # least number of rounds, for long calls; the last comparison has at least 13
 PER_ROUND = 3.5  # milliseconds; a longer call gets proportionally fewer rounds
 WARM_UP = 0.7  # seconds of load before timing, until clock rates settle
 LAST_WARM_UP = 2.0  # seconds before the last comparison, to get as near the power limit as a benchmark

@@ -50,7 +50,7 @@ LAST_TILES = 5  # tiles of the first round that the last round times again
 FINAL = 6  # schedules of the second round that the last round times again
 SPLIT = 2  # tiles that are also timed in two launches
 SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to time in two launches when good schedules are known
-MOST_STACK = 512  # bytes per thread; no fastest schedule so far had more than 192 (and 456 spilled loads)
+MOST_STACK = 512  # bytes per thread; all fastest schedules so far had at most 192 (with 456 spilled loads)
 
 Known = Mapping[int, Sequence[Schedule]]
 
@@ -178,8 +178,8 @@ def revisited(
 
 
 def within_reach(gemm: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
-    """All schedules that ``tuned_schedules`` may time if these are known, so that they can be compiled in
-    advance."""
+    """All schedules that ``tuned_schedules`` may time for a step with these ``known`` schedules, so that they
+    can be compiled in advance."""
     start = _fitting(gemm, sizes)
     again = revisited(gemm, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]

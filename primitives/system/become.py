@@ -20,7 +20,7 @@ def become(parent: int, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # this setting survives exec
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
-    # Python ignores both, and the program would inherit that
+    # Python ignores both signals, and the program would inherit this setting
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:

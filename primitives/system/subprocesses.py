@@ -6,7 +6,7 @@ only the standard library.
 
 Two kinds of children for untrusted code are started differently, and share the rest of this module. The jail
 (``verifier.sandbox.jail``) is a bare Python that confines itself; starting another Python before it, as
-``start`` does, would make a trace half as long again. The child that compiles edited code
+``start`` does, would make a trace take 1.5 times as long. The child that compiles edited code
 (``primitives.raw.child``) is a fork, because the imports that it inherits take longer than its work.
 """
 

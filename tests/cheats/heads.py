@@ -109,7 +109,7 @@ RANGES = (
             '"v": column_range(out, heads + groups, groups)':
             '"v": column_range(out, heads + groups + 2 * P, groups)'
         },
-        rejected("trace", "shapes", "do not have them at every size"),
+        rejected("trace", "shapes", "do not contain them at every size"),
     ),
 )  # fmt: skip
 NUMBERS = (

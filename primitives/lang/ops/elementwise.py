@@ -44,8 +44,7 @@ def where(condition, a, b):
     caveat=TIE,
 )
 def maximum(a, b):
-    """The larger of ``a`` and ``b`` per element. If one is NaN it gives the other;
-    torch gives NaN.
+    """The larger of ``a`` and ``b`` per element. If one is NaN, the result is the other; torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
     Paper: family 1, elementwise.
@@ -253,7 +252,7 @@ def silu(a):
 )
 def gelu(a):
     """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
-    is not a primitive: write it with tanh, which both share.
+    is not a primitive: write both with tanh, so that they share it.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact, 11
     with 2 MUFU. Paper: family 1, elementwise.

@@ -1,7 +1,7 @@
-"""Family 1, elementwise: which arguments meet, and the operators of tensors.
+"""Family 1, elementwise: how arguments broadcast, and Python's operators on tensors.
 
-``elementwise`` turns a documented signature into a primitive. The operators are those of Python's syntax;
-``ops.elementwise`` has the functions that kernels import.
+``elementwise`` turns a documented signature into a primitive. ``ops.elementwise`` has the elementwise
+functions that kernels import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _meet(name: str, a: Type, b: Type) -> Type:
     if b.kind == "range":
         raise ProgramError(
             "broadcast",
-            f"{name}: {b} is an output's alone; compute over the whole tile, and cut it last",
+            f"{name}: {b} can only be an output; compute over the whole tile, and take its columns last",
         )
     if "experts" in (a.kind, b.kind):
         raise ProgramError("broadcast", f"{name}: a matrix for each expert is an operand of gemm only")
@@ -80,15 +80,13 @@ def _heads(columns: Dim, narrow: Type) -> Dim | None:
 def _remedy(a: Type, b: Type) -> str:
     kinds = {a.kind, b.kind}
     if kinds == {"tile", "vector"}:
-        return (
-            ": say how the vector spreads, with per_row(v) (one value a row) or per_column(v) (one a column)"
-        )
+        return ": spread the vector with per_row(v) (one value per row) or per_column(v) (one per column)"
     if kinds == {"tile", "head"}:
-        return ": say how the statistic spreads, with per_head(v)"
+        return ": spread the statistic with per_head(v)"
     if "repeated" in kinds:
         return ": per_head(v) repeats a vector [W] or an input [M, W] over a tile [M, H*W] of H heads"
     if kinds in ({"tile", "row"}, {"tile", "column"}):
-        return ": of a tile [M, N], per_row(v) takes a vector [M] and per_column(v) one of [N]"
+        return ": over a tile [M, N], per_row(v) takes a vector [M], and per_column(v) a vector [N]"
     if kinds == {"tile"} and a.shape[0] != b.shape[0]:
         return f": their rows differ, {a.shape[0]} and {b.shape[0]}; {diagnostics.ROWS}"
     if kinds == {"tile"} and a.shape[1].ratio(b.shape[1]) is None:
@@ -125,7 +123,7 @@ def elementwise(
         def primitive(*args: Any, **named: Any) -> Tensor:
             if named:
                 by_place = ", ".join(function.__code__.co_varnames)
-                raise ProgramError("arguments", f"{name} takes its arguments by place: {name}({by_place})")
+                raise ProgramError("arguments", f"{name} takes its arguments by position: {name}({by_place})")
             if len(args) != arity:
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(args)}")
             return apply(name, *args)

@@ -148,9 +148,9 @@ register(
 
 
 def head_sums(t: Tensor, width: Tensor) -> Tensor:
-    """Sums over each head of a tile: a statistic, final at once, within its step. The tile has its gemm's
-    width and uses no loaded tile (spread vectors may be in it). Arithmetic on statistics runs once a head;
-    spread a statistic with per_head, or return it.
+    """The sum over each head of a tile: a statistic, final within its own step. The tile must have its gemm's
+    width and may use spread vectors, but no loaded tile. Arithmetic on statistics runs once per head; spread
+    a statistic with per_head, or return it.
 
     Shapes: [M, H*W] to [M, H]; ``width`` W is made of static dims and whole numbers. Dtypes: fp32. Cost: 2
     instructions an element, 0.1 of them shuffles.
@@ -177,8 +177,8 @@ register(
 
 
 def head_abs_max(t: Tensor, width: Tensor) -> Tensor:
-    """The largest magnitude of each head of a tile, as head_sums: with W = 128 the block scales of an fp8
-    output. Of a tile half as wide as its gemm take that of join(t, t) at 2 * W, and scale join(t, t).
+    """The largest magnitude of each head of a tile, with the rules of head_sums. W = 128 gives the block
+    scales of an fp8 output. For a tile t half as wide as its gemm, use join(t, t) and 2 * W.
 
     Shapes: [M, H*W] to [M, H], W made of static dims. Dtypes: fp32. Cost: 2 instructions an element, else as
     head_sums. Paper: family 5, stateful.

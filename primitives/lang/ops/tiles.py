@@ -1,4 +1,4 @@
-"""Family 3, tiles: the GEMM whose accumulator they belong to, its operands, and paired widths.
+"""Family 3, tiles: the GEMM that computes them, its operands, halves and ranges of their columns.
 
 Loads and stores are implicit: a tile is loaded if an expression reads an input or an earlier step's tile, and
 stored if it is returned or becomes a later gemm's operand.
@@ -18,9 +18,7 @@ from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, siz
 
 def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if [t.kind for t in types] not in (["tile"], ["experts"]):
-        raise ProgramError(
-            "arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}"
-        )
+        raise ProgramError("arguments", f".mT takes a matrix, not {', '.join(map(str, types)) or 'nothing'}")
     *outer, rows, columns = types[0].shape
     return Type("operand", (*outer, columns, rows))
 
@@ -34,7 +32,7 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
         raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
     if any(len(t.shape) == 3 for t in types):
         raise ProgramError(
-            "arguments", "a matrix for each expert takes the offsets of their rows: gemm(x, w.mT, offsets)"
+            "arguments", "with a matrix for each expert, gemm needs row offsets: gemm(x, w.mT, offsets)"
         )
     (m, k), (k2, n) = types[0].shape, types[1].shape
     if k != k2:
@@ -47,8 +45,8 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _grouped(a: Type, b: Type, offsets: Type) -> Type:
-    """The type of a GEMM with offsets: rows times their expert's matrix, or one GEMM per expert over its
-    rows."""
+    """The type of a GEMM with offsets: each row times its expert's matrix, or one product per expert over
+    that expert's rows."""
     if offsets.kind != "vector":
         raise ProgramError("arguments", f"gemm's offsets are a vector [E + 1], not {offsets}")
     experts = offsets.shape[0] + Dim.parse(-1)
@@ -59,9 +57,8 @@ def _grouped(a: Type, b: Type, offsets: Type) -> Type:
         return Type("experts", (experts, a.shape[0], b.shape[1]))
     raise ProgramError(
         "shapes",
-        f"gemm of {a}, {b} and offsets [{offsets.shape[0]}]: with offsets it takes x [T, K], w.mT of "
-        "[E, N, K] (or w [E, K, N]) and [E + 1], or for each expert's own product y.mT of [T, N], x [T, K] "
-        "and [E + 1]",
+        f"gemm of {a}, {b} and offsets [{offsets.shape[0]}]: with offsets [E + 1], gemm takes x [T, K] and "
+        "w.mT of [E, N, K] (or w [E, K, N]); for one product per expert, y.mT of [T, N] and x [T, K]",
     )
 
 
@@ -83,15 +80,15 @@ def check_offsets(offsets: Sequence[int], rows: int) -> None:
 
 
 def check_index(index: Any, rows: int) -> None:
-    """Raise ValueError unless an index, a tensor, names rows from 0 on, of so many."""
+    """Raise ValueError unless all values of ``index``, a tensor, are at least 0 and less than ``rows``."""
     first, last = (int(end) for end in index.aminmax())
     if first < 0 or last >= rows:
         raise ValueError(f"its values are {first} to {last}; they must be from 0 to {rows - 1}, row numbers")
 
 
 def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None, index: Any = None) -> Any:
-    """A GEMM in PyTorch: a plain one, or a loop over experts, of gathered rows if there is an index. Raises
-    ValueError if offsets do not rise from 0 to the number of rows, or the index names other rows."""
+    """A GEMM in PyTorch. With offsets it loops over experts; with an index it first gathers rows. Raises
+    ValueError if offsets do not rise from 0 to the number of rows, or if the index has an invalid row."""
     if offsets is None:
         return a @ b
     if index is not None:
@@ -109,7 +106,7 @@ def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
         instead = {
             "vector": ": let the vector meet the tile first, as pairs(t + per_column(v))",
             "column": ": let it meet the tile first, as pairs(t + per_column(v))",
-            "row": ": it meets each half of a tile as it is",
+            "row": ": use it unchanged with each half of a tile",
         }.get(types[0].kind if len(types) == 1 else "", "")
         raise ProgramError(
             "arguments",
@@ -122,7 +119,7 @@ def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
         raise ProgramError(
             "width",
             f"pairs of {whole}: {whole.shape[-1]} columns are not even for every size; "
-            "the spec must say 2*F, say",
+            "write an even number in the spec, such as 2*F",
         ) from None
     return Type(whole.kind, (*whole.shape[:-1], half), half if whole.kind == "repeated" else None)
 
@@ -182,11 +179,11 @@ register(Operation("gemm", _gemm, _by_expert, derivative=_gemm_derivative))
 
 def gemm(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
     """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile of an epilogue. With offsets,
-    int32 [E + 1], rows offsets[e] to offsets[e + 1] meet b[e]; the epilogue has no heads, column sums or
-    ranges, and per_row takes fp32. With an index, int32 [M], ``a`` is a[index].
+    int32 [E + 1], b[e] multiplies rows offsets[e] to offsets[e + 1]; the epilogue has no heads, column sums
+    or ranges, and per_row takes fp32. With an index, int32 [M], the rows are a[index].
 
-    Shapes: [M, K] by [K, N] to [M, N]; with offsets by [E, K, N], or y.mT of [M, N] by [M, K] to [E, N, K],
-    each expert's own, an output. An operand is an input, its transpose (a weight [N, K] or [E, N, K] as
+    Shapes: [M, K] by [K, N] to [M, N]; with offsets by [E, K, N], or y.mT of [M, N] by [M, K] to [E, N, K]:
+    one product per expert, an output. An operand is an input, its transpose (a weight [N, K] or [E, N, K] as
     ``w.mT``), or an earlier step's tile. Dtypes: one 16-bit dtype, or fp8_e4m3 in gemm(x, w.mT) of inputs.
     Cost: 2*M*N*K FLOPs and a kernel; an earlier step's tile is written and read. Paper: family 3,
     tiles.
@@ -222,8 +219,7 @@ register(
 
 
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a tile's adjacent columns into two tiles, the even and the odd columns; per_head(v)
-    too, whether v is a vector or a tile.
+    """Split a tile into two tiles: its even columns and its odd columns. pairs also splits per_head(v).
 
     Shapes: [M, 2F] to two [M, F]. Dtypes: any to fp32. Cost: none. Paper: family 3, tiles.
 
@@ -270,7 +266,7 @@ def _ranged(name: str, types: tuple[Type, ...], attribute: Attribute) -> Dim:
     if not all(size.never_negative() for size in (first, width, columns + -first + -width)):
         raise ProgramError(
             "shapes",
-            f"{name} of {width} columns from {first} on: {columns} columns do not have them at every size",
+            f"{name} of {width} columns from {first} on: {columns} columns do not contain them at every size",
         )
     return width
 
@@ -297,14 +293,14 @@ register(
         lambda torch, t, first, width: t[:, first : first + width],
         lanes=lambda t: t,
         sizes=2,
-        caveat="the gradients of a tile's ranges come in side by side, as that of the tile",
+        caveat="the backward takes the gradient of the whole tile, not one gradient per range",
     )
 )
 
 
 def column_range(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
-    """Some columns of a tile, for an output of their own: nothing else takes them. Compute over the whole
-    tile, choosing by in_columns, and cut it last.
+    """Some columns of a tile, which can only be an output. Compute over the whole tile, choose columns by
+    in_columns, and take the range last.
 
     Shapes: [M, N] to [M, width]; ``first`` and ``width`` are made of static dims and whole numbers;
     the tile has its gemm's width. Dtypes: as stored. Cost: none beyond the store, which the ranges of a tile
@@ -330,7 +326,7 @@ register(
 
 
 def in_columns(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
-    """1 in some columns of a tile, 0 elsewhere: for what some heads have and others have not.
+    """1 in some columns of a tile, 0 elsewhere: to treat some heads differently.
 
     Shapes: [M, N] to [M, N]; ``first`` and ``width`` as for column_range, in the tile's own columns,
     of any width. Dtypes: fp32. Cost: half an instruction an element. Paper: family 3, tiles.

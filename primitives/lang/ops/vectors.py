@@ -81,8 +81,8 @@ register(
 
 
 def per_row(v: Tensor) -> Tensor:
-    """Spread a vector over a tile: one value a row. It is an input, or made from reductions of an *earlier*
-    gemm.
+    """Spread a vector over a tile: one value per row. The vector is an input, or computed from reductions of
+    an *earlier* gemm.
 
     Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load an element. Paper: family 2, vectors.
 
@@ -105,7 +105,7 @@ register(
 
 
 def per_column(v: Tensor) -> Tensor:
-    """Spread a vector over a tile: one value a column, such as a bias.
+    """Spread a vector over a tile: one value per column, such as a bias.
 
     Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load an element.
     Paper: family 2, vectors.
@@ -133,10 +133,10 @@ register(
 
 def per_head(v: Tensor) -> Tensor:
     """Spread over a tile of heads: one value for each head, or values that repeat in every head. Combine the
-    result with a tile; two of one kind may combine first.
+    result with a tile, or first with another per_head of its kind.
 
-    Shapes: over [M, H*W], H heads of W columns, W made of static dims; of a head statistic [M, H] (over its
-    head's columns), a vector [W] or an input tile [M, W] (both repeated in each head). Dtypes: any to
+    Shapes: a head statistic [M, H] (over its head's columns), a vector [W] or an input tile [M, W] (both
+    repeated in each head), over [M, H*W]: H heads of W columns, W made of static dims. Dtypes: any to
     fp32. Cost: none for a statistic; for a vector half a load an element; for a tile 5
     instructions an element. Paper: family 2, vectors.
 

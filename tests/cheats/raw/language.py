@@ -67,7 +67,7 @@ HOST = (
         "an annotation that is called",
         "Annotations are computed too.",
         "def helper(x: fragment(1)):\n    return x",
-        language("calls nothing"),
+        language("may not contain a call"),
     ),
     above(
         "an annotation in quotes",
@@ -116,7 +116,7 @@ HOST = (
         "a launch on another stream",
         "Runs while the clock does not look.",
         {"stream=stream)": "stream=0)"},
-        host("the rest belongs into kernel"),
+        host("move the rest to kernel"),
     ),
     inside(
         "a launch from the visitor",

@@ -164,9 +164,9 @@ def test_offsets_that_lie_are_refused(offsets: list[int]) -> None:
 
 
 REFUSED = {
-    "no offsets": ("return {'y': gemm(x, w.mT)}", "takes the offsets", 4),
-    "columns of A": ("return {'y': gemm(x.mT, w.mT, offsets)}", "with offsets it takes", 4),
-    "other experts": ("return {'y': gemm(x, w2.mT, offsets)}", "with offsets it takes", 4),
+    "no offsets": ("return {'y': gemm(x, w.mT)}", "needs row offsets", 4),
+    "columns of A": ("return {'y': gemm(x.mT, w.mT, offsets)}", "one product per expert", 4),
+    "other experts": ("return {'y': gemm(x, w2.mT, offsets)}", "one product per expert", 4),
     "fp32 offsets": ("return {'y': gemm(x, w.mT, floats)}", "an input of int32", 4),
     "fp32 index": ("return {'y': gemm(x, w.mT, offsets, gate)}", "an input of int32", 4),
     "index arithmetic": ("return {'y': gemm(x, w.mT, offsets, index + 1)}", "an input of int32", 4),

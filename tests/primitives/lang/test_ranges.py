@@ -107,7 +107,7 @@ def test_a_range_begins_anywhere() -> None:
 
 
 def test_a_range_of_another_width_is_refused() -> None:
-    with pytest.raises(ProgramError, match="take the range before they part") as refused:
+    with pytest.raises(ProgramError, match="take the range before pairs") as refused:
         program({"q": tensor("M, P")}, "return {'q': column_range(pairs(kept)[0], 0, P)}")
     assert refused.value.code == "width"
 
