@@ -1,12 +1,12 @@
 """Read a kernel's hardware counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
 It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
-export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/. For
-FILE (the kernel's edited code) it is NAME.raw.counters.csv in the folder of FILE. Without ``--ncu``, the
-module is the program that ncu profiles. It launches an accepted kernel ``--times`` times (default 3), on
-normal inputs at a case of its spec (default: the first). The schedules are those that the kernel's report
-measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request from
-ncu.
+export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or,
+for FILE (the kernel's edited code), NAME.raw.counters.csv in the folder of FILE. Without ``--ncu``, the
+module is the program that ncu profiles: it launches an accepted kernel ``--times`` times (default 3), on
+normal inputs at a case of its spec (default: the first case). The schedules are those that the kernel's
+report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
+from ncu.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
     child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
     child += ["--case", case] if case else []
     child += ["--raw", str(raw.resolve())] if raw else []
-    _said([*child, "--compile-only"])  # outside ncu, because under it compilers hang or take very long
+    _said([*child, "--compile-only"])  # without ncu, because compilers under ncu hang or take very long
     asked = ["--clock-control", "none", "--csv", "--page", "raw", "-k", OURS]
     said = _said([command, *asked, "--metrics", ",".join(wanted(available(command))), *child])
     if '"ID",' not in said:

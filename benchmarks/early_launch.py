@@ -1,10 +1,11 @@
-"""Time finishing kernels that start early against the same ones launched in the ordinary way:
+"""Compare finishing kernels that start early with the same kernels launched in the ordinary way:
 ``python -m benchmarks.early_launch FILE [--cases decode,1B] [KERNEL ...]``, on an H100.
 
-All accepted kernels that have a finishing kernel, or the named ones, run on their reports' schedules. Both
-versions come from the lowering, and their GEMMs differ only in names. They are interleaved in one process,
-from a cold L2, and must give bitwise equal outputs. The table has the ordinary launch's time over the early
-one's, and the early one's over its own repeated time.
+A finishing kernel is a vector kernel after a GEMM. All accepted kernels that have one, or the named kernels,
+run on their reports' schedules. The two versions of a kernel are interleaved in one process, from a cold L2,
+and must give bitwise equal outputs; their GEMMs differ only in names. The table has the time of the ordinary
+version over that of the early version. As a control it also has a second arm of the early version over the
+first.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ChosenLaunch(KernelSource):
 
 
 def measured(spec: Spec, program: Program, timing: Timing) -> dict[str, Any]:
-    """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if the two ways of
-    launching leave different bits."""
+    """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if the outputs of
+    the two versions differ in a bit."""
     kernel = ChosenLaunch(program, by_step(timing.schedules))
     plans = {
         EARLY: Plan(kernel, timing.sizes),

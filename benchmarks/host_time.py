@@ -1,11 +1,11 @@
 """Measure the host time of a call: ``python -m benchmarks.host_time [--json] [NAME ...]``.
 
-It measures the microseconds that Python and C++ take before a call returns, as the thread's CPU time, which
-leaves out other processes. ``torch.mm`` is measured in the same rounds. For a kernel, it measures the
-launcher and the operator of ``fused``, at the smallest case, which is nearest to decoding. For a chain of
-operations, it measures the launcher of its forward, then the chain without and with autograd. On a GPU, the
-calls launch kernels. Without a GPU, stubs replace the compiled kernels and the tensors are on the CPU, so the
-figures include only the launcher, the operator and autograd.
+The host time of a call is the microseconds that Python and C++ take before the call returns, in CPU time of
+the thread, which excludes other processes. ``torch.mm`` is measured in the same rounds. For a kernel, the
+benchmark measures the launcher and the operator of ``fused``, at the smallest case, which is nearest to
+decoding. For a chain of operations, it measures the launcher of the chain's forward, then the chain without
+and with autograd. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled kernels and
+the tensors are on the CPU, so the figures include only the launcher, the operator and autograd.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from coda_agent.verifier.statistics import ratio
 
 KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
-# The largest size. Host time depends on none, small kernels leave no queue on a GPU, and a CPU's allocator,
-# which stands in for a GPU's, makes a system call for a large tensor.
+# The largest size. Host time does not depend on sizes, and short kernels leave no queue on a GPU. Without a
+# GPU, the CPU's allocator makes a system call for a large tensor.
 LARGEST = 128
 CHAINS = {
     "mlp_swiglu": (chains.mlp("swiglu"), ("out",)),
@@ -130,7 +130,8 @@ def measured(name: str, where: str) -> dict[str, Any]:
 
 def measured_chain(name: str, where: str) -> dict[str, float]:
     """Medians in microseconds of a call of a chain's launcher, of the chain without and with autograd, and of
-    ``torch.mm`` without and with it; and of how much more the chain takes than its launcher in a round."""
+    ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the medians of the
+    chain's time less its launcher's time in the same round."""
     chain, results = CHAINS[name]
     link = Link(f"{name}_host_time", chain, results)  # its CPU side may be a stub
     program = ops.defined[link.name].program

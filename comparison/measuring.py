@@ -383,7 +383,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        # if apart, the reference arm has figures from this environment
+        # if the turn is apart, the reference arm has figures from the program's own environment
         own = [] if turn.apart else [turn.row.reference_arm]
         if last in left:
             return {last: why}

@@ -2,8 +2,8 @@
 
 ``--collect`` reads the journals of finished runs (a folder of runs for each pack) into ``outcomes.json``,
 with every answer's code and verdict. Then the tables are written to the end of docs/authoring_experiment.md.
-They show which answer passed all gates that need no GPU, with Wilson's 95 % intervals, and where the others
-failed.
+They show how many runs passed all gates that need no GPU at the first answer and within three answers, with
+Wilson's 95 % intervals, and why the rejected answers failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def outcome(pack: str, run: Path) -> Outcome:
 
 
 def decided(outcomes: Iterable[Outcome], tries: int) -> list[Outcome]:
-    """The runs that passed within so many answers, or that gave so many. Others are not counted yet."""
+    """The runs that passed within ``tries`` answers, or that gave so many answers. Unfinished runs are left
+    out."""
     return [run for run in outcomes if passed([run], tries) or len(run["tries"]) >= tries]
 
 
@@ -55,7 +56,7 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 
 def passed(outcomes: Iterable[Outcome], tries: int) -> int:
-    """The number of runs that passed within so many answers."""
+    """The number of runs that passed within ``tries`` answers."""
     return sum("passed" in [t["verdict"] for t in o["tries"][:tries]] for o in outcomes)
 
 

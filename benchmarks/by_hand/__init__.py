@@ -1,1 +1,1 @@
-"""The layer as people arranged it from accepted kernels, to compare derived layers with."""
+"""A Transformer layer that people arranged from accepted kernels, to compare with derived layers."""

@@ -3,14 +3,14 @@ rest.
 
 An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
 returns rstd, and hg = h * gamma with the next norm's gamma. The next projection multiplies hg, and scales the
-rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns the same three. It normalises
-its output, where the plain layer normalises its input. In a stack of layers, both kinds of layer do the same
-total work. PyTorch computes the stream that enters the first layer (``start``). The gradients equal those of
-the plain layer. This includes the gradient of the input norm's weight, because the backward of each norm runs
-with the backward of the projection after it.
+rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns these three for the next layer.
+This layer begins the norm of its output, and the plain layer computes the norm of its input. In a stack of
+layers, both kinds of layer do the same total work. PyTorch computes the stream that enters the first layer
+(``start``). The gradients equal those of the plain layer. This includes the gradient of the input norm's
+weight, because the backward of each norm runs with the backward of the projection after it.
 
-D is the model's width, F the FFN's. z is a projection's result with the row scale applied, and dz its
-gradient.
+D is the model's width, and F the FFN's width. z is a projection's result with the row scale applied, and dz
+is the gradient of z.
 
 | step | runs in |
 |---|---|
@@ -76,7 +76,7 @@ class Attended(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward reads. Of each residual stream, these are only h and rstd."""
+    """The tensors that the backward reads. Each residual stream is stored only as h and rstd."""
 
     x: Tensor
     rstd: Tensor

@@ -1,5 +1,5 @@
-"""Measure the layer arranged by hand together with the comparison's variants, with its kernels on known
-schedules."""
+"""Build the layer arranged by hand, with kernels on known schedules, to measure it with the comparison's
+variants."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def compiled(kernels: Mapping[KernelCall, Kernel]) -> Launched:
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """Return the kernel. If it has no reported schedule at these sizes, it is limited to a short search: only
-    the best schedules of its last tuning at ``case``. A full search takes minutes."""
+    """Return the kernel. If its report has no schedule at these sizes, the kernel's tuning is limited to the
+    best schedules of its last tuning at ``case``, because a full search takes minutes."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.accepted_kernel(_spec(call), edited=False)

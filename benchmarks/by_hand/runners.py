@@ -87,8 +87,8 @@ class Launched:
 
 
 class Interpreted:
-    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels, but the times
-    mean nothing."""
+    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels; the times are
+    meaningless."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs

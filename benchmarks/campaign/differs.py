@@ -24,8 +24,8 @@ STEPS = 4  # the most times that a draw is rescaled to come near a threshold
 
 
 class CampaignDraw:
-    """A draw with its true outputs. ``says``: whether the draw can prove anything: the true outputs are
-    finite, and the original program passes the error gate on it."""
+    """A draw with its true outputs. ``says``: whether the draw can prove a difference: some true outputs are
+    finite, and the original program passes the error gate on the draw."""
 
     def __init__(self, spec: Spec, program: Program, draw: Draw):
         self.spec, self.draw = spec, draw
@@ -83,7 +83,7 @@ class Judge:
             share = random.choice((0.0, 0.0, 0.5))
             sizes = small(self.spec, random) if k % 6 else long(self.spec, _any(self.spec, random), random)
             draw = made(self.spec, sizes, random, share, "init" if share == 0 else "scaled")
-            if random.random() < 0.3:  # sums grow if no terms cancel
+            if random.random() < 0.3:  # positive inputs, because sums grow if no terms cancel
                 for name, values in draw.inputs.items():
                     draw = self._with(draw, name, values.double().abs())
             for node, value in dict(random.sample(aims, len(aims))).items():
@@ -96,7 +96,7 @@ class Judge:
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
         """A changed draw that brings a node's values near ``value``: it scales or replaces an input on which
         the node depends."""
-        # Target indices and offsets are not scaled, since that has no meaning.
+        # Scaling target indices or offsets would have no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.form not in INTEGERS]
         if not names:
             return draw

@@ -19,7 +19,7 @@ from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-WIDE = 16  # a dim that counts blocks of more columns than this is small
+WIDE = 16  # a dim that counts blocks of more than this many columns is kept small
 SCALED = 90  # number of draws at other magnitudes
 MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
@@ -27,7 +27,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs at given sizes; ``name`` says how they were drawn."""
+    """Inputs at given sizes. ``name``: how the inputs were drawn."""
 
     name: str
     sizes: Sizes
@@ -112,8 +112,8 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> Tensor:
-    """The first row of each expert, and the number of rows. Where experts begin at few places, most experts
-    have no rows."""
+    """The first row of each expert, and the number of rows. Experts begin at a random number of distinct
+    rows; if there are few, most experts have no rows."""
     places = torch.randint(0, rows + 1, (experts,), generator=generator)
     few = int(torch.randint(1, experts + 1, (), generator=generator))
     inner = places[torch.arange(experts - 1) % few].sort().values
@@ -194,7 +194,8 @@ def _whole(
 
 
 def _few(spec: Spec) -> set[str]:
-    """The dims that are only a few in small sizes: heads, blocks of columns and experts."""
+    """The dims with very small extents in ``small`` sizes: numbers of heads, blocks of columns and
+    experts."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     terms = [term for t in tensors for d in t.shape for term in d.terms]
     heads = {n for m, times in terms if set(m) & set(spec.static) or times > WIDE for n in m}

@@ -47,8 +47,8 @@ def _heads(t: Tensor, width: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
-    """A matmul; with offsets, one per expert: of its rows with its matrix, or of its rows with each other.
-    ``index`` names its rows of ``a``."""
+    """A matmul. With offsets, one matmul per expert: the expert's rows times its matrix, or the expert's
+    columns of ``a`` times its rows of ``b``. ``index``: the rows of ``a`` to gather first."""
     if offsets is None:
         return a @ b
     if index is not None:

@@ -50,8 +50,8 @@ def honest(name: str) -> dict[str, Program]:
 class Graph:
     """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: sizes that replace each added ``dim`` node by a constant. At all sizes, the edited program
-    then does what the edit does at these sizes.
+    ``frozen``: sizes that replace each added ``dim`` node by a constant. The edited program then behaves at
+    all sizes as it would at these sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -62,8 +62,8 @@ class Graph:
         self._below = _ancestors(self.nodes)
 
     def add(self, op: str, *args: int, attribute: Attribute = None) -> int:
-        """Return the index of a node of this operation; it is added if no equal node exists. Raises
-        ProgramError if the operation does not accept its arguments."""
+        """Return the index of a node with this operation and arguments. The node is added if no equal node
+        exists. Raises ProgramError if the operation does not accept its arguments."""
         node = Node(op, args, attribute)
         if node in self.nodes:
             return self.nodes.index(node)

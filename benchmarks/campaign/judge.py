@@ -1,4 +1,4 @@
-"""Judge one candidate (a mutant or a rewrite) with the verifier, which gives one line of the campaign's
+"""Judge one candidate (a mutant or a rewrite) with the verifier. The result is one line of the campaign's
 results."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 3  # before an accepted mutant counts as equivalent, the number of aimed draws is multiplied by this
+MORE = 3  # factor on the number of aimed draws before an accepted mutant counts as equivalent
 Result = dict[str, Any]
 
 
@@ -73,7 +73,7 @@ def _mutant(task: CampaignTask) -> Result:
 
 
 def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
-    """The draw on which the mutant differs from the accepted program; empty if none shows a difference."""
+    """The name of a draw on which the mutant differs from the accepted program; empty if there is none."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
         found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
-CHUNK = 20  # candidates per task; they are of one program and share its preparation
+CHUNK = 20  # candidates per task; all are variants of one program, so they share its preparation
 ROUND = 1000  # approximate number of candidates per seed; results of earlier seeds come first
 
 

@@ -3,8 +3,8 @@
 ``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
 first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
 pass (``fused.rotation``). The third has that pass and a backward derived from the forward
-(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. FILE receives all samples
-after each width; its samples of other widths stay. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. All samples of a width are
+added to FILE after the width. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class OnePass(HandArranged):
 
 
 class Kept(NamedTuple):
-    """The tensors that the derived backward reads: those of the backward by hand, and the activation."""
+    """The tensors that the derived backward reads: ``saved``, which the hand-arranged backward also reads,
+    and the activation."""
 
     saved: Saved
     act: Tensor
 
 
 class ByDerivation(OnePass):
-    """The layer with a derived backward program for each of its halves, ``mlp`` and ``projection``."""
+    """The layer with two derived backward programs: ``mlp``, and ``projection`` to queries, keys and
+    values."""
 
     mlp: Call
     projection: Call
@@ -107,7 +109,7 @@ class ByDerivation(OnePass):
 
 
 def beside_stream(rotates: bool) -> Chain:
-    """A norm and projection of the residual stream, which is itself another output."""
+    """The chain of a norm and a projection of the residual stream, which also returns the stream."""
     inner = chains.attention_in(rotates=rotates)
     return inner._replace(
         outputs=inner.outputs | {"stream": "M, D"},

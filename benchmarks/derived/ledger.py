@@ -1,7 +1,7 @@
 """Count the bytes that derived backwards move: ``python -m benchmarks.derived.ledger PAGE``. It needs no GPU.
 
 The page has three tables. The first shows every forward operator of ``specs`` with its derived backward. The
-second compares the backwards that people arranged from hand-authored kernels with the derived ones. The third
+second compares derived backwards with backwards that people arranged from hand-authored kernels. The third
 shows a Transformer layer's backward.
 """
 
@@ -99,7 +99,7 @@ def _operator(
 
 
 def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
-    """The bytes per row that the backward reads of the forward's results."""
+    """The bytes per row of the forward's results that the backward reads."""
     parts = [p for p in (made.program, made.head) if p]
     read = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = [t for n, t in read.items() if n in made.stored and n not in program.signature.inputs]
@@ -237,7 +237,7 @@ def hand_rows() -> list[list[str]]:
 
 
 def layer_by_hand(shape: Shape) -> int:
-    """The bytes that the layer's backward moves as arranged in ``benchmarks.by_hand``, but with the
+    """The bytes that the layer's backward moves if it is arranged as in ``benchmarks.by_hand``, but with the
     rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
     programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
@@ -249,8 +249,8 @@ def layer_by_hand(shape: Shape) -> int:
 
 
 def rotation(shape: Shape) -> int:
-    """The bytes of the pass that computes the rotation's transpose and sum(dz * z): it reads six tensors and
-    writes three."""
+    """The bytes of the pass that computes the rotation's transpose and sum(dz * z). The pass reads six
+    tensors and writes three."""
     return 2 * 9 * shape.tokens * shape.width
 
 

@@ -1,11 +1,11 @@
 """Count checks per minute on Ray clusters: ``python -m benchmarks.fleet.checks [--kernels 24] [--out FILE]``.
 
-It runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this machine: on one
-node and on two nodes, each pinned to its own core. Every pass starts with empty caches. A check has two
-pieces of work, which run in workers. The report also gives the share of time that Ray and the driver take
-outside the workers. Under ``compared`` it gives the seconds that ``benchmarks.fleet.simulation`` predicts
-from the pieces of the first pass. Other work on this machine distorts the figures, so the machine's load is
-reported with them.
+The benchmark runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this
+machine: in one pass on one node, and in another on two nodes, each pinned to its own core. Every pass starts
+with empty caches. A check has two pieces of work, which run in workers. The report also gives the fraction of
+time that Ray and the driver take outside the workers. Under ``compared`` it gives the seconds that
+``benchmarks.fleet.simulation`` predicts from the pieces of the first pass. Other work on this machine
+distorts the figures, so the report includes the machine's load.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # so that nodes, which have another __main__, can unpickle its functions
+    # imported by name, because the workers' __main__ is another module, and they must unpickle these
+    # functions
     from benchmarks.fleet import checks
 
     checks.main()

@@ -1,13 +1,15 @@
 """Simulate where a sweep stops scaling: ``python -m benchmarks.fleet.simulation --driver SECONDS``.
 
-A discrete-event simulation runs sweeps on 1 to 1,024 GPUs. It writes a page and a chart to the folder
+A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page and a chart to the folder
 ``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
-the numbers of attempts from the recorded runs. Simulated runs are drawn from these with replacement. A run
-authors one kernel. From its first question to its end it occupies one of the driver's places for runs in
-progress. It asks its author, then waits for a core to examine its source, for a core to compile it, and for a
-GPU. Before each stage the driver, a single process, works for ``--driver`` seconds. ``--runs`` names JSON
-files of ``benchmarks.fleet.checks`` and ``benchmarks.fleet.two_gpus``. The page compares their real runs with
-simulations of the same runs.
+the numbers of attempts from the recorded runs. Simulated runs are drawn from these with replacement.
+
+A run authors one kernel. From start to end it occupies one of the driver's places for runs in progress. The
+run asks its author, then waits for a core that examines the answer, for a core that compiles it, and for a
+GPU that measures it. Before each stage the driver, a single process, works for ``--driver`` seconds.
+
+``--runs`` names JSON files of ``benchmarks.fleet.checks`` and ``benchmarks.fleet.two_gpus``. The page
+compares the real runs in these files with simulations of the same runs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
 SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
-# GPUs, specs, and seconds of an answer in the standard sweep, which the results vary
+# GPUs, specs, and seconds of an answer in the standard sweep; each result varies some of these
 FLEET, WORK, AUTHOR = 64, 1000, 30.0
 NEAR = 0.98  # fraction of the highest throughput that counts as sufficient
 PLACES = 4  # runs in progress per core and GPU; the default of ``coda-agent sweep``
@@ -130,8 +132,8 @@ def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> Simu
 
 
 def phases() -> list[Phases]:
-    """The phases in the committed reports of kernels that a model wrote in the vocabulary. If a report's
-    compilation came from a cache, it gets the median seconds of the others."""
+    """The phases in the committed reports of kernels that a model wrote in the vocabulary. A report whose
+    compilation came from a cache gets the median compile seconds of the other reports."""
     found = []
     for path in sorted((ROOT / "generated_kernels").glob("*.report.json")):
         told = json.loads(path.read_text())
@@ -175,7 +177,8 @@ def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> fl
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of the resource ``vary`` that gives NEAR times the throughput of ``most`` of it."""
+    """The least number of the resource ``vary`` with at least NEAR times the throughput that ``most``
+    give."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:

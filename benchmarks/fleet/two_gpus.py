@@ -1,12 +1,12 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.fleet.two_gpus COMMAND``.
 
 ``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
-every lease, and what ``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare --
-OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``, and predicts from rows of equal length.
-``faults`` measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times the controls of
-a measurement on the first GPU, while the second GPU idles, while other cores compile, and while the second
-GPU measures. Each command writes FOLDER/NAME.json. ``benchmarks.models.sharded`` tests training on such a
-host.
+every lease, and the time that ``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare --
+OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``; its prediction assumes that all rows
+take equally long. ``faults`` measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb``
+times the controls of a measurement on the first GPU, while the second GPU idles, while other cores compile,
+and while the second GPU measures. Each command writes FOLDER/NAME.json. ``benchmarks.models.sharded`` tests
+training on a host with several GPUs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
 
 @dataclass
 class PoolEvents:
-    """The events of a pool, and the time of the last message about a measurement's stage."""
+    """The events of a pool, each with its time."""
 
     events: Rows = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def leases_in(events: Rows) -> Rows:
 
 
 def chosen(path: Path, entries: int | None) -> bundles.Bundle:
-    """The bundle, or only its last ``entries``."""
+    """The bundle, or a bundle of only its last ``entries`` entries."""
     whole = bundles.read(path)
     return whole.model_copy(update={"entries": whole.entries[-entries:]}) if entries else whole
 
@@ -107,7 +107,7 @@ def measured(
     pool: Pool, record: PoolEvents, entries: bundles.Bundle, asked: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure a bundle's entries on the pool's GPUs. The result has the times, and the simulation's
-    prediction from the leases or from those in the file ``asked.pieces``."""
+    prediction from the leases of this run, or from the leases in the file ``asked.pieces``."""
 
     def heard(run: str) -> Progress:
         return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
@@ -180,8 +180,8 @@ def compare_command(asked: argparse.Namespace) -> None:
 
 
 def faults_command(asked: argparse.Namespace) -> None:
-    """Measure on a cluster of one node for each GPU. It kills the worker of the first GPU after ``--kill``
-    seconds, and removes the node of the second after ``--take`` seconds."""
+    """Measure on a cluster with one node per GPU. Kill the worker of the first GPU after ``--kill`` seconds,
+    and remove the node of the second GPU after ``--take`` seconds."""
     from ray.cluster_utils import Cluster
 
     record, gpus = PoolEvents(), usable_gpus()
@@ -360,13 +360,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--settle", type=float, default=10.0)
             continue
         command.add_argument("--results", type=Path, required=True, help="the results, as of measure -o")
-        command.add_argument("--entries", type=int, help="measure only so many, the last ones")
+        command.add_argument("--entries", type=int, help="measure only this number of entries, the last ones")
         command.add_argument("--pieces", type=Path, help="simulate the leases in the JSON of another run")
         command.add_argument("--arms", default=",".join(DEFAULT_ARMS))
         command.add_argument("--rounds", type=int, default=ROUNDS)
         if name == "faults":
             command.add_argument("--kill", type=float, default=10.0, help="seconds until a worker is killed")
-            command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is taken")
+            command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is removed")
     for name, command in commands.choices.items():
         command.add_argument("--out", type=Path, required=True, help="the folder of the JSON")
         command.add_argument("--name", default=name, help="the name of the JSON")

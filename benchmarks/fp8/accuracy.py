@@ -1,8 +1,8 @@
 """Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8.accuracy [--seeds 5]``.
 
-It needs no GPU. All arms compute from the same bf16 numbers. An output's or gradient's error is its distance
-from the plain layer in fp32: the RMS of the difference over the RMS of the fp32 value. Programs run in the
-interpreter, and torchao's recipes run on PyTorch's CPU kernels.
+The benchmark needs no GPU. All arms compute from the same bf16 numbers. The error of an output or gradient is
+its distance from the value of the plain layer in fp32: the RMS of the difference over the RMS of the fp32
+value. Programs run in the interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
 *row-wise*: each of a linear layer's three matmuls quantises the rows of both operands by the rows' own
 maxima, as in torchao's recipe. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
@@ -38,7 +38,7 @@ from coda_agent.verifier.statistics import student_quantile
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
-LOUD, TIMES = 64, 30.0  # one in LOUD channels is TIMES as large, as in trained models
+LOUD, TIMES = 64, 30.0  # one in LOUD channels is TIMES as large as the others, as in trained models
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Scaled = tuple[Tensor, Tensor]

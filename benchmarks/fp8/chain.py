@@ -1,11 +1,12 @@
 """Measure an MLP in fp8: ``python -m benchmarks.fp8.chain FILE [--widths 7B]``, on an H100.
 
-The chain computes, from the normalised rows of a residual stream, the next ones: up projection, SwiGLU, down
-projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. Their
-outputs are fp8 with the scales of the previous call; our arm also computes the next scales. The other arms
-are PyTorch modules under ``torch.compile``: in bf16, and with torchao's row-wise recipe and weights quantised
-in advance. All arms are timed interleaved in one process, from a cold L2. ``gemm_fp8_*`` add partial sums in
-fp32; torchao's matmuls do not. So there is also an arm of torchao's recipe with such sums.
+The chain maps the normalised rows of a residual stream to the normalised rows after an MLP: up projection,
+SwiGLU, down projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and
+``gemm_fp8_residual_rmsnorm``. Their outputs are fp8 with the scales of the previous call; our arm also
+computes the next scales. The other arms are PyTorch modules under ``torch.compile``: in bf16, and with
+torchao's row-wise recipe and weights quantised in advance. All arms are timed interleaved in one process,
+from a cold L2. ``gemm_fp8_*`` add partial sums in fp32, which torchao's matmuls do not by default. So there
+is also an arm with torchao's recipe and fp32 sums.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from coda_agent.verifier.timing import Arm
 
 WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # widths of the model and of the FFN
 TOKENS, ROUNDS, LONGEST = 16384, 40, 10.0
-# Schedules to time instead of a search: cooperative tiles. They won the last tuning rounds of both accepted
-# fp8 kernels at these rows, because fp32 sums leave a pingpong tile too few registers.
+# Schedules to time instead of a search, all with cooperative tiles. Such tiles were the fastest in the last
+# tuning rounds of both accepted fp8 kernels at this number of rows, because fp32 sums leave a pingpong tile
+# too few registers.
 KNOWN = [
     *(Schedule(128, 192, False, 2, 1, group) for group in (8, 16, 32)),
     *(Schedule(128, 160, False, 2, 1, group) for group in (16, 32)),
@@ -49,7 +51,7 @@ Call = Callable[[], Any]
 
 
 class PlainMlp(nn.Module):
-    """x [tokens, D] normalised and stream [tokens, D] -> the next of each, in bf16."""
+    """The MLP in bf16: maps normalised rows x and the stream (both [tokens, D]) to those after the MLP."""
 
     def __init__(self, width: int, ffn: int):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Profile the layer's backward kernel by kernel, and that of ``torch.compile``.
+"""Profile the backward of the comparison's layer kernel by kernel, in our kernels and under
+``torch.compile``.
 
 ``python -m benchmarks.layer_profile measure --out FILE.json`` on an H100, then ``python -m
 benchmarks.layer_profile draw FILE.json --out docs/layer_backward.md`` anywhere.

@@ -1,5 +1,5 @@
-"""Time and profile one width's layers on the GPU, while NVML records its state. The layers are built as the
-comparison builds them."""
+"""Time and profile the layers of one width on the GPU, while NVML records the GPU's state. The layers are
+built as in the comparison."""
 
 from __future__ import annotations
 

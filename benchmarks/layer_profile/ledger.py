@@ -1,4 +1,5 @@
-"""Attribute each kernel of the layer's backward to a part of it, and find the part's FLOPs, bytes and group.
+"""Attribute each kernel of the layer's backward to a part of the backward; give the part's FLOPs, bytes,
+group.
 
 D is the model's width, F the FFN's; other names are as in ``benchmarks.by_hand.layer``. Bytes are compulsory:
 each operand and output counts once. This module needs only the standard library.
@@ -19,7 +20,7 @@ TENSOR, MEMORY = 640e12, 3.0e12
 ATTENTION, WEIGHTS, DATA = "attention", "weight-gradient products", "data-gradient products"
 UNKNOWN, PASSES, GAPS = "products not told apart", "separate memory-bound passes", "gaps"
 GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
-# The matmuls of our kernels, by their place in the layer. torch.compile computes the same ones.
+# The matmuls of our kernels, by their place in the layer. torch.compile computes the same matmuls.
 PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
 ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
 IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
@@ -28,7 +29,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """One part of a backward: its name, group, FLOPs and compulsory bytes. They are known without timing."""
+    """The facts about one part of a backward that need no timing: name, group, FLOPs and compulsory bytes."""
 
     what: str
     group: str
@@ -108,9 +109,9 @@ def _calls(
 
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Map the position of each of our kernels to its place in the layer and its kind. One program serves
-    several places, in the order of ``parts``. So a matmul after the program's finishing kernel belongs to the
-    next place."""
+    """Map the position of each of our kernels to its place in the layer and its kind. One program may run at
+    several places, in the order of ``parts``. So a matmul that follows the program's finishing kernel belongs
+    to the program's next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -213,7 +214,7 @@ def _argument_bytes(told: Mapping[str, Any]) -> int | None:
 
 
 def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
-    """Microseconds by group. The gaps are a group too, so the groups add up to the whole backward."""
+    """Microseconds by group. The gaps are also a group, so the groups add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}
 

@@ -71,7 +71,7 @@ Build = Callable[[str, Sequence[str]], ProfileStages]  # makes the stages of a w
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:
     """Measure each width, then the first width again with max-autotune if time allows. ``out`` is written
-    after each stage. It says why a stage failed or was skipped."""
+    after each stage, and records why a stage failed or was skipped."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": budget.seconds,

@@ -44,8 +44,8 @@ LABELLED = 0.025  # fraction of the longest backward; narrower bars have no labe
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the page, and its charts into ``images`` in the page's folder. If that folder has
-    ``PAGE.reading.md``, its text follows the page's head."""
+    """Write the page, and its charts into ``images`` in the page's folder. If the page's folder contains
+    ``PAGE.reading.md``, that text follows the page's head."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -165,7 +165,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of each group's time by arm, and of the difference between the other arms and ours."""
+    """A table of each group's time by arm, and of the other arms' times less ours."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []

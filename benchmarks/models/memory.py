@@ -1,9 +1,9 @@
 """Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.models.memory``.
 
-It counts the bytes that autograd stores for one Llama layer in bf16: as Hugging Face computes the layer, and
-patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is computed. Weights
-are not counted, because they stay in memory anyway. Attention stores what flash attention stores: q, k, v,
-its output, and one log-sum-exp per row.
+The benchmark counts the bytes that autograd stores for one Llama layer in bf16: as Hugging Face computes the
+layer, and patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is
+computed. Weights are not counted, because they stay in memory anyway. Attention stores the same tensors as
+flash attention: q, k, v, the output, and one log-sum-exp per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS = {
 
 
 class _Attention(torch.autograd.Function):
-    """A stand-in that stores what flash attention stores. Its backward never runs."""
+    """A stand-in that stores the same tensors as flash attention. Its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 ``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times the next token of 1, 16 and 128
 sequences as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
 are the unpatched model and the model patched by ``fused.patch``, each eager and replayed from a CUDA graph,
-and ``torch.compile`` in the mode that uses CUDA graphs. They share one set of parameters, and are interleaved
-in random order. The host time of a call is the time until it returns, on an idle GPU. ``draw FILE PAGE``
-makes a page from FILE, on any machine.
+and ``torch.compile`` in the mode that uses CUDA graphs. All arms share one set of parameters, and are
+interleaved in random order. The host time of a call is the time until the call returns, on an idle GPU.
+``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Decoder:
 
 
 class TokenArm(NamedTuple):
-    """A way to compute the next tokens. ``step`` does it once, on the state of ``decoder``."""
+    """A way to compute the next tokens. ``step`` computes one token per sequence, on the state of
+    ``decoder``."""
 
     decoder: Decoder
     step: Callable[[], Any]
@@ -277,7 +278,7 @@ The logits of every arm are within {apart:.3f} of the unpatched model's, relativ
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    command("serving", 150.0, "after which no batch size begins", measure, page, given)
+    command("serving", 150.0, "after this time, no further batch size starts", measure, page, given)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Train a patched model under FSDP2 on several GPUs: ``python -m benchmarks.models.sharded --out FILE``.
 
 A random Llama of about half a billion parameters trains under ``fully_shard``, one process per GPU, with and
-without ``fused.patch``. Then the patched model trains on one GPU with the batches of all. FILE receives the
-losses of every step, and the largest difference between the sharded and the single-GPU losses. It also has
-the tokens per second of both sharded models, which are interleaved in random order.
+without ``fused.patch``. Then the patched model trains on one GPU with the batches of all GPUs. FILE receives
+the losses of every step, and the largest difference between the sharded and the single-GPU losses. FILE also
+has the tokens per second of both sharded models, which are timed interleaved in random order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ABSOLUTE, RELATIVE = 1e-2, 5e-2  # bounds on the difference of a step's losses; 
 
 
 class Sharded:
-    """A model with its optimizer and its batches: on one of ``world`` GPUs, or on one GPU with all
-    batches."""
+    """A model with its optimizer and its batches: a shard on one of ``world`` GPUs, or the whole model on one
+    GPU with all batches."""
 
     def __init__(self, asked: argparse.Namespace, name: str, where: str, *, sharded: bool):
         torch.manual_seed(0)
@@ -61,8 +61,8 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def text(self, step: int, rank: int) -> Tensor:
-        """Token ids [sequences, length] for one rank. They follow each other by a rule, so that there is
-        something to learn."""
+        """Token ids [sequences, length] for one rank. Each second token follows from the token before, so
+        that the model can learn."""
         drawn = torch.Generator().manual_seed(step * self.asked.world + rank)
         most = min(512, self.model.config.vocab_size)
         ids = torch.randint(0, most, (self.asked.sequences, self.asked.length), generator=drawn)

@@ -2,11 +2,11 @@
 
 ``coda-agent tune`` times one kernel alone. In a training step the GPU is at its power limit and its caches
 are in use, and another schedule can be faster there. On an H100, this command trains the patched model of
-``benchmarks.models.training``, ``--model llama|qwen3``. Each step of training uses other schedules, and the
-profiler gives every kernel's time. A first round tries tiles; a second one tries each kernel's two fastest
-tiles with other rasterisation groups. FILE gets all times, and a repeated command does not measure them
-again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned`` has those
-of an H100.
+``benchmarks.models.training``, ``--model llama|qwen3``. Each trial uses other schedules, and the profiler
+gives every kernel's time. A first round of trials tries tiles. A second round tries each kernel's two fastest
+tiles with other rasterisation groups. FILE receives all times, and a repeated command does not time the tiles
+again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned`` has the
+tables of an H100.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TrainingStep:
 
     def use(self, choice: Choice) -> Choice:
         """Write schedules into this machine's tables and compile them. Return the schedules that the step
-        will use: those that do not fit, or that the compiler refuses, are replaced."""
+        will use; a schedule that does not fit, or that the compiler refuses, is replaced by another."""
         for place, schedule in choice.items():
             name, step, shape = place
             schedules.keep(name, [schedules.TunedStep(self.gpu, name, step, shape, schedule)])
@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models.step_schedules")
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", choices=("llama", "qwen3"), default="llama")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which no trial starts")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after this time, no trial starts")
     asked = parser.parse_args(given)
     begun = time.monotonic()
     step = TrainingStep(asked.model, read(asked.file))

@@ -5,9 +5,9 @@ parameters. The arms are: the unpatched model, eager and under ``torch.compile``
 kernels; and the model patched by ``fused.patch``, module-local and whole-stack, with and without
 ``torch.compile``. Two more eager arms, with and without the patch, recompute each layer in the backward. All
 arms share one set of parameters and one optimizer, and are interleaved in random order. A step is forward,
-backward and AdamW. Then the unpatched and the patched model train for some steps, from the same start for
-each of several seeds. FILE is written again after each stage. ``draw FILE... PAGE`` makes a page from files
-of different models, on any machine.
+backward and AdamW. Then the unpatched and the patched model each train for some steps, for several seeds; for
+one seed, both start from the same parameters. FILE is written after each stage. ``draw FILE... PAGE`` makes a
+page from files of different models, on any machine.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
 SHORT = 1024  # tokens per sequence while losses are compared
 ROUNDS, STEPS = 12, 200
-SEEDS, WARM_UP = 4, 20  # runs whose losses are compared; steps in which the rate rises to RATE
+SEEDS, WARM_UP = 4, 20  # seeds whose losses are compared; steps in which the learning rate rises to RATE
 # no arm is created after the first of these fractions of the time, and no round starts after the second
 PREPARING, TIMING = 0.65, 0.85
 RATE = 1e-4
-# Under torch.compile, PyTorch before 2.14 says that it exports. Then transformers' "sdpa" makes a full mask,
-# and attention loses its fast kernel. By this name it gets no mask, in all arms alike.
+# Under torch.compile, PyTorch before 2.14 reports that it exports a model. Transformers' "sdpa" attention
+# then makes a full mask, which excludes PyTorch's fast kernel. All arms register and use the same function
+# under this name, for which transformers makes no mask.
 CAUSAL = "causal"
 PACKAGES = ("torch", "transformers", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels")
 PARTED = 0.05  # largest difference between the losses of two arms that agree
-RISEN = 0.5  # by which a loss above the lowest so far counts as risen
+RISEN = 0.5  # a loss that exceeds the lowest so far by more counts as risen
 SAID = 300  # characters of an error that FILE stores
 
 Step = Callable[[Tensor], Tensor]  # from token ids to the loss
@@ -160,7 +161,8 @@ class Trainer:
             return model(self.kind, attn_implementation=CAUSAL, **self.changed)
 
     def text(self, seed: int, batch: int = BATCH, length: int = LENGTH) -> Tensor:
-        """Token ids [batch, length] that follow each other by a rule, so that there is something to learn."""
+        """Token ids [batch, length] in which each second token follows from the token before, so that a model
+        can learn."""
         drawn = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 512, (batch, length), generator=drawn)
         ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % min(512, self.vocabulary)
@@ -300,7 +302,7 @@ def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
     """Compile in parallel what the patched model runs; return the number of programs."""
     with torch.device("meta"):
         patched = model(kind, **changed)
-    fused.patch(patched, stack=True)  # its programs include those of the other mode
+    fused.patch(patched, stack=True)  # whole-stack mode runs all programs of module-local mode, and more
     steps = [ahead.training(patched, sizes.batch, length) for length in (sizes.length, sizes.short)]
     return len(ahead.build([bound for step in steps for bound in ahead.called(step)]))
 
@@ -417,7 +419,7 @@ def command(
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    command("training", 500.0, "in which it should end", measure, page, given)
+    command("training", 500.0, "time limit", measure, page, given)
 
 
 if __name__ == "__main__":

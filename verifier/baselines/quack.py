@@ -2,12 +2,12 @@
 
 Two arms compute a spec's outputs with QuACK's epilogues, and differ in how they choose schedules. ``QuACK
 (its own tuner)`` times the schedules that QuACK's autotuner would time. ``QuACK (our search)`` uses the
-search of our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs QuACK's GEMMs
-without an epilogue. Our kernels use the same mainloop.
+search that tunes our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs
+QuACK's GEMMs without an epilogue. Our kernels and QuACK's use the same mainloop.
 
-Our own tuner times all schedules, with a cold L2. If the last tuning round of an earlier measurement is
-known, the tuner times only its schedules. It adds others if those have too few tiles. Importing this module
-imports nothing heavy, but ``tuned_calls`` does.
+All schedules are timed by our code, with a cold L2. If an earlier measurement recorded the schedules of its
+last tuning round, only these schedules are timed, and others if these cover too few tiles. Importing this
+module is cheap; ``tuned_calls`` imports heavy packages.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from coda_agent.verifier.spec.model import Spec
 
 FEW = 32  # below this many elements, chance can make the yardstick's error 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# how many such half ulps a value may inherit from larger values that cancel, as in g - g * sigmoid(-g)
+# error allowed for any value, in half ulps of fp32 at the output's RMS, because larger values may cancel, as
+# in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
 # when values cancel, fp32 may leave this many times what fp64 leaves; its roundings are 2**29 times as large

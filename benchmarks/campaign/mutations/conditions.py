@@ -80,7 +80,7 @@ def bump(site: Site) -> str:
 
 
 def on_column(site: Site) -> str:
-    """Set one column to zero, or also all columns before or after it."""
+    """Set one column to zero, or that column and all columns before or after it."""
     target = site.value("tile")
     place = site.add("column_index", target)
     extent = site.graph.types[target].shape[1](site.case())

@@ -68,7 +68,7 @@ def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
     """Yield the mutant frozen at each case's sizes, and at the sizes where its condition changes."""
-    if kind == "size: other dim":  # its mistake applies at nearly all sizes
+    if kind == "size: other dim":  # this mistake applies at nearly all sizes
         return
     known = set[str]()
     for at in (*site.sizes, *(case.sizes for case in spec.cases)):

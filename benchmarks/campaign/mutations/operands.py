@@ -1,6 +1,6 @@
-"""Mutations of a matrix that a product reads. Nothing may be computed before a product, but a tile of an
-earlier step may be its operand. So products that nobody needs give an epilogue, which computes the matrix
-anew."""
+"""Mutations of a matrix that a matmul reads. A matmul's operand can be a tile of an earlier step, but not an
+expression over inputs. So these mutations add superfluous matmuls, whose epilogue computes the changed
+matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def on_operand(site: Site) -> str:
-    """Make a matrix wrong before a product reads it: everywhere by a factor, or where a comparison holds."""
+    """Make a matrix wrong before a matmul reads it: everywhere by a factor, or where a comparison holds."""
     product = site.node("gemm")
     position = site.random.randrange(2)
     reader, matrix = product, site.graph.nodes[product].args[position]
@@ -28,7 +28,7 @@ def on_operand(site: Site) -> str:
 
 
 def anew(site: Site, matrix: int, value: int) -> int:
-    """A value of a matrix's elements, computed in an epilogue that loads the matrix."""
+    """The same value, computed in the epilogue of an added matmul that loads the matrix."""
     square = site.add("gemm", site.add("transpose", matrix), matrix)
     unneeded = site.add("multiply", site.add("gemm", matrix, square), 0.0)
     return site.add("add", value, unneeded)

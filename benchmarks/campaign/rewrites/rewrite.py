@@ -25,8 +25,8 @@ class Rewritten(NamedTuple):
 
 
 def rewritten(name: str, kind: str, seed: int) -> Rewritten | None:
-    """Rewrite one of the spec's accepted or correct programs (``honest``). Name, kind and seed determine the
-    choices. None if no rule applies."""
+    """Rewrite one of the spec's accepted or correct programs (``honest``); None if no rule applies. Name,
+    kind and seed determine all random choices."""
     random = Random(f"{name}/{kind}/{seed}")
     programs = honest(name)
     for which in random.sample(list(programs), len(programs)):
