@@ -216,7 +216,8 @@ def test_every_primitive_has_a_paragraph_and_a_page(name: str) -> None:
     (paragraph,) = re.findall(rf"^- `{re.escape(call)}`: (.+(?:\n  .+)*)", system, re.MULTILINE)
     page = inspect.getdoc(primitive) or ""
     words = " ".join(page.replace("``", "`").split())
-    assert " ".join(paragraph.split())[:15] == words[:15] and "Cost: " in paragraph
+    paragraph = " ".join(paragraph.split())
+    assert paragraph[:15] == words[:15] and "Cost: " in paragraph
     assert prompt.read(name) == f"### {call}\n\n{page}"
 
 
