@@ -49,7 +49,7 @@ def a_key_twice(program: Json) -> str:
     return json.dumps(program).replace('"outputs": {', '"outputs": {"h": 0, ')
 
 
-@cheat(refused("json", "no valid JSON"))
+@cheat(refused("json", "not valid JSON"))
 def a_number_of_ten_thousand_digits(program: Json) -> str:
     """Takes quadratic time to read."""
     return json.dumps(program).replace('"format": 2', f'"format": {"9" * 10000}')
@@ -85,7 +85,7 @@ def a_dict_for_a_node(program: Json) -> None:
     program["nodes"][0] = {"add": 1, "[]": 2, "None": 3}
 
 
-@cheat(refused("json", "no valid JSON"))
+@cheat(refused("json", "not valid JSON"))
 def deep_nesting(program: Json) -> str:
     """Overflows the reader's stack."""
     return '{"nodes": ' + "[" * 20000 + "]" * 20000 + "}"
@@ -179,7 +179,7 @@ def a_hook(program: Json) -> None:
     schedule(program, pre_launch="import os")
 
 
-@cheat(refused("schedule", "a step is a gemm"))
+@cheat(refused("schedule", "but there are 1 steps"))
 def a_step_that_is_not_there(program: Json) -> None:
     """A schedule for a step that no gemm starts."""
     schedule(program, "1", swizzle=4)

@@ -23,13 +23,13 @@ EXPERTS = (
         "no offsets",
         "One matrix would do for all rows.",
         {"w.mT, offsets": "w.mT"},
-        rejected("trace", "arguments", "takes the offsets"),
+        rejected("trace", "arguments", "needs row offsets"),
     ),
     GROUPED_SWIGLU.cheat(
         "the matrix as it lies",
         "Rows meet columns of the wrong length.",
         {"w.mT, offsets": "w, offsets"},
-        rejected("trace", "shapes", "with offsets it takes"),
+        rejected("trace", "shapes", "with offsets [E + 1], gemm takes"),
     ),
     GROUPED_SWIGLU.cheat(
         "each expert's own product",
@@ -73,7 +73,7 @@ GATHERING = (
         "rows by index, tokens by offsets",
         "Both are vectors of row numbers.",
         {"mT, offsets, index)": "mT, index, offsets)"},
-        rejected("trace", "shapes", "with offsets it takes"),
+        rejected("trace", "shapes", "with offsets [E + 1], gemm takes"),
     ),
     GATHERED_SWIGLU.cheat(
         "the first token dropped",

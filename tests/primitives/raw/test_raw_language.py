@@ -150,7 +150,7 @@ def test_honest_edits_pass(text: str) -> None:
         ("from typing import get_type_hints", "'get_type_hints' to use"),
         ("from functools import reduce", "'reduce' to use"),
         ("from math import *", "'*' to use"),
-        ("from . import secrets", "in full"),
+        ("from . import secrets", "full name"),
         ("import cutlass.pipeline", "as pipeline"),
         ("from __future__ import annotations", "__future__ cannot be imported"),
         ("import math as cute", "imported: choose another name"),
