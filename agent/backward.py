@@ -19,7 +19,8 @@ from coda_agent.primitives.derive.arrange import UNUSED
 from coda_agent.primitives.derive.ranges import Joined, joined
 from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature, TensorType
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec

@@ -27,7 +27,8 @@ from coda_agent.primitives.derive import Derived, all_sizes, derive
 from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward
 from coda_agent.primitives.derive.chains import Chain
 from coda_agent.primitives.lang.interpret import solve_sizes
-from coda_agent.primitives.lang.ir import DTYPES, Program
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import DTYPES
 from coda_agent.primitives.lang.trace import Trace
 
 # The sizes (of a 7B model) at which two forms of a backward are compared by bytes.

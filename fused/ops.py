@@ -19,7 +19,8 @@ from coda_agent.fused import launching, programs
 from coda_agent.fused.programs import Order, Typed
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.primitives.runtime.launch import NONE
 
 NAMESPACE = "coda_agent"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import DTYPES, OPERATIONS, Node, Program, sizes_named
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, sizes_named
+from coda_agent.primitives.lang.signature import DTYPES
 
 Values = Sequence[Any]
 Step = Callable[[Values, Values, Values], Any]  # computes a node's value from earlier nodes, inputs and dims

@@ -10,7 +10,8 @@ import torch
 from ruamel.yaml import YAML
 
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import DTYPES, Program, TensorType
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import DTYPES, TensorType
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS, SPECS = ROOT / "generated_kernels", ROOT / "specs"

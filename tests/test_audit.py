@@ -14,8 +14,8 @@ from candidate_watch import DIRECTORY, Account, account
 from checkout import PYTHONPATH
 
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.sandbox import jail
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from coda_agent.primitives.target import TARGET
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from coda_agent.primitives.lang.ir import Signature
+    from coda_agent.primitives.lang.signature import Signature
 
 PYTHON = (3, 11)
 FREE_BYTES = 1 << 30  # free space to require: a compiled kernel takes 0.1 MB, and a tuning compiles hundreds
@@ -254,7 +254,7 @@ def jail() -> Finding:
 
 def _tiny_signature() -> Signature:
     from coda_agent.primitives.lang.dims import Dim
-    from coda_agent.primitives.lang.ir import Signature, TensorType
+    from coda_agent.primitives.lang.signature import Signature, TensorType
 
     def matrix(*shape: str) -> TensorType:
         return TensorType(tuple(map(Dim.parse, shape)), "bf16")

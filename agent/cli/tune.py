@@ -150,7 +150,7 @@ def _drawn(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     import torch
 
     from coda_agent.primitives.lang.interpret import torch_dtype
-    from coda_agent.primitives.lang.ir import INDICES
+    from coda_agent.primitives.lang.signature import INDICES
 
     drawn = {}
     for name, tensor in program.signature.inputs.items():

@@ -19,7 +19,7 @@ from coda_agent.agent.scaffold.helpers import Inlined, helpers
 from coda_agent.agent.scaffold.special import Specialised
 from coda_agent.agent.scaffold.torch_names import Names, TorchNames, without_idle_dtypes
 from coda_agent.primitives.errors import InvalidInput
-from coda_agent.primitives.lang.ir import VALUE_NAME
+from coda_agent.primitives.lang.signature import VALUE_NAME
 
 __all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
 

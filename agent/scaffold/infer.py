@@ -10,7 +10,7 @@ from coda_agent.agent.scaffold.draft import SpecDraft
 from coda_agent.agent.scaffold.function import Note, ScaffoldError
 from coda_agent.agent.scaffold.halves import Swap, swapped
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import DTYPES, INDICES, WRITABLE
+from coda_agent.primitives.lang.signature import DTYPES, INDICES, WRITABLE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Node, Program, Type
+from coda_agent.primitives.lang.ir import Node, Program
+from coda_agent.primitives.lang.signature import Type
 
 Values = list[Tensor]
 ROOT_2_OVER_PI = 0.7978845608028654

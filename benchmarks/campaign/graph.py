@@ -9,10 +9,11 @@ from random import Random
 from benchmarks.programs import ROOT, forward
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program, Type
+from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.ops.operators import covers
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.verifier.spec.model import Spec
 
 JUDGED = ("size_choice",)  # codes of errors from the check that count as a verdict on a mutant

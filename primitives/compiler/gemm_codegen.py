@@ -13,8 +13,9 @@ from coda_agent.primitives.compiler.lowered import CUTE_DTYPES, GemmKernel, Writ
 from coda_agent.primitives.compiler.resources import StepResources
 from coda_agent.primitives.lang.assign_steps import untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
+from coda_agent.primitives.lang.signature import EIGHTS
 
 Values = dict[int, list[str]]  # the code of a node's values (one, two or four) in one pair of lanes
 

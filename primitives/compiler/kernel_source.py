@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coda_agent.primitives.compiler.lower import Lowered, editable, lower, lower_edited
-from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import Signature
 
 
 @dataclass(frozen=True)

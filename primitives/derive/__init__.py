@@ -14,7 +14,8 @@ from coda_agent.primitives.derive.arrange import NEXT, BackwardRequest, Derived
 from coda_agent.primitives.derive.choose import NEXT_SIZE, Search, all_sizes, forced
 from coda_agent.primitives.derive.ranges import Joined, joined
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, Program
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import DTYPES, OPERANDS
 
 __all__ = ["NEXT", "NEXT_SIZE", "Derived", "all_sizes", "derive"]
 

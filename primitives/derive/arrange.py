@@ -11,8 +11,9 @@ from coda_agent.primitives.derive.reverse import Reverse
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, reduction, sizes_named
+from coda_agent.primitives.lang.ir import Node, Program, reduction, sizes_named
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.primitives.lang.trace import tracing
 
 NEXT = "NEXT"  # the dim that the input ``d_next`` adds

@@ -31,7 +31,8 @@ from coda_agent.primitives import (
     where,
 )
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.ir import Node, Program
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 
 Shapes = dict[str, str]  # by name: dims, and a dtype if it is not bf16, such as "M, 2*F" or "M: fp32"

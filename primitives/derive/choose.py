@@ -21,7 +21,8 @@ from coda_agent.primitives.derive.arrange import (
 )
 from coda_agent.primitives.derive.ledger import Traffic
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import TensorType
 
 Cost = tuple[float, ...]
 REFUSED: Cost = (float("inf"),)

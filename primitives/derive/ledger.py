@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES, roofline
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import TensorType
 
 
 class Traffic(NamedTuple):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program, TensorType, sizes_named
+from coda_agent.primitives.lang.ir import Program, sizes_named
+from coda_agent.primitives.lang.signature import TensorType
 
 
 class Joined(NamedTuple):

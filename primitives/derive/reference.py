@@ -4,7 +4,8 @@ spec, or the code of a backward's pointwise head."""
 from __future__ import annotations
 
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Type, sizes_named
+from coda_agent.primitives.lang.ir import Node, Program, sizes_named
+from coda_agent.primitives.lang.signature import Type
 
 NARROW = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 INFIX = {

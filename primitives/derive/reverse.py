@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, Type, reduction
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, reduction
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 
 POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # their results are positive wherever they are finite

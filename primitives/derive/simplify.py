@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from coda_agent.primitives.lang.ir import OPERATIONS, Node, Signature
+from coda_agent.primitives.lang.ir import OPERATIONS, Node
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.lang.trace import Trace
 
 FOLDED: dict[str, Callable[..., float]] = {

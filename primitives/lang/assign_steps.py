@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, reduction
+from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, reduction
+from coda_agent.primitives.lang.signature import Type
 
 
 class Placement(NamedTuple):

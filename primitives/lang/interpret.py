@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.lang.dims import Dim, solve
-from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Node, Program, Signature, sizes_named
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, cut
+from coda_agent.primitives.lang.signature import EIGHTS, Signature
 
 if TYPE_CHECKING:
     import torch

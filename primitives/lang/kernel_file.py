@@ -14,8 +14,9 @@ from typing import Any
 
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Signature, check_output_names, check_output_type
+from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Signature, check_output_names, check_output_type
 from coda_agent.primitives.lang.trace import (
     FILENAME,
     KernelFunction,

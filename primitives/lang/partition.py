@@ -22,15 +22,8 @@ from coda_agent.primitives.lang.assign_steps import (
 )
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import (
-    DTYPES,
-    EIGHTS,
-    OPERATIONS,
-    Program,
-    Type,
-    reduction,
-    sizes_named,
-)
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction, sizes_named
+from coda_agent.primitives.lang.signature import DTYPES, EIGHTS, Type
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # a tile's width relative to its step's N
 

@@ -14,7 +14,8 @@ from typing import Any
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Signature, Type
+from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node
+from coda_agent.primitives.lang.signature import Signature, Type
 
 FILENAME = "<kernel>"
 

@@ -11,10 +11,11 @@ from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.assign_steps import rows_by_expert
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
-from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.ops.tiles import check_index
 from coda_agent.primitives.lang.ops.tiles import check_offsets as rising
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Signature
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from merged import MERGED
 
-from coda_agent.primitives.lang.ir import Signature
+from coda_agent.primitives.lang.signature import Signature
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,8 +11,9 @@ from machine import Tensors, kernel_names, run_lowered
 from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import INDICES, Program, Signature, TensorType
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.lang.signature import INDICES, Signature, TensorType
 
 __all__ = [
     "EXAMPLES", "IMPORTS", "Example", "Tensors", "draw", "kernel_names", "run_lowered", "signature", "source",

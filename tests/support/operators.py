@@ -8,9 +8,10 @@ from checkout import ROOT
 
 from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Program, Signature, TensorType
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.loading import load
 
 SPECS = ROOT / "specs"

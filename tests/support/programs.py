@@ -15,9 +15,10 @@ from writing import Init, Writer
 from coda_agent.primitives.compiler.lower import GemmKernel
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.runtime.launchable import alignment_errors
 
 Tensors = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from merged import calls
 
 from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.signature import Signature, TensorType
 
 # What is done to a value, to two, and to tiles.
 UNARY = (

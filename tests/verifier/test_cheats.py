@@ -11,7 +11,7 @@ from cheats.child import TAKEN_OVER, nothing_left
 from cheats.corpus import Cheat, Contained, Twin
 from checkout import ROOT
 
-from coda_agent.primitives.lang.ir import EIGHTS
+from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.verify import Verdict, check

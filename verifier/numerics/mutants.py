@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import EIGHTS
+from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.verifier.numerics.reference import Product
 from coda_agent.verifier.numerics.reference_mutations import slips
 from coda_agent.verifier.numerics.sizes import TILE

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import TypeVar
 
-from coda_agent.primitives.lang.ir import INDICES
+from coda_agent.primitives.lang.signature import INDICES
 from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.spec.model import Spec
 

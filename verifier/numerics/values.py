@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import DTYPES as FLOATS
-from coda_agent.primitives.lang.ir import EIGHTS, INDICES
+from coda_agent.primitives.lang.signature import DTYPES as FLOATS
+from coda_agent.primitives.lang.signature import EIGHTS, INDICES
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 from coda_agent.verifier.spec.model import BadReference, Spec
 from coda_agent.verifier.spec.parts import TensorSpec

@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.sandbox import CPU_SECONDS
 from coda_agent.verifier.report import Rejected

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from coda_agent import primitives
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.kernel_file import trace_lines
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.system import sandbox
 from coda_agent.verifier.sandbox import language
 

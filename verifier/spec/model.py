@@ -16,7 +16,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from coda_agent.primitives.lang.dims import solve
-from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.spec.fields import instead
 from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
 from coda_agent.verifier.spec.rules import assigned, check, describe

@@ -6,7 +6,8 @@ from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
 from benchmarks.campaign.rewrites.rules import Rule, known, rule
-from coda_agent.primitives.lang.ir import Node, Type
+from coda_agent.primitives.lang.ir import Node
+from coda_agent.primitives.lang.signature import Type
 
 
 @rule("divide")

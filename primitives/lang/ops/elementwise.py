@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Operation, register
 from coda_agent.primitives.lang.ops.operators import add, covers, elementwise, multiply, subtract
 from coda_agent.primitives.lang.ops.tiles import join, pairs
 from coda_agent.primitives.lang.ops.vectors import per_head, per_row
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 
 TIE = "where both arguments are equal, the second has the gradient"

@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.primitives.lang.cutedsl import Reduction
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ir import (
+    Attribute,
+    Derivative,
+    Operation,
+    Sides,
+    register,
+)
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 
 Rule = Callable[[tuple[Type, ...], Attribute], Type]

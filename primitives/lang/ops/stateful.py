@@ -7,8 +7,9 @@ from typing import Any
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, register
 from coda_agent.primitives.lang.ops.reductions import EXTREMUM, Rule, reduces
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 

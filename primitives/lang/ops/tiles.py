@@ -12,7 +12,8 @@ from typing import Any
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Operation, register
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.cutedsl import Spread
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Operation, register
+from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute
 
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest fp32 number

@@ -17,8 +17,9 @@ from coda_agent.agent.show import Shown, explain
 from coda_agent.primitives.compiler.cubin import Resources
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
-from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import Signature
 
 
 def body(expression: str) -> Program:

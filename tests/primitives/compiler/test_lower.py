@@ -38,8 +38,9 @@ from machine import LANGUAGE
 from coda_agent.primitives.compiler import lower as lowering
 from coda_agent.primitives.compiler.lower import GemmKernel, VectorKernel, lower
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.schedule import TILES, Schedule
+from coda_agent.primitives.lang.signature import Signature, TensorType
 
 pytestmark = pytest.mark.slow
 

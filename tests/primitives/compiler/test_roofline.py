@@ -17,8 +17,8 @@ from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.target import H100, Ceiling
 

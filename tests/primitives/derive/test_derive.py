@@ -21,9 +21,10 @@ from coda_agent.primitives.derive.ledger import count
 from coda_agent.primitives.derive.ranges import joined
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
-from coda_agent.primitives.lang.ir import LEAVES, OPERATIONS, Node, Program, Signature
+from coda_agent.primitives.lang.ir import LEAVES, OPERATIONS, Node, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference

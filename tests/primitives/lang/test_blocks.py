@@ -11,8 +11,9 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import TILES, Schedule
+from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.primitives.runtime.compile import report
 
 # The last input is there for its axis, from which B follows.

@@ -12,8 +12,9 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, rounded
-from coda_agent.primitives.lang.ir import EIGHTS, Program
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.primitives.runtime.sass import disassemble
 
 ENDS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}

@@ -10,8 +10,8 @@ from kernels import EXAMPLES, Tensors, draw, signature, tensor, trace
 from torch.nn.functional import gelu, one_hot, rms_norm, silu
 
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
-from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import Signature
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,10 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.primitives.runtime.compile import report
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,9 @@ from coda_agent.primitives.compiler.probe_schedules import PROBES, candidates
 from coda_agent.primitives.frozen_names import device
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import TILES
+from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.primitives.runtime.compile import report
 
 INPUTS = {

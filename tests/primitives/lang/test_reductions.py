@@ -17,8 +17,9 @@ from coda_agent.agent.show.explain import steps
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.runtime.compile import _environment
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
-from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.verify import check

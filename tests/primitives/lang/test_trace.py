@@ -6,8 +6,9 @@ import pytest
 from kernels import BACKWARD, IMPORTS, NORM, signature, source, tensor, trace
 
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Signature
+from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.lang.trace import Tensor
 
 TILE = signature(

@@ -22,8 +22,8 @@ from test_launch import SIZES, inputs_of
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
-from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.runtime import executable, launch, tune
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel

@@ -17,8 +17,8 @@ from checkout import PYTHONPATH
 from waiting import eventually
 
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.primitives.lang.kernel_file import trace_lines, trace_source
+from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced

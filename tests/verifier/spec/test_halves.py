@@ -12,7 +12,7 @@ import pytest
 from spec_files import fails, write_changed
 
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import TensorType
+from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Checked
 from coda_agent.verifier.spec.rules import missing_static
