@@ -1,15 +1,16 @@
 """Accepted kernels for PyTorch programs.
 
 ``patch(model)`` makes a Hugging Face model run on them, and ``unpatch(model)`` restores it. ``functional``
-has the parts of a layer, with gradients. ``torch.ops.coda_agent`` has every accepted kernel. The import fails
-for untested versions of PyTorch, QuACK and CuTeDSL (``versions.UnprovedVersion``).
+has the parts of a layer, with gradients, and ``modules`` has them as modules. ``torch.ops.coda_agent`` has
+every accepted kernel. The import fails for untested versions of PyTorch, QuACK and CuTeDSL
+(``versions.UnprovedVersion``).
 """
 
 from coda_agent.fused import versions
 
 versions.expect("torch", "quack-kernels", "nvidia-cutlass-dsl")
 
-from coda_agent.fused import functional, ops  # noqa: E402  # after the versions that they need
+from coda_agent.fused import functional, modules, ops  # noqa: E402  # after the versions that they need
 from coda_agent.fused.patching import PatchedPart, Table, patch, unpatch  # noqa: E402
 
-__all__ = ["PatchedPart", "Table", "functional", "ops", "patch", "unpatch"]
+__all__ = ["PatchedPart", "Table", "functional", "modules", "ops", "patch", "unpatch"]

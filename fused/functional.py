@@ -97,7 +97,8 @@ def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
 
 
-def _known(links: Mapping[str, Link], activation: str) -> Link:
+def link_of(links: Mapping[str, Link], activation: str) -> Link:
+    """The chain of an activation. Raises ValueError for an unknown activation."""
     if activation not in links:
         raise ValueError(f"activation {activation!r} is unknown; use one of {', '.join(links)}")
     return links[activation]
@@ -111,7 +112,7 @@ def feed_forward(
     gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
     hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
-    link = _known(MLP if residual else BARE_MLP, activation)
+    link = link_of(MLP if residual else BARE_MLP, activation)
     given = {"h": flat.to(up.dtype), "gamma": norm.weight, "w_up": up, "w_down": down, "eps": norm.eps}
     (out,) = link(**given, **{NORMED: hg, "rstd": rstd})
     return _shaped(out, x)
@@ -121,7 +122,7 @@ def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     """The part of a layer after attention, in one program: ``h + mlp(norm(h))`` with ``h = x + a @ out'``."""
-    (made,) = _known(BLOCK, activation)(**_block(a, x, norm, out, up, down))
+    (made,) = link_of(BLOCK, activation)(**_block(a, x, norm, out, up, down))
     return _shaped(made, x)
 
 
@@ -133,7 +134,7 @@ def after_attention_with_next_norm(
     gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
-    made, hg, rstd = _known(BLOCK_NEXT_NORM, activation)(**given)
+    made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
     return _shaped(made, x), Begun(hg, rstd)
 
 

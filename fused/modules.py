@@ -1,0 +1,123 @@
+"""Modules of a Llama-like model, for PyTorch programs that use no Hugging Face model.
+
+Weights have the names and layouts of Hugging Face's Llama, so its checkpoints load. A stream is
+[..., length, D].
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from coda_agent.fused import functional, loss
+from coda_agent.fused.norm import rms_norm
+
+
+def _linear(columns: int, rows: int) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=False)
+
+
+def _norm(module: nn.RMSNorm) -> functional.Norm:
+    assert module.eps is not None  # the classes below give one
+    return functional.Norm(module.weight, module.eps)
+
+
+class MLP(nn.Module):
+    """An MLP from ``width`` columns to ``hidden`` and back. ``activation``: swiglu, geglu (tanh form), gelu
+    (tanh form) or relu2; swiglu and geglu have a ``gate_proj``. Raises ValueError for another activation."""
+
+    def __init__(self, width: int, hidden: int, activation: str = "swiglu"):
+        super().__init__()
+        functional.link_of(functional.MLP, activation)  # or raise
+        self.activation = activation
+        if activation in functional.GATED:
+            self.gate_proj = _linear(width, hidden)
+        self.up_proj, self.down_proj = _linear(width, hidden), _linear(hidden, width)
+
+    @property
+    def up(self) -> Tensor:
+        """The first matmul's weight: [F, D], or the interleaved rows of gate and up [2*F, D]."""
+        up = self.up_proj.weight
+        return functional.paired(self.gate_proj.weight, up) if self.activation in functional.GATED else up
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm, residual: bool = True) -> Tensor:
+        """``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``."""
+        down = self.down_proj.weight
+        return functional.feed_forward(x, _norm(norm), self.up, down, self.activation, residual)
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention: ``heads`` queries share ``kv_heads`` keys and values of
+    ``head_width`` columns. Raises ValueError if no tile holds whole heads of that width."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
+        super().__init__()
+        if not functional.rotates(head_width):
+            raise ValueError(f"no tile holds whole heads of {head_width} columns; use 64 or 128")
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.q_proj = _linear(width, heads * head_width)
+        self.k_proj, self.v_proj = (_linear(width, kv_heads * head_width) for _ in range(2))
+        self.o_proj = _linear(heads * head_width, width)
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Causal attention over ``norm(x)``, before the output projection, [..., length, heads * head_width];
+        and ``x``, for later uses of the stream. ``cos`` and ``sin`` [..., length, head_width]: of the
+        rotation's angles, with equal halves."""
+        q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        sizes = (len(q), len(k), len(v))
+        weight = functional.packed(q, k, v, self.head_width)
+        table = functional.angles(cos, sin, x.shape[:-1]).to(weight.dtype)
+        parts, x = functional.before_attention_apart(
+            sizes, x, _norm(norm), weight, table=table, turned=len(q) + len(k)
+        )
+        q, k, v = (t.view(*x.shape[:-1], -1, self.head_width).transpose(-3, -2) for t in parts)
+        grouped = self.heads != self.kv_heads
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return attended.transpose(-3, -2).flatten(-2), x
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer, in two programs around PyTorch's attention. ``kv_heads``: by default ``heads``;
+    ``head_width``: by default ``width / heads``."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_width: int | None = None,
+        activation: str = "swiglu",
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.self_attn = Attention(width, heads, kv_heads or heads, head_width or width // heads)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.mlp = MLP(width, hidden, activation)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The next stream. ``cos`` and ``sin`` are those of ``Attention``."""
+        a, x = self.self_attn(x, self.input_layernorm, cos, sin)
+        norm, mlp = _norm(self.post_attention_layernorm), self.mlp
+        out, down = self.self_attn.o_proj.weight, mlp.down_proj.weight
+        return functional.after_attention(a, x, norm, out, mlp.up, down, mlp.activation)
+
+
+class CausalHead(nn.Module):
+    """The last norm and the output projection [vocabulary, D] of a language model."""
+
+    def __init__(self, width: int, vocabulary: int, eps: float = 1e-6):
+        super().__init__()
+        self.norm, self.lm_head = nn.RMSNorm(width, eps=eps), _linear(width, vocabulary)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """The mean cross-entropy of the logits to ``target`` [..., length], a scalar in fp32. The logits are
+        never stored. Rows whose target is -100 do not count."""
+        h = rms_norm(x, *_norm(self.norm))
+        total = functional.summed_cross_entropy(h, self.lm_head.weight, target)
+        return total / (target != loss.IGNORED).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits [..., vocabulary], by PyTorch's matmul."""
+        made: Tensor = self.lm_head(rms_norm(x, *_norm(self.norm)))
+        return made

@@ -1,0 +1,97 @@
+"""The modules for plain PyTorch, beside Hugging Face's Llama with the same checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from layer_parts import ACTIVATIONS, Counted
+from small_models import VOCABULARY, tokens
+from torch import Tensor, nn
+from torch.nn import functional as nn_f
+
+from coda_agent.fused import modules
+
+WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_WIDTH, EPS = 32, 48, 4, 2, 8, 1e-5
+
+
+class PlainModel(nn.Module):
+    """A Llama of fused's modules, with the parameters' names of Hugging Face's."""
+
+    def __init__(self, rotary: Any):
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.rotary = [rotary]  # in a list, so that it is no submodule
+        self.model.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+        layers = (modules.DecoderLayer(WIDTH, HIDDEN, HEADS, KV_HEADS, eps=EPS) for _ in range(2))
+        self.model.layers = nn.ModuleList(layers)
+        head = modules.CausalHead(WIDTH, VOCABULARY, eps=EPS)
+        self.model.norm, self.lm_head, self.head = head.norm, head.lm_head, head
+
+    def stream(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.model.embed_tokens(ids)
+        turns = self.rotary[0](x, torch.arange(ids.shape[1])[None])
+        for layer in self.model.layers:
+            x = layer(x, *turns)
+        return x
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return small_models.model("Llama")
+
+
+@pytest.fixture
+def ours(theirs: Any) -> PlainModel:
+    made = PlainModel(theirs.model.rotary_emb)
+    left = made.load_state_dict(theirs.state_dict(), strict=False)
+    assert not left.unexpected_keys and all(name.startswith("head.") for name in left.missing_keys)
+    return made
+
+
+def test_loss_and_every_gradient_pass_the_error_gate(theirs: Any, ours: PlainModel) -> None:
+    ids = tokens()
+    labels = ids.clone()
+    labels[0, 3] = -100
+    loss = ours.head(ours.stream(ids), nn_f.pad(labels, (0, 1), value=-100)[:, 1:])
+    loss.backward()
+    found = {"loss": loss.detach()} | {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    exact = small_models.trained(small_models.model("Llama", torch.float64), ids)
+    assert not small_models.faults(found, exact, small_models.trained(theirs, ids))
+
+
+def test_logits_are_the_models(theirs: Any, ours: PlainModel) -> None:
+    ids = tokens()
+    with torch.no_grad():
+        assert torch.allclose(ours.head.logits(ours.stream(ids)), theirs(input_ids=ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [True, False])
+def test_an_mlp_is_pytorchs(activation: str, residual: bool) -> None:
+    torch.manual_seed(0)
+    mlp, norm = modules.MLP(WIDTH, HIDDEN, activation), nn.RMSNorm(WIDTH, eps=EPS)
+    x = torch.randn(2, 5, WIDTH)
+    z = mlp.up_proj(norm(x))
+    if hasattr(mlp, "gate_proj"):
+        z = torch.stack((mlp.gate_proj(norm(x)), z), -1).flatten(-2)
+    plain = mlp.down_proj(ACTIVATIONS[activation](z)) + (x if residual else 0)
+    assert torch.allclose(mlp(x, norm, residual), plain, atol=1e-5)
+
+
+def test_a_layer_compiles_whole(ours: PlainModel) -> None:
+    backend = Counted("eager")
+    compiled = torch.compile(ours.stream, fullgraph=True, backend=backend, dynamic=True)
+    for length in (3, 9, 12):
+        ids = tokens(length=length)
+        assert torch.allclose(compiled(ids), ours.stream(ids), atol=1e-5)
+    assert backend.graphs == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="'silu' is unknown; use one of .*swiglu"):
+        modules.MLP(WIDTH, HIDDEN, "silu")
+    with pytest.raises(ValueError, match="no tile holds whole heads of 72 columns"):
+        modules.DecoderLayer(144, HIDDEN, 2)
