@@ -85,7 +85,7 @@ OPTIONS = {
 }
 
 
-# Ordinary operators
+# Ordinary ones
 
 
 def reglu(x, w, bias):
@@ -105,7 +105,7 @@ def softsign(x, w):
 
 
 def highway(x, w, carried):
-    """A highway layer: a gate mixes a transformed value with the layer's input ``carried``."""
+    """A highway layer: a gate mixes a transformed value with the one carried past it."""
     z = F.linear(x, w)
     gate = torch.sigmoid(z[:, 0::2])
     return gate * torch.tanh(z[:, 1::2]) + (1 - gate) * carried
@@ -136,7 +136,7 @@ def margin_head(x, w, label, margin: float = 1.0):
 
 
 def paired_scores(x, w, y):
-    """A bilinear score of paired rows: the dot product of each row of x W with the same row of y."""
+    """A bilinear score of paired rows: each x W against its own y."""
     return (F.linear(x, w) * y).sum(dim=-1)
 
 
@@ -155,7 +155,7 @@ def squared_feature_mlp(x, w1, w2, eps: float = 1e-6):
 
 
 def sigmoid_glu_grad(x, w, grad):
-    """The backward of a GLU: recompute its pre-activations, and return their gradient."""
+    """A GLU's forward again, and the gradient of its pre-activations."""
     z = F.linear(x, w)
     value, gate = z[:, 0::2], torch.sigmoid(z[:, 1::2])
     d_value = grad * gate
@@ -163,7 +163,7 @@ def sigmoid_glu_grad(x, w, grad):
     return torch.stack((d_value, d_gate), dim=-1).flatten(1)
 
 
-# Operators with numeric traps
+# With numeric traps
 
 
 def log_cosh(x, w, target):
@@ -178,7 +178,7 @@ def tanh_shrink(x, w):
 
 
 def focal_terms(x, w):
-    """The terms of a focal loss for positive labels: (1 - p)^2 * -log p, where p is the logit's sigmoid."""
+    """What a focal loss sums for a positive label: (1 - p)^2 times -log p, p the sigmoid of the logit."""
     z = F.linear(x, w)
     p = torch.sigmoid(z)
     return (1 - p) ** 2 * -F.logsigmoid(z)
@@ -196,12 +196,12 @@ def symlog(x, w):
 
 
 def soft_step(x, w, width):
-    """A smooth step: the difference of two softplus functions, ``width`` apart."""
+    """A smooth step: the difference of two softplus, a width apart."""
     z = F.linear(x, w)
     return F.softplus(z + width) - F.softplus(z)
 
 
-# Operators with grouped heads or fp8
+# With grouped heads or fp8
 
 
 def grouped_l2(x, w, H: int, G: int, W: int):
@@ -213,8 +213,7 @@ def grouped_l2(x, w, H: int, G: int, W: int):
 
 
 def grouped_temperature(x, w, bias, temperature, H: int, G: int, W: int):
-    """Query, key and value heads with a bias; queries are multiplied by a temperature per column of a
-    head."""
+    """Query heads under one temperature for each of a head's columns, beside keys and values, with a bias."""
     z = F.linear(x, w) + bias
     q, kv = z.split([H * W, 2 * G * W], dim=1)
     q = (q.unflatten(1, (H, W)) * temperature).flatten(1)
@@ -222,20 +221,20 @@ def grouped_temperature(x, w, bias, temperature, H: int, G: int, W: int):
 
 
 def grouped_gate(x, w, H: int, G: int, W: int):
-    """The sigmoid gates of the query heads, and value heads bounded by a tanh."""
+    """Value heads that a tanh bounds, and the sigmoid gates of the query heads."""
     gates, v = F.linear(x, w).split([H * W, G * W], dim=1)
     return torch.sigmoid(gates), 5 * torch.tanh(v / 5)
 
 
 def sigmoid_router(x, w, H: int, W: int):
-    """Sigmoid scores of experts in groups: each group's scores divided by their sum, and the sums."""
+    """Sigmoid scores of experts in groups: each group's scores over their sum, beside the sums."""
     p = torch.sigmoid(F.linear(x, w).unflatten(1, (H, W)))
     total = p.sum(dim=-1)
     return (p / total[..., None]).flatten(1), total
 
 
 def fp8_relu2(x, w, sx, sw, scale):
-    """An fp8 up projection with squared ReLU: the output in fp8 with a delayed scale, and its row maxima."""
+    """An fp8 up projection with squared ReLU that leaves in fp8 by a delayed scale, with its rows' peaks."""
     z = F.linear(x.float(), w.float()) * sx[:, None] * sw
     h = F.relu(z) ** 2
     peak = h.amax(dim=-1)
@@ -243,6 +242,6 @@ def fp8_relu2(x, w, sx, sw, scale):
 
 
 def fp8_gate_residual(x, w, sx, sw, stream):
-    """An fp8 projection whose even columns are gated by the sigmoid of its odd columns, plus the stream."""
+    """An fp8 projection that a sigmoid of its neighbour gates, added to the stream."""
     z = F.linear(x.float(), w.float()) * sx[:, None] * sw
     return stream + z[:, 0::2] * torch.sigmoid(z[:, 1::2])
