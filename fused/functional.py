@@ -129,9 +129,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """The result of ``after_attention``, and the first part of the next layer's norm of it, for
-    ``before_attention``. No gradient passes through that first part: ``before_attention`` computes the
-    gradient of the whole norm."""
+    """Return the result of ``after_attention``, and the first part of that result's next norm, which
+    ``before_attention`` accepts. No gradient passes through that first part: ``before_attention`` computes
+    the gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -139,8 +139,8 @@ def after_attention_with_next_norm(
 
 
 def _shaped(made: Tensor, stream: Tensor) -> Tensor:
-    """A fresh result in the shape of the stream. Autograd does not see a view. FSDP2 warns if a module
-    returns a view, because an in-place operation on it loses hooks."""
+    """A fresh result in the shape of the stream. ``_unsafe_view`` hides from autograd that this is a view.
+    FSDP2 warns if a module returns a view, because an in-place operation on it loses hooks."""
     return torch.ops.aten._unsafe_view.default(made, stream.shape)
 
 
@@ -177,8 +177,9 @@ def before_attention_apart(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """``before_attention``, split into parts [tokens, n] of ``sizes`` columns, and ``x``. If later uses of
-    the stream read the returned ``x``, one kernel of the backward adds all gradients of the stream."""
+    """Return the result of ``before_attention``, split into parts [tokens, n] of ``sizes`` columns, and
+    ``x``. If later uses of the stream read the returned ``x``, one kernel of the backward adds all gradients
+    of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)

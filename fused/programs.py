@@ -1,4 +1,4 @@
-"""Programs for PyTorch: the accepted programs by name, and each program for the dtypes of given tensors."""
+"""Load the accepted programs by name, and adapt a program to the dtypes of the tensors it is called with."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class GemmKernel:
     widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first columns of
     ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its last.
     ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``: whether there is
-    one GEMM per expert, over that expert's rows. ``index``: the input that names the rows of ``a``."""
+    one GEMM per expert, over that expert's rows. ``index``: the input with the numbers of the
+    rows to gather from ``a``."""
 
     step: int
     name: str
@@ -201,7 +202,7 @@ class VectorKernel:
 @dataclass(frozen=True)
 class Lowered:
     """A lowered program: its code (``text``), and how to call its kernels, which follows from the program.
-    ``unedited``: the lowering that an author edited into ``text``. Edited code is untrusted."""
+    ``unedited``: the original lowering, if ``text`` is an author's edit of it. Edited code is untrusted."""
 
     text: str
     hash: str

@@ -152,7 +152,7 @@ class _Run:
         self.memory[index] = rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
-        """Compute one GEMM and its epilogue. Only stores round values."""
+        """Compute one GEMM and its epilogue. Values are rounded only when they are stored."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()

@@ -26,9 +26,8 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # bytes that a block and its temporaries may take
-# A matrix may be as large as the product of two extents. If so many such matrices fit in memory, the shapes
-# of the reference's intermediate tensors are not inspected: the inspection makes PyTorch spend 2 s on
-# imports.
+# A matrix may be as large as the product of two extents. If AMPLE of them fit in memory, the shapes of the
+# reference's intermediate tensors are not inspected, which saves 2 s of PyTorch's imports.
 AMPLE = 8
 TEMPORARIES = 6  # a guess at how many tensors of a block's size a reference keeps alive at once
 TEXT = "<reference>"
@@ -78,7 +77,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # torch.nn.functional first, because its functions have the friendlier signatures
+    # of two functions of one name, torch.nn.functional's is taken, whose signature is friendlier
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}

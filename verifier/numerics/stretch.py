@@ -15,11 +15,11 @@ from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 # squares then stay within fp32. fp8 has little range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# The largest power of two for one input if all others are typical. fp32 can hold the products, and a later
-# scale makes them small again.
+# The largest power of two for one input if all others are typical. Its products with the others still fit in
+# fp32, and a later scale makes them small again.
 FAR = 60.0
 ZEROS = 1 / 16  # fraction of a tensor's values in "ends" that become zero (if legal) or one end of the domain
-NEAR = 2.0**24  # an end of the domain is drawn exactly if it is at most this large
+NEAR = 2.0**24  # only ends of the domain of at most this magnitude are drawn
 TURNS = 12  # consecutive seeds in which a scalar takes each of its 1, 2 or 3 ends equally often
 
 
@@ -41,14 +41,14 @@ class Typical(NamedTuple):
 
 
 def _faint(of: Typical) -> Tensor:
-    """Scale all values down by one factor; draw integers near the low end of the domain."""
+    """Scale floats down by one factor; draw integers near the low end of the domain."""
     if _integral(of):
         return of.low + of.values.double().remainder(8)
     return of.values * 2.0 ** -_within(of, 1.0, of.reach)
 
 
 def _loud(of: Typical) -> Tensor:
-    """Scale all values up by one factor; draw integers near the high end of the domain."""
+    """Scale floats up by one factor; draw integers near the high end of the domain."""
     if _integral(of):
         return of.high - of.values.double().remainder(8)
     return of.values * 2.0 ** _within(of, 1.0, of.reach)
