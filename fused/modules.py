@@ -17,7 +17,8 @@ def _linear(columns: int, rows: int) -> nn.Linear:
 
 
 def _norm(module: nn.RMSNorm) -> functional.Norm:
-    assert module.eps is not None  # the classes below give one
+    if module.eps is None:
+        raise ValueError("the RMSNorm has no eps of its own: make it with torch.nn.RMSNorm(width, eps=1e-6)")
     return functional.Norm(module.weight, module.eps)
 
 
@@ -40,7 +41,8 @@ class MLP(nn.Module):
         return functional.paired(self.gate_proj.weight, up) if self.activation in functional.GATED else up
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, residual: bool = True) -> Tensor:
-        """``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``."""
+        """``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. Raises ValueError if ``norm`` has no
+        eps."""
         down = self.down_proj.weight
         return functional.feed_forward(x, _norm(norm), self.up, down, self.activation, residual)
 
@@ -52,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
         if not functional.rotates(head_width):
-            raise ValueError(f"no tile holds whole heads of {head_width} columns; use 64 or 128")
+            raise ValueError(f"no tile holds whole heads of {head_width} columns; use 64 or 128, say")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.q_proj = _linear(width, heads * head_width)
         self.k_proj, self.v_proj = (_linear(width, kv_heads * head_width) for _ in range(2))

@@ -151,6 +151,16 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+@pytest.fixture(scope="module")
+def fresh_workers() -> None:
+    """End the workers that earlier files' tests started: a worker keeps the environment, and so the cache and
+    the import path, of its start."""
+    from coda_agent.primitives.system import workers
+
+    for worker in workers._workers:
+        worker.end()
+
+
 @pytest.fixture
 def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check has a third of the interpreter's runs, by the test's name; with --thorough all. A corpus of

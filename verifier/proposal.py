@@ -24,13 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, model_validator
 
 from coda_agent.primitives.compiler.lower import editable, exports
-from coda_agent.primitives.lang.ir import (
-    OPERATIONS,
-    Node,
-    Operation,
-    Program,
-    register,
-)
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Operation, Program, register
 from coda_agent.primitives.lang.signature import VALUE_NAME
 from coda_agent.verifier.spec.fields import Model, fault
 from coda_agent.verifier.spec.file import of_text, read

@@ -22,13 +22,7 @@ from coda_agent.agent.scaffold.draft import SpecDraft, TensorDraft
 from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
 from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
 from coda_agent.primitives.lang.dims import NAME, Dim
-from coda_agent.primitives.lang.signature import (
-    DTYPES,
-    INDICES,
-    READABLE,
-    VALUE_NAME,
-    WRITABLE,
-)
+from coda_agent.primitives.lang.signature import DTYPES, INDICES, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.spec.rules import missing_static
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_models
 import torch
 from layer_parts import ACTIVATIONS, Counted
-from small_models import VOCABULARY, tokens
+from small_models import VOCABULARY, tokens, trained
 from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import modules
 
-WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_WIDTH, EPS = 32, 48, 4, 2, 8, 1e-5
+WIDTH, HIDDEN, HEADS, KV_HEADS, EPS = 32, 48, 4, 2, 1e-5
 
 
 class PlainModel(nn.Module):
@@ -37,6 +38,10 @@ class PlainModel(nn.Module):
             x = layer(x, *turns)
         return x
 
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        target = nn_f.pad(labels, (0, 1), value=-100)[:, 1:]
+        return SimpleNamespace(loss=self.head(self.stream(input_ids), target))
+
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
@@ -53,13 +58,8 @@ def ours(theirs: Any) -> PlainModel:
 
 def test_loss_and_every_gradient_pass_the_error_gate(theirs: Any, ours: PlainModel) -> None:
     ids = tokens()
-    labels = ids.clone()
-    labels[0, 3] = -100
-    loss = ours.head(ours.stream(ids), nn_f.pad(labels, (0, 1), value=-100)[:, 1:])
-    loss.backward()
-    found = {"loss": loss.detach()} | {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    exact = small_models.trained(small_models.model("Llama", torch.float64), ids)
-    assert not small_models.faults(found, exact, small_models.trained(theirs, ids))
+    exact = trained(small_models.model("Llama", torch.float64), ids)
+    assert not small_models.faults(trained(ours, ids), exact, trained(theirs, ids))
 
 
 def test_logits_are_the_models(theirs: Any, ours: PlainModel) -> None:
@@ -95,3 +95,5 @@ def test_what_cannot_be_is_refused() -> None:
         modules.MLP(WIDTH, HIDDEN, "silu")
     with pytest.raises(ValueError, match="no tile holds whole heads of 72 columns"):
         modules.DecoderLayer(144, HIDDEN, 2)
+    with pytest.raises(ValueError, match="the RMSNorm has no eps"):
+        modules.MLP(WIDTH, HIDDEN)(torch.randn(2, WIDTH), nn.RMSNorm(WIDTH))

@@ -16,13 +16,7 @@ from typing import Literal, Protocol
 from coda_agent.primitives.compiler.lowered import HEAD_GRAIN
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, named_by_callers, solving_order
-from coda_agent.primitives.lang.signature import (
-    INDICES,
-    OPERANDS,
-    READABLE,
-    VALUE_NAME,
-    WRITABLE,
-)
+from coda_agent.primitives.lang.signature import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 

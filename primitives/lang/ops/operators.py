@@ -14,13 +14,7 @@ from typing import Any
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import (
-    Attribute,
-    Derivative,
-    Operation,
-    Sides,
-    register,
-)
+from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, register
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 

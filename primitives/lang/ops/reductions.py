@@ -13,13 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.primitives.lang.cutedsl import Reduction
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import (
-    Attribute,
-    Derivative,
-    Operation,
-    Sides,
-    register,
-)
+from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, register
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 

@@ -178,8 +178,8 @@ register(
 
 
 def head_abs_max(t: Tensor, width: Tensor) -> Tensor:
-    """The largest magnitude of each head of a tile, with the rules of head_sums. W = 128 gives the block
-    scales of an fp8 output. For a tile t half as wide as its gemm, use join(t, t) and 2 * W.
+    """The largest magnitude of each head of a tile, as head_sums. W = 128 gives the block scales of an fp8
+    output. For a tile t half as wide as its gemm, use join(t, t) and 2 * W, and scale join(t, t).
 
     Shapes: [M, H*W] to [M, H], W made of static dims. Dtypes: fp32. Cost: 2 instructions an element, else as
     head_sums. Paper: family 5, stateful.

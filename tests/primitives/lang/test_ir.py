@@ -17,14 +17,7 @@ from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, so
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import (
-    MAX_BYTES,
-    MAX_NODES,
-    Node,
-    Operation,
-    Program,
-    register,
-)
+from coda_agent.primitives.lang.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, register
 from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.lang.signature import Signature

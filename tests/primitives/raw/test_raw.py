@@ -23,10 +23,9 @@ from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.runtime.compile import compile_gemm, report
 from coda_agent.primitives.runtime.sass import disassemble
 from coda_agent.primitives.runtime.tune import compile_all
-from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import write_atomic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_workers")]
 
 PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
 SIZES = {dim: 256 for dim in PROGRAM.signature.dims}
@@ -76,8 +75,6 @@ def test_only_the_object_is_loaded(built: Lowered) -> None:
 
 
 def test_tuning_compiles_it_in_confinement_too(built: Lowered) -> None:
-    for worker in workers._workers:
-        worker.end()  # one that another test started may have another cache
     wide = ONE[0]._replace(swizzle=2, evict_loads=True)
     assert compile_all(KernelSource(PROGRAM, edited=built.text), SIZES, [(0, wide)]) == [True]
     assert raw.Wanted(built, built.gemms[0], wide, SIZES).path().exists()

@@ -16,19 +16,12 @@ from waiting import eventually
 from coda_agent.primitives.system import subprocesses, workers
 from coda_agent.verifier.gpu.worker import Worker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_workers")]
 
 
 @pytest.fixture(autouse=True)
 def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{PYTHONPATH}{os.pathsep}{Path(__file__).parent}", prepend=os.pathsep)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_worker_of_before() -> None:
-    """One that an earlier file's test started finds no task of this file's."""
-    for worker in workers._workers:
-        worker.end()
 
 
 def positive(number: int) -> bool:
