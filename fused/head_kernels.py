@@ -101,7 +101,7 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_heads(  # type: ignore[no-untyped-def]
     d,
-    stride,
+    head_stride,
     z,
     out,
     gamma,
@@ -109,109 +109,92 @@ def _backward_heads(  # type: ignore[no-untyped-def]
     sin,
     heads,
     eps,
+    sums,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of some heads of one token. Return the gradients of both halves of the norm's
-    weight, and the sum of the heads' values times their gradients; without a norm, zeros."""
+    """Compute the gradient of some heads of one token. With a norm, add to the three ``sums`` [BLOCK, HALF]:
+    the gradients of both halves of the norm's weight, and the heads' values times their gradients."""
+    gamma_a_sum, gamma_b_sum, products = sums
     cos_a, cos_b = _halves(cos, HALF)
     sin_a, sin_b = _halves(sin, HALF)
-    total_a = tl.zeros((HALF,), tl.float32)
-    total_b = tl.zeros((HALF,), tl.float32)
-    total = 0.0
     if NORMED:
         gamma_a, gamma_b = _halves(gamma, HALF)
     for first in range(0, heads, BLOCK):
-        turned_a, turned_b = _load(d, heads, first, stride, HALF, BLOCK)
-        da = turned_a * cos_a + turned_b * sin_b
+        turned_a, turned_b = _load(d, heads, first, head_stride, HALF, BLOCK)
+        da = turned_a * cos_a + turned_b * sin_a
         db = turned_b * cos_b - turned_a * sin_a
         if NORMED:
             a, b = _load(z, heads, first, 2 * HALF, HALF, BLOCK)
             a, b, rstd = _normed(a, b, eps, HALF)
-            total_a += tl.sum(da * a, 0)
-            total_b += tl.sum(db * b, 0)
+            gamma_a_sum += da * a
+            gamma_b_sum += db * b
             da, db = da * gamma_a, db * gamma_b
             mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
             da, db = (da - a * mean) * rstd, (db - b * mean) * rstd
-            total += tl.sum((da * a + db * b) / rstd)
+            products += (da * a + db * b) / rstd
         _store(out, heads, first, da, db, HALF, BLOCK)
-    return total_a, total_b, total
+    return gamma_a_sum, gamma_b_sum, products
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
-    dq,
-    dk,
-    dv,
+    gradients,
+    strides,
     z,
     out,
-    q_gamma,
-    k_gamma,
+    gammas,
     d_gamma,
     sums,
     cos,
     sin,
-    tokens,
-    length,
-    period,
-    heads,
-    groups,
+    sizes,
     eps,
-    dq_sequence,
-    dq_head,
-    dq_row,
-    dk_sequence,
-    dk_head,
-    dk_row,
-    dv_sequence,
-    dv_head,
-    dv_row,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    width, column = 2 * HALF, tl.arange(0, HALF)
-    q_a = tl.zeros((HALF,), tl.float32)
-    q_b = tl.zeros((HALF,), tl.float32)
-    k_a = tl.zeros((HALF,), tl.float32)
-    k_b = tl.zeros((HALF,), tl.float32)
+    """``gradients``: those of q, k and v. ``strides``: of sequence, head and token, for each gradient. Each
+    program adds its heads up in registers and reduces once per token and at its end, because a reduction over
+    heads makes the warps wait for each other."""
+    tokens, length, period, heads, groups = sizes
+    width: tl.constexpr = 2 * HALF
+    zeros = tl.zeros((BLOCK, HALF), tl.float32)
+    q_a, q_b, k_a, k_b = zeros, zeros, zeros, zeros
     first_token, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     for turn in range(0, tl.cdiv(tokens - tl.program_id(0), programs)):
         token = first_token + turn * programs
         sequence, at = token // length, token % length
         start = token * (heads + 2 * groups) * width
         c, s = cos + token % period * width, sin + token % period * width
-        more_a, more_b, total = _backward_heads(
-            *(dq + sequence * dq_sequence + at * dq_row, dq_head, z + start, out + start, q_gamma),
-            *(c, s, heads, eps, HALF, NORMED, BLOCK),
+        dq = gradients[0] + sequence * strides[0] + at * strides[2]
+        q_a, q_b, products = _backward_heads(
+            *(dq, strides[1], z + start, out + start, gammas[0], c, s, heads, eps, (q_a, q_b, zeros)),
+            *(HALF, NORMED, BLOCK),
         )
-        q_a += more_a
-        q_b += more_b
         start += heads * width
-        more_a, more_b, more = _backward_heads(
-            *(dk + sequence * dk_sequence + at * dk_row, dk_head, z + start, out + start, k_gamma),
-            *(c, s, groups, eps, HALF, NORMED, BLOCK),
+        dk = gradients[1] + sequence * strides[3] + at * strides[5]
+        k_a, k_b, products = _backward_heads(
+            *(dk, strides[4], z + start, out + start, gammas[1], c, s, groups, eps, (k_a, k_b, products)),
+            *(HALF, NORMED, BLOCK),
         )
-        k_a += more_a
-        k_b += more_b
-        total += more
         start += groups * width
+        dv = gradients[2] + sequence * strides[6] + at * strides[8]
         for first in range(0, groups, BLOCK):
-            own = dv + sequence * dv_sequence + at * dv_row
-            a, b = _load(own, groups, first, dv_head, HALF, BLOCK)
+            a, b = _load(dv, groups, first, strides[7], HALF, BLOCK)
             _store(out + start, groups, first, a, b, HALF, BLOCK)
             if NORMED:
                 value_a, value_b = _load(z + start, groups, first, 2 * HALF, HALF, BLOCK)
-                total += tl.sum(a * value_a + b * value_b)
+                products += a * value_a + b * value_b
         if NORMED:
-            tl.store(sums + token, total)
+            tl.store(sums + token, tl.sum(products))
     if NORMED:
-        d_gamma += tl.program_id(0) * 4 * HALF
-        tl.store(d_gamma + column, q_a)
-        tl.store(d_gamma + HALF + column, q_b)
-        tl.store(d_gamma + 2 * HALF + column, k_a)
-        tl.store(d_gamma + 3 * HALF + column, k_b)
+        d_gamma += tl.program_id(0) * 2 * width + tl.arange(0, HALF)
+        tl.store(d_gamma, tl.sum(q_a, 0))
+        tl.store(d_gamma + HALF, tl.sum(q_b, 0))
+        tl.store(d_gamma + 2 * HALF, tl.sum(k_a, 0))
+        tl.store(d_gamma + 3 * HALF, tl.sum(k_b, 0))
 
 
 def forward(
@@ -247,18 +230,18 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of ``packed`` and of the norms' weights, and the sum of each token's values of ``packed``
     times their gradients, [tokens] in fp32. Without norms, all but the first are None."""
-    d = [t if t.stride(-1) == 1 else t.contiguous() for t in gradients]
+    d = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in gradients)
     sequences, length, columns = packed.shape
     width, tokens = cos.shape[-1], sequences * length
     normed, programs = gammas[0] is not None, min(PROGRAMS, tokens)
-    read = [packed if gamma is None else gamma for gamma in gammas]
+    read = tuple(packed if gamma is None else gamma for gamma in gammas)
     out, d_gamma = torch.empty_like(packed), cos.new_empty(programs, 2, width, dtype=torch.float32)
     sums = cos.new_empty(tokens if normed else 0, dtype=torch.float32)
+    strides = tuple(t.stride(axis) for t in d for axis in range(3))
+    sizes = (tokens, length, cos.numel() // width, columns // width - 2 * groups, groups)
     launch: Any = _backward[programs,]
     launch(
-        *(*d, packed, out, *read, d_gamma, sums, cos, sin, tokens, length, cos.numel() // width),
-        *(columns // width - 2 * groups, groups, eps),
-        *(t.stride(axis) for t in d for axis in range(3)),
+        *(d, strides, packed, out, read, d_gamma, sums, cos, sin, sizes, eps),
         HALF=width // 2,
         NORMED=normed,
         BLOCK=BLOCK,
