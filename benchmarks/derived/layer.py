@@ -264,28 +264,34 @@ PAGE = """# A layer with a derived backward
 
 {where}. Drawn by `python -m benchmarks.derived.layer draw` from what `measure` wrote.
 
-The Transformer layer of [the comparison](comparison.md), 16,384 tokens, in four arms that take turns in one
-process, from a cold L2. The forward is the same in the first three. *By hand*: the backward that people
-arranged from accepted kernels. *One-pass rotation*: the same, but the rotation's transpose runs in one
-Triton kernel (`fused/rotation.py`) in place of Inductor's two. *Derived*: `primitives/derive` makes the
-backward of the MLP one program of four products and that of the projection one of two, from the forward
-alone; they are tuned here, and no model has edited them. Medians in milliseconds; ratios with 95%
-intervals, above 1 derived is faster.
+The Transformer layer of [the comparison](comparison.md) runs on 16,384 tokens. Four arms take turns in one
+process, from a cold L2:
 
-In the derived programs that were measured, the gradients of the norms' weights ride on the weight gradients.
-Derivation now compares all bytes at 16,384 tokens, so they ride on the data gradients: 2%, 3% and 6% fewer
-bytes at 1B, 7B and 70B, not measured yet.
+- *torch.compile*: the plain layer under `torch.compile`.
+- *By hand*: people arranged the backward from accepted kernels.
+- *By hand, one-pass rotation*: the same, but one Triton kernel (`fused/rotation.py`) computes the rotation's
+  transpose, in place of Inductor's two.
+- *Derived*: `primitives/derive` derives the backward from the forward, as two programs: one of four matmuls
+  for the MLP, and one of two for the projection. They were tuned for this measurement; no model edited them.
+
+The last three arms have the same forward. The table has medians in milliseconds, and ratios with 95%
+intervals: above 1, the derived backward is faster.
+
+The measured programs compute the gradients of the norms' weights in the weight-gradient matmuls. Derivation
+now compares all bytes at 16,384 tokens, and computes them in the data-gradient matmuls instead. That moves
+2%, 3% and 6% fewer bytes at 1B, 7B and 70B; it has not been measured yet.
 
 {times}
 ## Without attention
 
-Attention runs alike in all arms. The medians of both passes less that of attention by itself:
+All arms run the same attention. This table has the medians of forward and backward together, minus the
+median of attention by itself:
 
 {rest}
 ## Agreement
 
-The largest error of a result beside the hand-arranged layer's, over its RMS. Rounding to bf16 alone makes
-about 0.002.
+For each arm, the table has the output or gradient that differs most from that of the layer arranged by hand:
+the error's RMS over the RMS of the result. Rounding to bf16 alone causes about 0.002.
 
 {errors}"""
 

@@ -321,28 +321,40 @@ def page() -> str:
 
 PAGE = """# Derived backwards, counted
 
-{where}. Written by `python -m benchmarks.derived.ledger docs/derived_ledger.md`. Bytes are compulsory: each
-step reads and writes each of its tensors once ([how a backward is derived](derive.md)).
+{where}. Written by `python -m benchmarks.derived.ledger docs/derived_ledger.md`. Byte counts are
+minimal: each step reads and writes each of its tensors once ([how a backward is derived](derive.md)).
 
 ## Every operator
 
-At each spec's first case; the next product of *behind a product* has an inner size of 2,048. *Without a
-product*: what `torch.compile` computes in a pass before the products. *Stored*: what the backward reads of
-the forward's results. *Least*: if the whole reads each input once and writes each output once. *Error*: the
-largest error of a gradient beside fp64 autograd of the spec's reference, over its RMS, nothing rounded.
+The sizes are those of each spec's first case.
+
+- *Form*: *alone* is the operator's backward by itself. *Behind a product, by X* begins with the matmul that
+  gives the gradient of output X; that matmul has an inner size of 2,048.
+- *Products*: the number of matmuls.
+- *Without a product*: the tensors that `torch.compile` computes in a pass before the matmuls.
+- *Stored*: the bytes per row of the forward's results that the backward reads.
+- *Computed again*: the tensors of the forward that the backward computes again.
+- *Moved*: the bytes that all steps together move.
+- *Least*: the bytes if the whole backward read each input once and wrote each output once.
+- *Error*: the largest error of a gradient against fp64 autograd of the spec's reference, over the gradient's
+  RMS. Nothing is rounded.
 
 {operators}
 ## Compared with the hand-authored backwards
 
-The same gradients, from a hand-authored kernel with plain products and passes around it, and derived.
+Both backwards give the same gradients. The one by hand is an authored kernel, with plain matmuls and separate
+passes around it.
 
 {hands}
 ## A layer
 
-The backward of the comparison's Transformer layer outside attention, 16,384 tokens. *By hand*: accepted
-kernels as people arranged them (`benchmarks/by_hand/layer.py`), the rotation's transpose in one pass.
-`torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100. *Without weights*:
-less the bytes of each weight read once and its gradient written once, which no arrangement saves.
+The table counts the backward of the comparison's Transformer layer, without attention, on 16,384 tokens.
+
+- *By hand*: people arranged accepted kernels (`benchmarks/by_hand/layer.py`); the rotation's transpose is one
+  pass.
+- `torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100.
+- *Without weights*: the bytes that remain if each weight is read once and its gradient is written once for
+  free, because no arrangement can avoid these.
 
 {layer}"""
 

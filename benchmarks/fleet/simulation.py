@@ -255,8 +255,8 @@ def chart(found: dict[str, Any]) -> bytes:
 def _neighbours_page(told: dict[str, Any]) -> str:
     """A section on the timings of ``benchmarks.fleet.two_gpus disturb``."""
     states = {
-        "idle": "idles, as the cores do",
-        "compiling": "idles, and the cores compile",
+        "idle": "is idle, and so are the cores",
+        "compiling": "is idle, and the cores compile",
         "measuring": "measures",
     }
     rows = []
@@ -265,16 +265,19 @@ def _neighbours_page(told: dict[str, Any]) -> str:
         same = f"{found['same'][0]:.4f} to {found['same'][1]:.4f}"
         delay = f"{planted[0] - 1:.2%} to {planted[1] - 1:.2%}"
         rows.append((words, same, delay, f"{found['failed']} of {len(told[state])}"))
-    table = markdown_table(("the other GPU", "kernel over itself", "a planted delay of 2 %", "invalid"), rows)
+    table = markdown_table(
+        ("the other GPU", "kernel over itself", "a planted delay of 2%", "invalid timings"), rows
+    )
     versions = ", ".join(f"{name} {told['versions'][name]}" for name in ("torch", "quack-kernels", "ray"))
     kernel, case = told["control"]
     return f"""
 ## Do neighbours disturb each other?
 
-Timings of `{kernel}` at {case} on one of {len(told["gpus"])} {told["gpus"][0]} of a host with
-{told["cores"]} cores, by `python -m benchmarks.fleet.two_gpus disturb`; {versions}, {told["date"][:10]}.
-Each timing has fresh inputs and gives one estimate of each control; the table has the least and the largest.
-The planted delay's own launch adds one or two microseconds to it.
+`{kernel}` at {case} was timed on one of {len(told["gpus"])} {told["gpus"][0]} of a host with {told["cores"]}
+cores (`python -m benchmarks.fleet.two_gpus disturb`; {versions}, {told["date"][:10]}).
+Each timing has fresh inputs, and gives one estimate for each of two controls: the kernel over itself, and a
+planted delay. The table has the smallest and the largest estimate. The launch of the planted delay adds one
+or two microseconds to it.
 
 {table}"""
 
@@ -287,39 +290,44 @@ def _compared_page(runs: Sequence[dict[str, Any]]) -> str:
     ]  # fmt: skip
     table = markdown_table(("run", "seconds", "simulated", "off by"), rows)
     return f"""
-## Beside real runs
+## Compared with real runs
 
-The seconds of each piece come from the run on one node or GPU, except where there was none.
+A simulation takes the seconds of each piece of work from the real run on one node or GPU. If there was no
+such run, it takes them from the compared run itself.
 
 {table}"""
 
 
 def page(found: dict[str, Any]) -> str:
     usual, rows = found["usual"], found["efficiency"]
-    headings = ("specs and answer", *(str(n) for n in found["gpus"]))
+    headings = ("specs, time of an answer", *(str(n) for n in found["gpus"]))
     table = markdown_table(headings, [(name, *(f"{x:.2f}" for x in row)) for name, row in rows.items()])
     mean_of, driver = found["mean"], found["driver"] * 1e3
-    cores = ", ".join(f"{cores} for {gpus} GPUs" for gpus, cores in found["cores"].items())
-    places = ", ".join(f"{number} for answers of {author} s" for author, number in found["places"].items())
+    cores = ", ".join(f"{cores} cores for {gpus} GPUs" for gpus, cores in found["cores"].items())
+    places = ", ".join(
+        f"{number} runs for answers of {author} s" for author, number in found["places"].items()
+    )
     return f"""# Where a sweep stops scaling
 
-Simulated by `python -m benchmarks.fleet.simulation`; no fleet of this size was measured. Seconds of every
-phase are those in the {found["kernels"]} committed reports, each from one NVIDIA H100 80GB HBM3. On average
-they take {mean_of["examine"]:.1f} s to examine a source, {mean_of["compile"]:.1f} s to compile it, and
-{mean_of["measure"]:.0f} s to measure it. There is one core for each GPU, beside those that tuning uses on the
-GPU's host. The driver works {driver:.0f} ms before each piece.
+Simulated by `python -m benchmarks.fleet.simulation`; no fleet of this size was measured. The seconds of each
+phase come from the {found["kernels"]} committed reports, each from one NVIDIA H100 80GB HBM3. On average it
+takes {mean_of["examine"]:.1f} s to examine a source, {mean_of["compile"]:.1f} s to compile it, and
+{mean_of["measure"]:.0f} s to measure it. There is one core per GPU, in addition to the cores that tuning uses
+on the GPU's host. The driver works {driver:.0f} ms before each piece of work.
 
 ![share of linear scaling by the number of GPUs](fleet_simulation.svg)
 
-The share of linear scaling: the throughput over that of one GPU times the number of GPUs.
+The share of linear scaling is the throughput of the fleet, divided by the number of GPUs times the throughput
+of one GPU. A row has a number of specs and the median time of an author's answer; a column has a number of
+GPUs.
 
 {table}
-- **Where it ends.** A sweep ends with its longest measurement, of up to {found["longest"]:.0f} s, so
-  GPUs idle at the end once each has few kernels. The driver is one process: {FLEET} GPUs keep it
-  {usual["driver"]:.1%} busy.
-- **Cores.** {NEAR:.0%} of the throughput needs {cores}.
-- **Runs under way.** {FLEET} GPUs and {WORK:,} specs need {places}. The command's default is {PLACES}
-  for each core and GPU.
+- **The limit.** A sweep cannot end before its longest measurement, of up to {found["longest"]:.0f} s. So if
+  each GPU has few kernels, GPUs are idle at the end. The driver is one process; with {FLEET} GPUs it is busy
+  {usual["driver"]:.1%} of the time.
+- **Cores.** {NEAR:.0%} of the highest throughput needs {cores}.
+- **Runs in progress.** With {FLEET} GPUs and {WORK:,} specs, {NEAR:.0%} of the highest throughput needs
+  {places}. The command's default is {PLACES} runs per core and GPU.
 - **Cost.** With {FLEET} GPUs and {WORK:,} specs a kernel takes {usual["gpu_seconds_a_kernel"]} GPU
   seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
   sweep takes {usual["seconds"] / 60:.0f} minutes.

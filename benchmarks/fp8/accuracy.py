@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{SHAPE.tokens} tokens of {SHAPE.width}, FFN {SHAPE.ffn}; CPU, {packages}, {datetime.now(UTC):%F}")
     for function, values in VALUES.items():
         for loud in (False, True):
-            said = f"one channel of {LOUD} is {TIMES:g} times as loud" if loud else "normal"
+            said = f"one channel in {LOUD} is {TIMES:g} times as large" if loud else "normal"
             print(f"\n{function.__name__}, inputs {said}; error in percent, {len(seeds)} draws\n")
             print(table([errors(SHAPE, function, seed, loud) for seed in seeds], values), flush=True)
 

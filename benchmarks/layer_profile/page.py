@@ -67,15 +67,17 @@ def _head(found: Mapping[str, Any]) -> str:
     return f"""# The layer's backward, kernel by kernel
 
 {at.get("gpu", "unknown GPU")}, driver {at.get("driver", "unknown")}, {made}, {found["date"][:10]}.
-Drawn by `python -m benchmarks.layer_profile draw` from what `measure` wrote. "{PROGRAM}" is the layer in this
-project's kernels (`benchmarks/by_hand/layer.py`, whose names the tables use), the other arm the plain layer
-under `torch.compile`. Both run the same attention of PyTorch's.
+Drawn by `python -m benchmarks.layer_profile draw` from what `measure` wrote.
 
-Times of kernels are means over the steps of one profile (torch.profiler, CUDA activities only), in which
-the arms take turns. Before each backward runs the forward that it needs, and the L2 is as that left it. A
-bound is the larger of FLOPs at {TENSOR / 1e12:.0f} TFLOP/s and bytes at {MEMORY / 1e12:.1f} TB/s. Bytes are
-operands and outputs once, of a generated kernel the tensors that it is given. A gap is time in which no
-kernel runs; below 0, kernels overlap."""
+There are two arms. "{PROGRAM}" is the layer in this project's kernels; the tables use the names in
+`benchmarks/by_hand/layer.py`. The other arm is the plain layer under `torch.compile`. Both use PyTorch's
+attention.
+
+The time of a kernel is its mean over the steps of one profile (torch.profiler, CUDA activities only), in
+which the arms take turns. The forward runs just before each backward, so the L2 is not cold. A kernel's
+*bound* is the larger of two times: its FLOPs at {TENSOR / 1e12:.0f} TFLOP/s, and its bytes at
+{MEMORY / 1e12:.1f} TB/s. The bytes count each operand and output once; for a Triton kernel they count its
+tensor arguments. A *gap* is time in which no kernel runs; if it is negative, kernels overlap."""
 
 
 def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
@@ -83,13 +85,11 @@ def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
     parts += [f"Not measured, {stage}: {why}" for stage, why in entry["failed"].items()]
     for arm, losses in entry.get("agreement", {}).items():
         worst = max(losses, key=lambda name: losses[name])
-        parts.append(
-            f"Of the results of {arm}, {worst} is furthest from {PROGRAM}'s: {losses[worst]:.2g} of its RMS."
-        )
+        parts.append(f"{worst} of {arm} differs most from {PROGRAM}'s: by {losses[worst]:.2g} of its RMS.")
     if entry.get("times"):
         parts += ["### Whole passes", _times(entry)]
     if entry.get("sustained"):
-        parts += ["Each arm alone, forward and backward repeated:", _clocks(entry["sustained"])]
+        parts += ["Each arm by itself, forward and backward repeated:", _clocks(entry["sustained"])]
     if not entry.get("backward"):
         return _joined(parts)
     if picture:
@@ -99,8 +99,12 @@ def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
     parts += ["### By product, microseconds", _products(found)]
     for arm, own in found.items():
         dropped = entry["backward"][arm]["dropped"]
-        steps = f"{len(own[0].taken)} steps, {dropped} dropped for other kernels" if own else ""
-        parts += [f"### {arm}: every kernel", f"In order; {steps}.", _kernels(own), _names(own)]
+        steps = (
+            f", over {len(own[0].taken)} steps; {dropped} steps with other kernels were dropped"
+            if own
+            else ""
+        )
+        parts += [f"### {arm}: every kernel", f"In launch order{steps}.", _kernels(own), _names(own)]
     return _joined(parts)
 
 
@@ -149,8 +153,8 @@ def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPar
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")
-        clock = f", {1e3 * median(timed):.0f} us timed without a profiler, from a cold L2" if timed else ""
-        told.append(f"{arm}: {sum(groups(own).values()):.0f} us in the profile{clock}.")
+        clock = f", and {1e3 * median(timed):.0f} us without the profiler, from a cold L2" if timed else ""
+        told.append(f"{arm} takes {sum(groups(own).values()):.0f} us in the profile{clock}.")
     return " ".join([_conditions(entry), *told])
 
 

@@ -85,7 +85,9 @@ def table() -> str:
     for name, sizes in MODELS.items():
         plain, ours = both(sizes)
         rows.append((name, f"{plain / 1024:.1f}", f"{ours / 1024:.1f}", f"{ours / plain:.2f}"))
-    return markdown_table(("widths of", "Hugging Face, KiB a token", "patched", "ratio"), rows)
+    return markdown_table(
+        ("widths of", "Hugging Face, KiB per token", "patched, KiB per token", "ratio"), rows
+    )
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
 def table(found: Mapping[str, Any]) -> str:
     """A table of milliseconds per token and host microseconds per call, and of the speed relative to
     ``torch.compile``."""
-    titles = ["model", "sequences", "arm", "ms a token", "host, us a call", "speed over torch.compile"]
+    titles = ["model", "sequences", "arm", "ms per token", "host, us per call", "speed over torch.compile"]
     lines: list[list[object]] = []
     for kind, entry in found.items():
         for batch, times in entry["batches"].items():
@@ -253,13 +253,13 @@ def page(found: Mapping[str, Any]) -> str:
     apart = [a for e in found.values() for times in e["batches"].values() for a in times["apart"].values()]
     return PAGE.format(
         where=f"{first['where']['gpu']}, {', '.join(said)}, {' and '.join(dates)}",
-        sizes="; ".join(f"{kind}: {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
+        sizes="; ".join(f"{kind} {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
         prompt=PROMPT,
         tokens=TOKENS,
         rounds=ROUNDS,
         table=table(found),
         apart=max(apart),
-        failures="\n".join(["What did not run:", "", *failures, ""]) if failures else "",
+        failures="\n".join(["Arms that did not run:", "", *failures, ""]) if failures else "",
     )
 
 
@@ -267,12 +267,13 @@ PAGE = """# Decoding with fused parts
 
 {where}. Drawn by `python -m benchmarks.models.serving draw` from what `measure` wrote.
 
-The next token of a Hugging Face model in bf16 (parameters, {sizes}) over a static cache of {prompt} tokens,
-{tokens} tokens a round. All arms share one set of parameters and take turns in random order, {rounds} rounds;
-medians, ratios with 95% intervals. The host time is that of one call, on an idle GPU.
+Each call computes the next token of a Hugging Face model in bf16, over a static cache of {prompt} tokens.
+Parameters: {sizes}. A round computes {tokens} tokens. All arms share one set of parameters and take turns in
+random order, for {rounds} rounds. Times are medians; ratios have 95% intervals. The host time is that of one
+call, on an idle GPU.
 
 {table}
-The logits of every arm are within {apart:.3f} of the unpatched model's, relative.
+The relative difference between the logits of any arm and the unpatched model's is at most {apart:.3f}.
 
 {failures}"""
 

@@ -310,7 +310,14 @@ def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
 def table(found: Mapping[str, Any]) -> str:
     """A table of tokens per second and peak memory by model and arm, and of the speed relative to the fastest
     arm that is not ours."""
-    titles = ["model", "arm", "ms a step", "tokens a second", "peak, GiB", "speed over the best of theirs"]
+    titles = [
+        "model",
+        "arm",
+        "ms per step",
+        "tokens per second",
+        "peak, GiB",
+        "speed over the best unfused arm",
+    ]
     lines: list[list[object]] = []
     for kind, entry in found.items():
         medians = {name: statistics.median(each) for name, each in entry["times"].items()}
@@ -331,7 +338,7 @@ def page(found: Mapping[str, Any]) -> str:
     failures = [f"- {kind}, {n}: {why}" for kind, e in found.items() for n, why in e["failed"].items()]
     return PAGE.format(
         where=f"{where['gpu']}, {', '.join(said)}, {' and '.join(dates)}",
-        sizes="; ".join(f"{kind}: {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
+        sizes="; ".join(f"{kind} {e['parameters'] / 1e9:.2f} billion" for kind, e in found.items()),
         batch=BATCH,
         length=LENGTH,
         short=BATCH * SHORT,
@@ -342,12 +349,20 @@ def page(found: Mapping[str, Any]) -> str:
         rounds=" and ".join(sorted({str(len(t)) for e in found.values() for t in e["times"].values()})),
         table=table(found),
         losses=_losses(found),
-        failures="\n".join(["What did not run:", "", *failures, ""]) if failures else "",
+        failures="\n".join(["Arms that did not run:", "", *failures, ""]) if failures else "",
     )
 
 
 def _losses(found: Mapping[str, Any]) -> str:
-    titles = ["model", "seed", "steps", "first loss", "last loss", "agree for", "largest difference then"]
+    titles = [
+        "model",
+        "seed",
+        "steps",
+        "first loss",
+        "last loss",
+        "agree for",
+        "largest difference until then",
+    ]
     lines: list[list[object]] = []
     for kind, entry in found.items():
         for seed, runs in enumerate(zip(*entry["losses"].values(), strict=False)):
@@ -358,7 +373,7 @@ def _losses(found: Mapping[str, Any]) -> str:
             rises = ", ".join(f"{n} {_risen(run)}" for n, run in zip(entry["losses"], runs, strict=True))
             most = f"{max(apart[:steps], default=0.0):.4f}"
             lines.append([kind, seed, len(first), f"{first[0]:.4f}", said, f"{steps} steps", most, rises])
-    return markdown_table([*titles, "steps that had risen"], lines)
+    return markdown_table([*titles, "risen steps"], lines)
 
 
 def _risen(losses: Sequence[float]) -> int:
@@ -370,22 +385,25 @@ PAGE = """# Training with fused parts
 
 {where}. Drawn by `python -m benchmarks.models.training draw` from what `measure` wrote.
 
-A step of a Hugging Face model: forward, backward and AdamW, bf16, {batch} sequences of {length} tokens
-(parameters, {sizes}). All arms share one set of parameters and take turns in random order, {rounds} rounds;
-medians, ratios with 95% intervals. The arms that recompute are eager. The other fused arms keep reordered
-weights from the forward to the backward (`keep_reordered=True`). All arms call PyTorch's causal
-attention without a mask: with PyTorch before 2.14, transformers makes a mask under `torch.compile`, and
-attention loses its fast kernel.
+A step is forward, backward and AdamW of a Hugging Face model in bf16, on {batch} sequences of {length}
+tokens. Parameters: {sizes}. All arms share one set of parameters and take turns in random order, for {rounds}
+rounds. Times are medians; ratios have 95% intervals.
+
+- Arms with *recompute* use activation checkpointing, without `torch.compile`.
+- The other fused arms keep reordered weights from the forward to the backward (`keep_reordered=True`).
+- All arms call PyTorch's causal attention without a mask. Otherwise, with PyTorch before 2.14, transformers
+  would make a mask under `torch.compile`, and attention would lose its fast kernel.
 
 {table}
-Peak memory is the most that PyTorch allocated in a step, parameters and optimizer included.
+Peak memory is the most that PyTorch allocated in a step, including parameters and optimizer.
 
 ## Losses
 
-Both arms start from the same parameters and see the same {short:,} tokens a step, and each seed has other
-parameters and another text. AdamW's rate rises over the first steps ({warm_up}), to {rate}. The arms count as
-agreeing until their losses differ by more than {parted}. Small differences grow where the model begins to
-learn the rule of this text. A step had risen if its loss is more than {risen} above the lowest before it.
+The unpatched and the fused model start from the same parameters, and train on the same {short:,} tokens per
+step. Each seed has other parameters and another text. AdamW's learning rate rises to {rate} over the first
+steps ({warm_up}). The two models agree until their losses differ by more than {parted}. Small differences
+grow when a model begins to learn the rule of this text. A *risen* step has a loss that is more than {risen}
+above the lowest loss before it.
 
 {losses}
 {failures}"""

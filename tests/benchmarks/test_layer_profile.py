@@ -355,8 +355,8 @@ def test_the_page_has_tables_and_a_chart(tmp_path: Path) -> None:
     for line in (
         "Read by hand.",
         "| backward | torch.compile | 10.100 [10.100, 10.100] | 1.063 [1.063, 1.063] | 12 |",
-        "Of the results of torch.compile, d x is furthest from LLM's: 0.006 of its RMS.",
-        "LLM: 6632 us in the profile, 9500 us timed without a profiler, from a cold L2.",
+        "d x of torch.compile differs most from LLM's: by 0.006 of its RMS.",
+        "LLM takes 6632 us in the profile, and 9500 us without the profiler, from a cold L2.",
         "| attention | 1617.0 | 1564.5 | -52.5 |",
         "| dWd = dy' @ act | 0.378 | 651.0 | 661.5 | 581 | 571 |",
         "| dqkv @ Wqkv | 0.412 | 672.0 | – | 614 | – |",
