@@ -32,6 +32,12 @@ TRACER = "coda_agent.primitives.lang.kernel_file"  # executes kernel files for w
 CONFINED = ("coda_agent.primitives.raw.child", "_in_child")  # where the child that runs edited texts begins
 POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_edited")
+HEARD = frozenset(("compile", "exec", "subprocess.Popen", *CANDIDATES))
+# These compile short texts of their own by the thousand at imports: names and annotations, never a module.
+MAKERS = tuple(
+    os.path.join(os.path.dirname(os.__file__), *names)
+    for names in (("typing.py",), ("dataclasses.py",), ("collections", "__init__.py"))
+)
 TELLING = 40  # bytes that no other text holds by chance
 WORDS = (b"primitives", b"cutlass")  # a kernel file imports one, an edited text the other
 DIGEST = 32  # characters
@@ -60,7 +66,7 @@ def install() -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if getattr(_busy, "parsing", False):
+    if event not in HEARD or getattr(_busy, "parsing", False):
         return
     if event == "compile":
         _compiled(*arguments[:2])
@@ -75,10 +81,15 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _compiled(source: object, path: object) -> None:
     """Text, as str or bytes. A syntax tree has been text, unless it was built; None is a file, which runs."""
-    if isinstance(source, str | bytes) and not str(path).startswith(OWN):
+    if isinstance(source, str | bytes) and not str(path).startswith(OWN) and not _made_by_a_library():
         frame = _beneath()
         if frame is not None:
             _ran(_bytes(source), frame)
+
+
+def _made_by_a_library() -> bool:
+    compiling = sys._getframe(2).f_back  # beneath this, _compiled and the hook
+    return compiling is not None and compiling.f_code.co_filename in MAKERS
 
 
 def _executes(code: CodeType) -> None:
