@@ -19,7 +19,7 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
-SAID = 1000  # characters of the end of pip's output that an error quotes
+SAID = 1000  # an error quotes this many characters from the end of pip's output
 # With pip from the current environment, the new one needs no ensurepip, which Debian's Python lacks.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -70,7 +70,7 @@ def install() -> str:
 @cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
     """The versions of packages in that interpreter's environment, or why it is unusable and what to do."""
-    remedy = "coda-agent compare --install mends it"
+    remedy = "coda-agent compare --install repairs it"
     try:
         found: dict[str, str] = json.loads(_output(interpreter, "-c", _VERSIONS, *packages))
     except OSError as error:

@@ -27,8 +27,8 @@ SAID = 300  # characters of an arm's error
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-# Limit for all rounds together. At the power limit rounds vary by about 4 %, and twelve arms make long
-# rounds.
+# Limit in seconds for all rounds together. At the power limit rounds vary by about 4 %, and twelve arms make
+# long rounds.
 ROUNDS_SECONDS = 6.0
 WARM = 4.0  # seconds; a cool GPU is faster than one under load
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of PyTorch's exception
@@ -58,8 +58,9 @@ class WrongOutput(Exception):
 
 class PreparedArm(NamedTuple):
     """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
-    truth, relative to the truth and to the yardstick. It is NaN or infinite if the output's values wrongly
-    are. ``arranged``: the bytes of prepared copies of inputs, which do not count for a call."""
+    truth, relative to the truth and to the yardstick. It is NaN or infinite if the output has such values
+    where the truth has none. ``arranged``: the bytes of prepared copies of inputs, which do not count for a
+    call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -67,7 +68,8 @@ class PreparedArm(NamedTuple):
 
 
 class Stage(ABC):
-    """The inputs on which a worker prepares arms: ``turns`` sets, and the true outputs of the first set."""
+    """The inputs on which a worker prepares arms: ``turns`` sets of inputs, and the true outputs for the
+    first set."""
 
     turns = 1
 
@@ -90,8 +92,8 @@ def run_interleaved(
     """Run an interleaved benchmark, and return its results.
 
     ``arms``: each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed``: why
-    other arms have no figures. ``conditions``: clock rates and power. Raises Failed if the reference arm
-    fails; it comes first.
+    other arms have no figures. ``conditions``: clock rates and power. The reference arm comes first. Raises
+    Failed if it fails.
     """
     report(GATE, PREPARING)  # reported before the stage starts, because the stage may kill the process
     import torch
@@ -106,11 +108,11 @@ def run_interleaved(
         report(GATE, name)
         try:
             with _heartbeat(name):
-                torch.cuda.empty_cache()  # not every library allocates through PyTorch
+                torch.cuda.empty_cache()  # for libraries that do not allocate through PyTorch
                 arms.append(_prepared(stage, name, prepared))
         except Exception as error:  # a library may raise anything, and the arm's cell reports it
             if cuda_error(str(error)):
-                raise  # the device is lost, and this process with it
+                raise  # the device is lost, so this process cannot continue
             if name == reference_arm:
                 raise Failed("no_anchor", f"{reference_arm} did not run: {_words(error)}") from None
             failed[name] = _words(error)
@@ -126,7 +128,7 @@ def run_interleaved(
 
 
 def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> timing.Arm:
-    """Prepare the arm, and run it once on every set of inputs. ``prepared`` receives everything about it
+    """Prepare the arm, and run it once on every set of inputs. ``prepared`` receives everything about the arm
     except times."""
     import torch
 
@@ -201,8 +203,8 @@ def _heartbeat(words: str) -> Iterator[None]:
 
 
 def _release() -> None:
-    """Return unused memory to the driver, because other libraries allocate from there. Raises the device's
-    pending error, if any, because not every library does."""
+    """Return unused memory to the driver, because other libraries allocate from there. If the device has a
+    pending error, raise it, because not every library does."""
     import torch
 
     torch.cuda.synchronize()
@@ -224,8 +226,8 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune every arm without known schedules, and store the results on disk. This happens here because this
-    process's compilers are warm. A failure is only reported: its arm will fail again in its session."""
+    """Tune every arm without known schedules, and store the results on disk. This process does it because its
+    compilers have already started. A failure is only reported: its arm will fail again in its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)
     with _heartbeat(words):
@@ -243,7 +245,7 @@ def _attempt(ahead: Callable[[], Made]) -> Made | None:
     except Exception as error:  # a library may raise anything
         if cuda_error(str(error)):
             raise
-        report(GATE, f"not ahead: {_words(error)}")
+        report(GATE, f"failed ahead of time: {_words(error)}")
         return None
 
 

@@ -44,10 +44,10 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
     here = {name: version(name) for name in PACKAGES}
     again = "measure and accept it again"
     if made == here:
-        return f"its program lowers to another text than was accepted: {again}"
+        return f"its program no longer lowers to the accepted code: {again}"
     then, now = (", ".join(f"{n} {number}" for n, number in each.items()) for each in (made, here))
     wanted = " ".join(f"{name}=={number}" for name, number in made.items())
-    return f"accepted as lowered by {then}, and here is {now}: pip install {wanted}, or {again}"
+    return f"accepted as lowered by {then}, but this is {now}: pip install {wanted}, or {again}"
 
 
 def written(spec: Spec) -> Program:

@@ -73,8 +73,9 @@ class ProcessRow(NamedTuple):
 def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """Measure every missing session; ``keep`` receives the results after each.
 
-    ``progress`` receives rows and arms. Raises OutOfTime, InvalidInput if the results come from another GPU,
-    and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug of this program.
+    ``progress`` receives rows and arms. Raises OutOfTime. Raises InvalidInput if the results come from
+    another GPU, and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug of
+    this program.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -103,7 +104,7 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    # rows of this run, by whether they use the other environment
+    # rows measured in this run: operator, case, and whether in the other environment
     measured: set[tuple[str, str, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -152,11 +153,11 @@ class _Measuring:
             name, self.build = told["gpu"], "{gpu}, PyTorch {torch}, CUDA {cuda}".format_map(told)
             if others := self.results.gpus() - {name}:
                 raise InvalidInput(
-                    f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
-                    "figures of two GPUs make no table; measure into another folder: --out FOLDER"
+                    f"these results were measured on {' and '.join(sorted(others))}, but this is {name}: "
+                    "a table cannot mix GPUs; measure into another folder: --out FOLDER"
                 )
             if new:
-                self.progress(name, "the ceilings of its memory and tensor cores")
+                self.progress(name, "the peak rates of its memory and tensor cores")
                 found = MeasuredMachine.model_validate(worker.ask(machine, None, patience=PATIENCE))
                 self.results = self.results.model_copy(update={"machine": found})
                 self.keep(self.results)
@@ -165,7 +166,7 @@ class _Measuring:
 
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
         """Compile and tune before the sessions, for as many rows as the time may allow, in at most half of
-        the remaining time. Failures are ignored: their arms will fail again in their sessions."""
+        the remaining time. Failures are ignored: the same arms will fail again in their sessions."""
         requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
@@ -194,7 +195,7 @@ class _Measuring:
                 try:
                     worker.ask(task, argument, patience=PATIENCE, progress=heard)
                 except Failed as failed:
-                    heard("", f"not ahead: {failed.message}")
+                    heard("", f"failed ahead of time: {failed.message}")
                     break
             else:
                 return []
@@ -202,10 +203,10 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if less time is left than the longest comparable session takes. Comparable are the
-        row's sessions in this environment; without any, those in this environment with the same reference arm
-        (operators or layers); without any, all sessions. A row that takes longer than the whole budget starts
-        only if it is the first."""
+        """Raise OutOfTime if less time is left than the longest comparable session takes. The comparable
+        sessions are this row's in this environment. If there are none, they are all in this environment with
+        the same reference arm (operators or layers); failing that, all sessions. A row that takes longer than
+        the whole budget starts only if it is the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -367,7 +368,7 @@ class _Measuring:
         if self.measured:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
-        why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
+        why = f"not ready within {self.asked.seconds:.0f} s; repeat with --again and more time"
         return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
 
     def _blamed(
@@ -378,10 +379,10 @@ class _Measuring:
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
-                why = f"its environment starts no worker: {last_line}; coda-agent compare --install"
+                why = f"no worker starts in its environment: {last_line}; run coda-agent compare --install"
                 return dict.fromkeys(left, why)
             self.bug = self.bug or error
-            return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
+            return dict.fromkeys(left, f"a bug in this program, not in the arm: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
         # if the turn is apart, the reference arm has figures from the program's own environment
         own = [] if turn.apart else [turn.row.reference_arm]
@@ -390,7 +391,7 @@ class _Measuring:
         if last in ("", PREPARING, turn.row.reference_arm):
             place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
             return dict.fromkeys([*left, *own], f"{place}{why}")
-        return dict.fromkeys(left, f"on the clock: {why}")
+        return dict.fromkeys(left, f"during the timing: {why}")
 
 
 @dataclass

@@ -47,8 +47,8 @@ class Effort:
         bool,
         typer.Option(
             "--quick",
-            help="Three rows in one process, without max-autotune, QuACK with our search and CODA's own "
-            "package. Starts no session that may end after two minutes; compiling is not counted.",
+            help="Time three rows in one process. Leave out max-autotune, QuACK with our search, and CODA's "
+            "own package. Start no session that may end after two minutes, not counting compilation.",
         ),
     ] = False
     processes: Annotated[
@@ -59,7 +59,7 @@ class Effort:
         int | None,
         typer.Option(
             min=12,
-            help=f"Limit on the interleaved rounds in each. Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.",
+            help=f"Limit on interleaved rounds per process. Default: {ROUNDS}; with --quick {QUICK_ROUNDS}.",
         ),
     ] = None
     budget_seconds: Annotated[

@@ -88,7 +88,7 @@ class Session(_ResultsModel):
         rounds = {len(arm.milliseconds) for arm in self.arms.values()}
         if self.arms and self.reference_arm not in self.arms or len(rounds) > 1:
             raise ValueError(
-                f"each arm needs the reference arm, {self.reference_arm!r}, beside it and as many rounds"
+                f"a session needs its reference arm, {self.reference_arm!r}, and each arm as many rounds"
             )
         return self
 
@@ -141,8 +141,8 @@ class Results(_ResultsModel):
         return any(s.failed for s in self.sessions)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
-        """The results after an update: with a row's current definition, and with the reasons why some arms
-        cannot be tried. Other arms do not change."""
+        """Update the results with a row's current definition, and with the reasons why some arms cannot be
+        tried. Other arms do not change."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)
@@ -184,13 +184,13 @@ def read(path: Path) -> Results:
     except FileNotFoundError:
         folder = path.parent if path.suffix else path
         raise InvalidInput(
-            f"{path}: no such file; on an H100, coda-agent compare --out {folder} makes it"
+            f"{path}: no such file; on an H100, coda-agent compare --out {folder} creates it"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
         if not (place := ".".join(map(str, first["loc"]))):
             raise InvalidInput(
-                f"{path}: holds no results of compare; give a folder of its, or results.json"
+                f"{path}: no results file; give a folder that coda-agent compare wrote, or results.json"
             ) from None
         raise InvalidInput(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
     if found.schema_version != SCHEMA:

@@ -155,7 +155,7 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
-        """The programs that ``fused`` runs, on the schedules that it chooses on this machine, with their
+        """The programs that ``fused`` runs, with the schedules that it chooses on this machine, and their
         sizes."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
@@ -178,7 +178,8 @@ class LayerRow:
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The tensor cores' time for matmuls and attention. A backward adds twice the forward's time."""
+        """The tensor cores' time for matmuls and attention, in seconds. A backward adds twice the forward's
+        time."""
         s = self.shape
         products = 2 * s.tokens * s.width * (sum(s.projections) + s.width + 3 * s.ffn)
         attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two matmuls
@@ -192,9 +193,9 @@ class LayerRow:
 
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds the rows
-    of all other accepted kernels, ``quick`` keeps only a few. ``only`` and ``cases`` select operators and
-    cases by name. Raises InvalidInput if nothing is left."""
+    """Choose rows. The default is CODA's ten operators, at three widths and the paper's square sizes, and
+    layers. ``everything`` adds the rows of all other accepted kernels; ``quick`` keeps only a few. ``only``
+    and ``cases`` select operators and cases by name. Raises InvalidInput if nothing is left."""
     names = list(QUICK if quick else TEN)
     if everything and not quick:
         names = [name for group in GROUPS.values() for name in group if is_there(name)]
@@ -222,8 +223,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the default table. RMSNorm's backward is also there with (d, d) weights, which
-    the paper's claim is about."""
+    """Whether a row belongs to the default table. That table also has RMSNorm's backward with (d, d) weights,
+    because the paper makes a claim about these."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -242,8 +243,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's matmul has M = N = K = ``n``; for the three operators that the paper
-    measures this way."""
+    """The sizes at which an operator's matmul has M = N = K = ``n``. Empty except for the three operators
+    that the paper measures this way."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

@@ -103,7 +103,7 @@ class _Spread:
             if told["ended"]:
                 self.ended.append(f"{name}: {told['ended']}")
             return
-        raise GivenUp(f"{name}: {LOSSES} GPUs were lost under it; repeat the command to continue")
+        raise GivenUp(f"{name}: {LOSSES} GPUs were lost while they ran it; repeat the command to continue")
 
     def _heard(self, rows: tuple[Row, ...]) -> Callable[[str, str], None]:
         def heard(gate: str, words: str) -> None:

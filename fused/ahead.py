@@ -16,7 +16,7 @@ from coda_agent.primitives.runtime.launchable import check_sizes
 from coda_agent.primitives.runtime.tune import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
-H100 = "NVIDIA H100 80GB HBM3"  # on a machine without a GPU, build for this GPU's schedules
+H100 = "NVIDIA H100 80GB HBM3"  # the GPU to build for on a machine without one
 
 
 class Bound(NamedTuple):
@@ -53,9 +53,9 @@ def called(call: Callable[[], Any]) -> list[Bound]:
 
 
 def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
-    """Compile these programs in parallel, on the schedules that a call on ``gpu`` would choose. ``gpu`` is by
-    default this machine's GPU, or else an H100. Objects in the cache are not compiled again. Raises
-    LaunchError for sizes at which a program cannot be launched."""
+    """Compile these programs in parallel, with the schedules that a call on ``gpu`` would choose. ``gpu``
+    defaults to this machine's GPU, or to an H100 if there is none. Objects in the cache are not compiled
+    again. Raises LaunchError for sizes at which a program cannot be launched."""
     jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for bound in wanted:
         kernel = on_schedules(bound, gpu)
@@ -66,7 +66,8 @@ def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
 
 
 def on_schedules(bound: Bound, gpu: str | None = None) -> KernelSource:
-    """A program on the schedules that a call on ``gpu`` would choose, as in ``build``. Raises LaunchError."""
+    """The program with the schedules that a call on ``gpu`` would choose. The default of ``gpu`` and the
+    LaunchError are those of ``build``."""
     program, sizes = bound
     check_sizes(program, sizes)
     gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
@@ -80,7 +81,7 @@ def _built(kernel: KernelSource, sizes: dict[str, int]) -> Build:
 
 
 def training(model: Any, sequences: int, length: int) -> Callable[[], Any]:
-    """A function that runs a training step of a patched Hugging Face model on the meta device."""
+    """Return a function that runs one training step of a patched Hugging Face model on the meta device."""
 
     def call() -> None:
         given = _given(sequences, length)
@@ -90,7 +91,7 @@ def training(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
-    """A function that runs a patched model on a prompt, then on one more token per sequence."""
+    """Return a function that runs a patched model on a prompt, then on one more token per sequence."""
 
     @torch.no_grad()
     def call() -> None:
@@ -101,8 +102,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs on the meta device. They include a 4-D attention mask, because the model would have to
-    read values to make one."""
+    """A model's inputs on the meta device. They include a 4-D attention mask: to make one, the model would
+    have to read values, which meta tensors lack."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

@@ -23,7 +23,7 @@ def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bo
 
 
 def loss_refusal(model: Any, sharded: bool = False) -> str:
-    """Why a causal model's loss is not fused; empty if it is."""
+    """Say why a causal model's loss cannot be fused; return "" if it can."""
     head = model.lm_head
     if why := not_plain(head, sharded):
         return f"lm_head {why}"
@@ -39,7 +39,7 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
 
 
 def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal model. When it trains on labels, the loss is fused and there are no logits."""
+    """The forward of a causal model. In training with labels, it fuses the loss and returns no logits."""
     keeps = kwargs.get("logits_to_keep", 0)
     usually = (
         len(args) > 1
@@ -67,8 +67,8 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
-    """The sum of all tokens' losses, divided by the number of tokens with a target or by the caller's
-    count."""
+    """The sum of all tokens' losses, divided by the caller's count or, without one, by the number of tokens
+    that have a target."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]

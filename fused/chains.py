@@ -1,4 +1,4 @@
-"""Chains of operations as differentiable operators: a program forward, and its derived backward.
+"""Make chains of operations into differentiable operators, with a program forward and a derived backward.
 
 A chain is one operator of torch.library with autograd. Its forward is a program that begins with a matmul.
 PyTorch computes the norm before that matmul (``begun``). Autograd does not see this norm: the operator itself
@@ -31,23 +31,23 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.signature import DTYPES
 from coda_agent.primitives.lang.trace import Trace
 
-# The sizes (of a 7B model) at which two forms of a backward are compared by bytes.
+# Sizes of a 7B model. Of several forms of a backward, the one that moves the fewest bytes here is chosen.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 PLAIN = {Tensor, torch.nn.Parameter, float}
-NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
-THROUGH = "through"  # the stream that a chain returns beside its result
+NORMED = "hg"  # the first operand of a chain's first matmul: the stream times its norm's weight
+THROUGH = "through"  # the output by which a chain also returns its stream
 
 
 class Begun(NamedTuple):
-    """The first part of a norm of a stream [M, D]: ``hg``, the stream times the norm's weight, and the
-    reciprocal RMS [M] in fp32. Autograd does not see it."""
+    """A norm of a stream [M, D], up to its row scaling, which the next matmul's epilogue applies. ``hg``: the
+    stream times the norm's weight. ``rstd``: the reciprocal RMS [M] in fp32. Autograd does not see either."""
 
     hg: Tensor
     rstd: Tensor
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
-    """Compute the first part of a norm of a stream [M, D] in PyTorch, with ``hg`` in ``dtype``."""
+    """Compute a norm of a stream [M, D] up to its row scaling in PyTorch, with ``hg`` in ``dtype``."""
     with torch.no_grad():
         return Begun(*_begun(x, gamma, eps, dtype))
 
@@ -68,8 +68,9 @@ class Remade(NamedTuple):
 def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)``. Autograd stores only ``of``, and the backward computes the result again.
 
-    A stored copy would double a model's weights. Under FSDP, which shards weights between forward and
-    backward, the copy would hold complete weights. Under torch.compile, the partitioner takes care of this.
+    A stored copy would double the memory of a model's weights. Under FSDP, which shards weights between
+    forward and backward, the copy would keep complete weights in memory. Under torch.compile, its partitioner
+    decides what is computed again.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -77,7 +78,7 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     return made
 
 
-_kept: Any = WeakTensorKeyDictionary()  # keyed by the first of a copy's source weights
+_kept: Any = WeakTensorKeyDictionary()  # by the first weight that each result was computed from
 
 
 class _Kept(NamedTuple):
@@ -90,8 +91,8 @@ class _Kept(NamedTuple):
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
-    place. Changes of a weight's ``data`` are not noticed. A recomputed result keeps its address, so that CUDA
-    graphs replay correctly."""
+    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps its address, so
+    that CUDA graphs replay correctly."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
     if found and found.state == state and all(each() is not None for each in found.of):
@@ -116,8 +117,8 @@ def forget(*of: Tensor) -> None:
 
 
 class _Stored(NamedTuple):
-    """The inputs whose gradients a backward computes, and the scalars and tensors that it reads, with their
-    positions in the operator's inputs and outputs."""
+    """What a backward needs. ``wrt``: the inputs whose gradients it computes. ``scalars`` and ``tensors``:
+    the values that it reads, by name, with their positions among the operator's inputs and outputs."""
 
     wrt: tuple[str, ...]
     scalars: dict[str, int]
@@ -128,13 +129,13 @@ ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] 
 
 
 class Link:
-    """A chain's operators. ``results``: the outputs that the caller gets, and whose gradients the backward
-    takes. ``rows``: the most rows that the backward processes at a time, to keep the tensors between its
-    matmuls small. ``beside``: further outputs that the caller gets, without gradients. ``plain``: the link
-    without ``beside``, whose backward this link uses. ``by_hand``: hand-written functions for the backward's
-    pointwise part on a GPU, keyed by the inputs whose gradients are computed. Such a function takes the
-    values that the backward reads and all sizes; it returns a matrix and a vector, or None if it does not
-    apply. ``stream``: the input that ``apart`` returns."""
+    """A chain's operators. ``results``: the outputs that the caller gets with gradients. ``rows``: the most
+    rows that the backward processes at a time, to keep the tensors between its matmuls small. ``beside``:
+    further outputs that the caller gets, without gradients. ``plain``: the same chain's link without
+    ``beside``; this link uses its backward. ``by_hand``: hand-written functions for the backward's pointwise
+    part on a GPU, keyed by the inputs whose gradients are computed. Such a function takes the values that the
+    backward reads and all sizes; it returns a matrix and a vector, or None if it does not apply. ``stream``:
+    the input that ``apart`` returns beside the result."""
 
     def __init__(
         self,
@@ -176,12 +177,12 @@ class Link:
             "backward": staticmethod(self._recorded_backward),
         }
         function: Any = type(name, (torch.autograd.Function,), functions)
-        # the C++ Function.apply; the Python one around it serves torch.func and setup_context
+        # apply in C++, without the Python wrapper, which only serves torch.func and setup_context
         self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """The chain's results, then the outputs without gradients. The tensors from ``begun`` are passed
-        under the names ``hg`` and the chain's own name for rstd. Raises NoBackward under torch.func."""
+        """The chain's results, then the outputs without gradients. Pass the tensors from ``begun`` as ``hg``
+        and under the chain's own name for rstd. Raises NoBackward under torch.func."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:
@@ -195,9 +196,9 @@ class Link:
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def apart(self, sizes: Sequence[int], **inputs: Any) -> tuple[Sequence[Tensor], Tensor]:
-        """The chain's result, split into parts of ``sizes`` columns, and its stream for later uses. If only
-        autograd records the call, a hand-written backward takes the parts' gradients unjoined, and the
-        backward's program adds the gradient of the later uses."""
+        """Return the chain's result, split into parts of ``sizes`` columns, and its stream for later uses. If
+        nothing but autograd records the call, a hand-written backward takes the parts' gradients without
+        joining them. The backward's program then also adds the gradient of the stream's later uses."""
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
             ops.check_torch_func()
@@ -207,9 +208,9 @@ class Link:
         return whole.split(sizes, 1), stream
 
     def derived(self, wrt: tuple[str, ...]) -> Derived:
-        """The backward that computes the gradients of these inputs; it is derived once. With ``through``
-        among them, it adds the gradient of the stream's later uses. Its program of matmuls becomes an
-        operator, named ``NAME_backward_`` plus the inputs' names."""
+        """The backward that computes the gradients of the inputs ``wrt``; it is derived once. If ``wrt``
+        contains "through", it also adds the gradient of the stream's later uses. Its program of matmuls
+        becomes an operator, named ``NAME_backward_`` plus the inputs' names."""
         if self.plain:
             return self.plain.derived(wrt)
         with self._deriving:
@@ -225,7 +226,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """The program with its sums over rows in fp32, if the rows are processed in parts."""
+        """If the rows are processed in parts, make the program's sums over rows fp32."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -332,7 +333,8 @@ class Link:
 
 
 def _plain(given: Sequence[Any]) -> bool:
-    """Whether a call with these arguments needs no dispatcher, because nothing traces or watches it."""
+    """Whether a call with these arguments can skip PyTorch's dispatcher, because nothing traces or intercepts
+    it."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -346,15 +348,15 @@ def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, sh
 
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The parts' columns side by side."""
+    """Join the parts' columns side by side."""
     if isinstance(parts, Tensor):
         return parts
     return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
 
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
-    """The part of a chain from its first matmul on. Values that the preceding norm computes become inputs
-    instead of outputs; those that are outputs of the chain keep their names."""
+    """The program of a chain from its first matmul on. Values that the preceding norm computes become inputs.
+    If such a value is an output of the chain, the input has that output's name."""
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)

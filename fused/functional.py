@@ -1,9 +1,9 @@
 """Parts of a Transformer layer, computed from weights in a checkpoint's layout.
 
-Streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have one dtype;
-a norm's weight has that dtype or fp32. With 16-bit weights, a norm also accepts a stream in fp32, because
-autocast leaves streams in fp32. If a kernel needs certain rows to be adjacent, PyTorch reorders the rows at
-each use. So parameters, their gradients and checkpoints keep their order.
+Residual streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have
+one dtype; a norm's weight has that dtype or fp32. With 16-bit weights, a norm also accepts a stream in fp32,
+because autocast leaves streams in fp32. If a kernel needs certain rows of a weight to be adjacent, PyTorch
+reorders the rows at each use. Parameters, gradients and checkpoints therefore keep their own order.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Norm(NamedTuple):
 
 
 def rotary_halves(t: Tensor) -> Tensor:
-    """Reorder columns [..., width]: the two columns of each rotated pair, which are adjacent, move half a
-    head apart, as in checkpoints."""
+    """Reorder columns [..., width]: move the two adjacent columns of each rotated pair half a head apart, as
+    in checkpoints."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -90,8 +90,8 @@ def rotates(width: int) -> bool:
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
-    """A kernel's table [tokens, width], from cosines and sines [..., length, width] whose halves are
-    equal."""
+    """Interleave cosines and sines [..., length, width] into a kernel's table [tokens, width]. The two halves
+    of each must be equal."""
     half = cos.shape[-1] // 2
     table = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2)
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
@@ -121,7 +121,8 @@ def feed_forward(
 def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    """The part of a layer after attention, in one program: ``h + mlp(norm(h))`` with ``h = x + a @ out'``."""
+    """Compute the part of a layer after attention in one program: ``h + mlp(norm(h))`` with ``h = x + a @
+    out'``."""
     (made,) = link_of(BLOCK, activation)(**_block(a, x, norm, out, up, down))
     return _shaped(made, x)
 
@@ -129,9 +130,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """Return the result of ``after_attention``, and the first part of that result's next norm, which
-    ``before_attention`` accepts. No gradient passes through that first part: ``before_attention`` computes
-    the gradient of the whole norm."""
+    """Return the result of ``after_attention``, and the next norm of that result up to its row scaling, which
+    ``before_attention`` accepts. No gradient passes through this ``Begun``: ``before_attention`` computes the
+    gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -139,8 +140,8 @@ def after_attention_with_next_norm(
 
 
 def _shaped(made: Tensor, stream: Tensor) -> Tensor:
-    """A fresh result in the shape of the stream. ``_unsafe_view`` hides from autograd that this is a view.
-    FSDP2 warns if a module returns a view, because an in-place operation on it loses hooks."""
+    """Give a fresh result the shape of the stream. ``_unsafe_view`` hides from autograd that this is a view.
+    FSDP2 warns if a module returns a view, because an in-place operation on a view drops its hooks."""
     return torch.ops.aten._unsafe_view.default(made, stream.shape)
 
 
@@ -158,10 +159,10 @@ def before_attention(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> Tensor:
-    """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates the
-    first ``turned`` columns, which have adjacent pairs (``rotary_pairs``). It cannot be used with a bias.
-    ``begun_norm``: the first part of this norm of ``x``, if ``after_attention_with_next_norm`` has computed
-    it."""
+    """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates
+    columns 0 to ``turned`` - 1; the two columns of each rotated pair must be adjacent (see ``rotary_pairs``).
+    ``table`` cannot be combined with ``bias``. ``begun_norm``: this norm of ``x`` up to its row scaling, if
+    ``after_attention_with_next_norm`` has computed it."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     (made,) = link(**given)
     return made.view(*x.shape[:-1], -1)
@@ -177,9 +178,9 @@ def before_attention_apart(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the result of ``before_attention``, split into parts [tokens, n] of ``sizes`` columns, and
-    ``x``. If later uses of the stream read the returned ``x``, one kernel of the backward adds all gradients
-    of the stream."""
+    """Return two things: the parts [tokens, n] of ``sizes`` columns into which the result of
+    ``before_attention`` is split, and ``x``. If later uses of the stream read the returned ``x``, one kernel
+    of the backward adds all gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)
@@ -199,7 +200,7 @@ def _projection(
     turned: int,
     begun_norm: Begun | None,
 ) -> tuple[Link, dict[str, Any]]:
-    """The chain of ``before_attention``, and its inputs."""
+    """The chain that ``before_attention`` runs, and its inputs."""
     if bias is not None and table is not None:
         raise ValueError("a kernel cannot add a bias before its rotation: rotate the result instead")
     flat = x.flatten(0, -2)
@@ -228,7 +229,7 @@ def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _targets(target: Tensor, weight: Tensor) -> Tensor:
-    """The flat targets. An assertion checks that each is a row of the weight or ignored."""
+    """Flatten the targets, and assert that each is a row of the weight or ignored."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == loss.IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is not a row of the weight")

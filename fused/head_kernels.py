@@ -1,7 +1,8 @@
-"""Triton kernels that norm and rotate the heads of packed queries, keys and values, forward and backward.
+"""Triton kernels that normalize and rotate the heads of packed queries, keys and values, forward and
+backward.
 
-A rotated pair is (a, b), half a head apart. The two halves of a head are loaded separately, so that a pair
-needs no exchange between threads.
+The two values of a rotated pair, a and b, are half a head apart. The two halves of a head are loaded
+separately, so that one thread holds both values of a pair.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8  # heads at a time
-PROGRAMS = 1056  # of the backward, 8 per SM; each sums the gradients of the norms' weights over its tokens
+PROGRAMS = 1056  # of the backward, 8 per SM; each sums its own tokens' gradients of the norms' weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,7 +28,7 @@ def _halves(start, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(start, heads, first, stride, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of the first halves of some heads, and which of these heads exist."""
+    """The addresses of the first halves of some heads, and a mask of those heads that exist."""
     head = first + tl.arange(0, BLOCK)
     return start + head[:, None] * stride + tl.arange(0, HALF)[None, :], (head < heads)[:, None]
 
@@ -49,7 +50,7 @@ def _store(start, heads, first, a, b, HALF: tl.constexpr, BLOCK: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _normed(a, b, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divide the halves of heads by their RMS; also return its reciprocal."""
+    """Divide heads, given as halves, by their RMS. Also return the reciprocal RMS."""
     rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     return a * rstd, b * rstd, rstd
 
@@ -58,7 +59,7 @@ def _normed(a, b, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
 def _forward_heads(  # type: ignore[no-untyped-def]
     z, out, gamma, cos, sin, heads, eps, HALF: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Norm and rotate some heads of one token."""
+    """Normalize and rotate some heads of one token."""
     cos_a, cos_b = _halves(cos, HALF)
     sin_a, sin_b = _halves(sin, HALF)
     if NORMED:
@@ -200,7 +201,7 @@ def _backward(  # type: ignore[no-untyped-def]
 def forward(
     packed: Tensor, cos: Tensor, sin: Tensor, groups: int, gammas: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``heads.heads`` of contiguous tensors."""
+    """Compute ``heads.heads`` for contiguous tensors."""
     sequences, length, columns = packed.shape
     width = cos.shape[-1]
     count = columns // width - 2 * groups
@@ -228,8 +229,8 @@ def backward(
     gammas: Sequence[Tensor | None],
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of ``packed`` and of the norms' weights, and the sum of each token's values of ``packed``
-    times their gradients, [tokens] in fp32. Without norms, all but the first are None."""
+    """Return the gradient of ``packed``, the gradients of the two norms' weights, and the row sums of
+    ``packed`` times its gradient, [tokens] in fp32. Without norms, all but the first are None."""
     d = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in gradients)
     sequences, length, columns = packed.shape
     width, tokens = cos.shape[-1], sequences * length

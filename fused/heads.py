@@ -1,7 +1,7 @@
-"""Norms and rotation of the heads of packed queries, keys and values.
+"""Normalize and rotate the heads of packed queries, keys and values.
 
 On a GPU, Triton kernels make one pass forward and one backward. The forward saves only its inputs. In
-PyTorch, each step would be a pass of its own, with intermediate tensors in fp32.
+PyTorch, each step would be a separate pass, with intermediate tensors in fp32.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ _ATTRIBUTE = "_coda_agent_row_sums"
 
 
 class RowSums(NamedTuple):
-    """An attribute of a projection's gradient, for the norm before the projection: the sum of each row's
-    values times their gradients [tokens], and how often the gradient had been changed in place."""
+    """An attribute of a projection's gradient, which the norm before the projection reads. ``sums``: the row
+    sums of the projection's result times its gradient, [tokens]. ``changes``: how often the gradient had been
+    changed in place."""
 
     sums: Tensor
     changes: int
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the chain ``attention_in``: its gradient, and the factor of each
-    row of the stream in the norm's gradient. None if the gradient carries no row sums or changed since."""
+    """The pointwise part of the backward of the chain ``attention_in``. Return the gradient of the chain's
+    result, and the factor of each row of the stream in the norm's gradient. Return None if the gradient
+    carries no row sums, or if it changed after they were computed."""
     d, rstd = known["d_qkv"], known["rstd_in"]
     found: RowSums | None = getattr(d, _ATTRIBUTE, None)
     if found is None or found.changes != d._version:
@@ -46,7 +48,7 @@ def heads(
 ) -> Three:
     """Split ``packed`` [sequences * length, (H + 2 * groups) * width] into queries [sequences, H, length,
     width], and keys and values [sequences, groups, length, width]. Apply RMSNorm to each head of queries and
-    keys, and rotate it; values stay as they are.
+    keys, and rotate the head. Values stay as they are.
 
     ``norms``: the weights [width] of the norms of queries and keys, or None for no norms. ``cos`` and
     ``sin``: [sequences or 1, length, width]. The two columns of a rotated pair are half a head apart.

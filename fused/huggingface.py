@@ -1,9 +1,9 @@
-"""Decoder layers of Hugging Face models, computed by fused parts.
+"""Compute decoder layers of Hugging Face models by fused parts.
 
-A layer has three parts: the norm with queries, keys and values; the output projection; the norm with the MLP.
-A part is fused if its projections are plain ``torch.nn.Linear``. Otherwise the model computes the part
-itself, so that adapters, hooks and other kinds of weights keep working. The model itself computes attention
-and the cache.
+A layer has three parts: the norm with the projections of queries, keys and values; the output projection; the
+norm with the MLP. A part is fused if its projections are plain ``torch.nn.Linear``. Otherwise the model
+computes the part itself, so that adapters, hooks and other kinds of weights keep working. The model itself
+computes attention and the cache.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PARTS = {
 
 
 class Settings(NamedTuple):
-    """How a layer's class computes. ``centered``: norms multiply by 1 + weight. ``rotates``: queries and keys
-    are rotated directly after their matmul. ``keeps``: reordered weights are kept between calls without
-    gradients, and from a forward to its backward. ``next_norm``: the next layer's first norm, if this layer
-    computes the first part of that norm."""
+    """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
+    rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
+    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes it up to its
+    row scaling."""
 
     activation: str
     centered: bool
@@ -92,15 +92,15 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
 
 
 def not_plain(module: nn.Module, sharded: bool) -> str:
-    """Why the model must compute a projection itself; empty if the projection is plain. ``sharded``: the
-    weight is complete whenever the module runs."""
+    """Say why the model must compute a projection itself; return "" if the projection is plain. ``sharded``:
+    accept a DTensor as weight, because FSDP makes it complete whenever the module runs."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
     kind = type(module.weight)
     if kind not in (nn.Parameter, Tensor) and not (sharded and kind.__name__ == "DTensor"):
         return f"has a {kind.__name__} as weight"
     if any(size % GRAIN for size in module.weight.shape):
-        return f"of {tuple(module.weight.shape)} is not a multiple of {GRAIN}"
+        return f"has shape {tuple(module.weight.shape)}, which is not a multiple of {GRAIN}"
     return ""
 
 
@@ -115,10 +115,10 @@ def _projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
-    """Why a part of a layer is not fused; empty if it is. ``sharded``: the weights are shards while the layer
-    does not run, as with FSDP."""
+    """Say why a part of a layer cannot be fused; return "" if it can. ``sharded``: FSDP shards the weights
+    while the layer does not run."""
     if part == "mlp" and not how.activation:
-        return f"the activation {type(layer.mlp.act_fn).__name__} is not in the vocabulary"
+        return f"there is no kernel for the activation {type(layer.mlp.act_fn).__name__}"
     for path, module in _modules(layer, part):
         if _hooked(module):
             return f"{path} has hooks"
@@ -135,7 +135,7 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
 
 
 def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
-    """Why PyTorch must compute with these tensors; empty if fused parts can."""
+    """Say why fused parts cannot compute with these tensors; return "" if they can."""
     dtype, others = matmul_dtype(x), {matmul_dtype(w) for w in weights}
     if others != {dtype}:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
@@ -172,7 +172,7 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        # A recomputed layer computes its whole norm itself, with other roundings.
+        # Without next_norm: a recomputed layer computes its whole norm itself, which rounds differently.
         run = partial(_layer, layer, how._replace(next_norm=None, keeps=False), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)
@@ -229,7 +229,7 @@ def _attended(
     position_embeddings: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The input of attention's output projection, [..., A], and the stream."""
+    """Return the input of attention's output projection, [..., A], and the stream."""
     attention = layer.self_attn
     (q, k, v), x = _heads(layer, how, x, begun, position_embeddings, cached=cache is not None)
     if cache is not None:
@@ -256,8 +256,8 @@ def _attended(
 def _heads(
     layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor], cached: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Normed and rotated queries, keys and values, [sequences, heads, length, width] each, and the stream.
-    ``angles``: cosines and sines."""
+    """Return queries and keys, normalized and rotated, values, and the stream. The first three are
+    [sequences, heads, length, width]. ``angles``: cosines and sines."""
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     rotated = False
@@ -267,10 +267,10 @@ def _heads(
     else:
         usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
-        # A cache must have the model's own order of columns, whatever reads it next.
+        # A cache keeps the model's own order of columns, because other code may read it.
         rotated = usual and how.rotates and not cached
         sizes = [part.weight.shape[0] for part in _projections(layer)]
-        one = usual and not rotated  # ``heads`` norms and rotates all of them
+        one = usual and not rotated  # ``heads`` takes queries, keys and values in one matrix
         projected, x = _projected(
             layer, how, x, begun, angles if rotated else None, [sum(sizes)] if one else sizes
         )
@@ -293,8 +293,8 @@ def _projected(
     angles: tuple[Tensor, Tensor] | None,
     sizes: Sequence[int],
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values, split into parts [tokens, n] of ``sizes`` columns, and the stream. With
-    ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
+    """Return queries, keys and values, split into parts [tokens, n] of ``sizes`` columns, and the stream.
+    With ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
     parts, dtype = _projections(layer), matmul_dtype(x)
     weights = [part.weight for part in parts]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
@@ -307,7 +307,7 @@ def _projected(
 
 
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
-    """Weights in the order that a kernel needs."""
+    """Combine weights in the order that a kernel needs."""
     calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     # an inference tensor does not count its changes in place
     if calls_again and not any(w.is_inference() for w in weights):
@@ -346,7 +346,7 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
 
 
 def _begins_next(layer: Any, how: Settings) -> bool:
-    """Whether the layer computes the first part of the next layer's norm (whole-stack mode)."""
+    """Whether the layer computes the next layer's norm up to its row scaling (see ``stack``)."""
     if how.next_norm is None:
         return False
     if why := stack.refusal(layer, how.next_norm):

@@ -62,8 +62,8 @@ class Plans:
         names: Sequence[str],
         dims: Mapping[str, int] = NONE,
     ) -> Plan:
-        """The plan for tensors like these. ``dims``: the dims that no shape determines. Raises LaunchError if
-        the program cannot run on these tensors."""
+        """The plan for tensors of these shapes. ``dims``: the dims that no shape determines. Raises
+        LaunchError if the program cannot run on these tensors."""
         device = inputs[names[0]].device
         shapes = (inputs[n].shape for n in names)
         # the id stays valid, because typed() keeps programs alive
@@ -110,7 +110,7 @@ _launchers: WeakSet[Launcher] = WeakSet()
 
 
 def choose_again() -> None:
-    """Forget all plans, so that the next calls choose schedules from the tables as they are now."""
+    """Forget all plans, so that the next calls choose schedules from the current tables."""
     plans.clear()
     for launcher in _launchers:
         launcher._familiar = FamiliarPlans()
@@ -122,7 +122,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 def launchable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if bulk copies do not accept its strides or address."""
+    """Return the tensor, or a copy of it if TMA does not accept its strides or address."""
     tensor = dense(tensor.contiguous())
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
@@ -140,12 +140,12 @@ class Launcher:
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
-        self._in_order = itemgetter(*map(order.index, inputs))  # gives a tuple: a GEMM has two inputs
+        self._in_order = itemgetter(*map(order.index, inputs))  # a tuple, as a GEMM has two inputs
         self._familiar = FamiliarPlans()
         _launchers.add(self)
 
     def again(self, arguments: Sequence[Any]) -> list[Tensor] | None:
-        """New outputs if the arguments are like those of a recent call; otherwise None."""
+        """Return new outputs if the arguments are like those of a recent call; otherwise return None."""
         plan = self._familiar.get(arguments)
         return None if plan is None else self._run(plan, arguments)
 
@@ -154,7 +154,7 @@ class Launcher:
         LaunchError."""
         program, names = how.program, self.names
         if how.wide:
-            raise LaunchError(f"{program.signature.name}: matrices are fp32; on a GPU they are bf16 or fp16")
+            raise LaunchError(f"{program.signature.name}: matrices are fp32; on a GPU they must be 16-bit")
         device = inputs[names[0]].device
         taken = {**inputs, **{n: launchable(inputs[n]) for n in names}}
         with on_device(device):

@@ -1,14 +1,14 @@
-"""The summed cross-entropy of a head, with its gradients computed in the forward.
+"""Compute the summed cross-entropy of an output head, and in the same forward its gradients.
 
 Rows are processed in blocks. A block's first matmul stores the exponentials of its logits. Two more matmuls
-read them, for the gradients of the stream and of the head's weight. A derived backward would compute all
-logits again.
+read the exponentials, for the gradients of the stream and of the head's weight. A derived backward would
+compute all logits again.
 
-The exponentials are relative to a number per row that is known before the matmul (``SHIFT`` above the
-target's logit), not to the row's log-sum-exp. The exact factor between the two is applied in fp32, to rows of
-the results. The target's own term is exact too: its exponential is left out, and softmax - 1 times the
-target's weight is added in fp32. If a row's exponentials overflow, which takes a loss above 120, everything
-is computed again, with exponentials relative to the log-sum-exp.
+A row's exponentials are relative to a shift that is known before the matmul: ``SHIFT`` above the target's
+logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the exact factor
+between the two scales the row's results in fp32. The target's own term is exact too: its exponential is left
+out, and softmax - 1 times the target's weight is added in fp32. A row's exponentials overflow if its loss
+exceeds 120. Then everything is computed again, with exponentials relative to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROWS = 4096  # the most rows whose exponentials exist at a time
 IGNORED = -100  # targets of rows without a loss
 # In nats. bf16 holds exp(x) for x from -87 to 88, and a softmax below exp(-47) is negligible.
 SHIFT, MOST = 40.0, 80.0
-# In the second pass, the distance of the shift below the log-sum-exp; fp16 suffices for it too. The factor is
-# then 2**-7, and a row times it needs no rounding.
+# In the second pass, the shift is this far below the log-sum-exp. fp16 holds these exponentials too. The
+# factor is then 2**-7, so scaling a row by it rounds nothing.
 AGAIN = 7 * log(2)
 
 
@@ -98,9 +98,9 @@ def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def _forward(
     h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss with its wanted gradients. The host asks once whether exponentials overflowed, after it
-    has enqueued everything. The answer is copied before the last two matmuls, so that the GPU computes while
-    the host waits."""
+    """Return the summed loss and those gradients that are wanted. The host asks once whether exponentials
+    overflowed, after it has enqueued everything. The answer is copied to the host before the last two
+    matmuls, so that the GPU computes while the host waits."""
     run = partial(_pass, h, w, target, chosen, logit, stream, weight)
     # While a CUDA graph records, no value can be read.
     if h.dtype == torch.float16 or (h.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -122,10 +122,10 @@ def _pass(
     weight: bool,
     twice: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], bool]]:
-    """The summed loss with the stream's and the weight's gradients if they are wanted, and whether the
-    gradients' exponentials overflowed. ``twice``: the exponentials are computed again from the rows'
-    log-sum-exp, and cannot overflow."""
-    # the first block's matmul creates dw, because filling it with zeros would take a pass over memory
+    """Return the summed loss with the stream's and the weight's gradients if they are wanted. Also return a
+    function that says whether exponentials overflowed. ``twice``: compute the exponentials again, relative to
+    the rows' log-sum-exp, so that they cannot overflow."""
+    # the first block's matmul creates dw: filling it with zeros would take a pass over memory
     dw = torch.zeros(w.shape if weight and not len(h) else (0,), dtype=torch.float32, device=w.device)
     total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
     gradients, overflowed = list[Tensor](), lambda: False
@@ -154,8 +154,9 @@ def _pass(
 def _factors(
     lse: Tensor, shift: Tensor, target: Tensor, logit: Tensor, total: Tensor, over: Tensor
 ) -> tuple[Tensor, ...]:
-    """The factors of the rows' exponentials and of their targets' weights, ``total`` plus the rows' losses,
-    and whether exponentials may have overflowed."""
+    """Return each row's factor of its exponentials, and its factor of its target's weight. Also return
+    ``total`` plus the rows' losses, and whether exponentials may have overflowed, here or before
+    (``over``)."""
     counts = target != IGNORED
     scale = torch.where(counts, (shift - lse).exp(), 0.0)
     pull = torch.where(counts, torch.expm1(logit - lse), 0.0)
@@ -165,13 +166,14 @@ def _factors(
 
 @fused_on_gpu
 def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """The rows times each factor, and each row's place in the weight's gradient."""
+    """Return the rows of ``h`` times each factor, and the row of the weight's gradient to which each is
+    added."""
     return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
 
 
 def _on_its_way(flag: Tensor) -> Callable[[], bool]:
-    """A function that returns the flag's value. It waits for the flag alone, not for what is enqueued
-    later."""
+    """Start to copy the flag to the host. Return a function that waits for the copy and returns the value. It
+    does not wait for work that is enqueued later."""
     if not flag.is_cuda:
         return lambda: bool(flag)
     there, arrived = flag.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -215,13 +217,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.dtypes = h.dtype, w.dtype
     ctx.wanted = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)  # zeros for the gradients of dh and dw would be as large as those
+    ctx.set_materialize_grads(False)  # otherwise PyTorch would pass zeros as large as dh and dw
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    """The saved gradients of the sum, times the gradient that arrives for the sum."""
+    """Multiply the saved gradients by the incoming gradient of the sum."""
     ops.check_first_derivative()
-    assert gradient is not None  # ``summed`` returns nothing else
+    assert gradient is not None  # ``summed`` returns only the sum, so the sum has a gradient
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
     return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
 

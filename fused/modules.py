@@ -1,4 +1,4 @@
-"""Modules of a Llama-like model, for PyTorch programs that use no Hugging Face model.
+"""Modules of a Llama-like model, for PyTorch programs without a Hugging Face model.
 
 Weights have the names and layouts of Hugging Face's Llama, so its checkpoints load. A stream is
 [..., length, D].
@@ -41,15 +41,16 @@ class MLP(nn.Module):
         return functional.paired(self.gate_proj.weight, up) if self.activation in functional.GATED else up
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, residual: bool = True) -> Tensor:
-        """``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. Raises ValueError if ``norm`` has no
-        eps."""
+        """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. Raises ValueError if ``norm``
+        has no eps."""
         down = self.down_proj.weight
         return functional.feed_forward(x, _norm(norm), self.up, down, self.activation, residual)
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention: ``heads`` queries share ``kv_heads`` keys and values of
-    ``head_width`` columns. Raises ValueError if no tile holds whole heads of that width."""
+    """The projections of grouped-query attention: ``heads`` query heads share ``kv_heads`` key and value
+    heads; each head has ``head_width`` columns. Raises ValueError if no tile holds whole heads of that
+    width."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
@@ -61,9 +62,9 @@ class Attention(nn.Module):
         self.o_proj = _linear(heads * head_width, width)
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal attention over ``norm(x)``, before the output projection, [..., length, heads * head_width];
-        and ``x``, for later uses of the stream. ``cos`` and ``sin`` [..., length, head_width]: of the
-        rotation's angles, with equal halves."""
+        """Return causal attention over ``norm(x)``, before the output projection, [..., length, heads *
+        head_width]. Also return ``x``, for later uses of the stream. ``cos`` and ``sin`` [..., length,
+        head_width]: cosines and sines of the rotation's angles, with equal halves."""
         q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         sizes = (len(q), len(k), len(v))
         weight = functional.packed(q, k, v, self.head_width)
@@ -98,7 +99,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(width, hidden, activation)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The next stream. ``cos`` and ``sin`` are those of ``Attention``."""
+        """Return the stream after this layer. ``cos`` and ``sin`` are as in ``Attention``."""
         a, x = self.self_attn(x, self.input_layernorm, cos, sin)
         norm, mlp = _norm(self.post_attention_layernorm), self.mlp
         out, down = self.self_attn.o_proj.weight, mlp.down_proj.weight
@@ -113,8 +114,8 @@ class CausalHead(nn.Module):
         self.norm, self.lm_head = nn.RMSNorm(width, eps=eps), _linear(width, vocabulary)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """The mean cross-entropy of the logits to ``target`` [..., length], a scalar in fp32. The logits are
-        never stored. Rows whose target is -100 do not count."""
+        """The mean cross-entropy between the logits and ``target`` [..., length], a scalar in fp32. The
+        logits are never stored. Rows whose target is -100 do not count."""
         h = rms_norm(x, *_norm(self.norm))
         total = functional.summed_cross_entropy(h, self.lm_head.weight, target)
         return total / (target != loss.IGNORED).sum()

@@ -1,4 +1,5 @@
-"""A whole RMSNorm in one pass forward and one backward, for a model's last norm, which no matmul follows."""
+"""A whole RMSNorm in one pass forward and one backward, for a model's last norm, which no GEMM kernel
+fuses."""
 
 from __future__ import annotations
 

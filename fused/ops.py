@@ -1,4 +1,5 @@
-"""One functional torch.library operator per kernel. On CUDA it runs the launcher, on a CPU the interpreter.
+"""Define one functional torch.library operator per kernel. On CUDA it runs the launcher, on a CPU the
+interpreter.
 
 ``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for scalars. After
 these it takes, as integers, the dims that no input's shape determines. It returns its outputs in the spec's
@@ -38,13 +39,13 @@ class NoBackward(RuntimeError):
 
 
 def check_first_derivative() -> None:
-    """Raise NoBackward if PyTorch records the backward that is running, for a second derivative."""
+    """Raise NoBackward if PyTorch is recording the current backward for a second derivative."""
     if torch.is_grad_enabled():
         raise NoBackward("a fused operation has no second derivative: leave out create_graph=True")
 
 
 def check_device(name: str, tensors: Iterable[Tensor]) -> None:
-    """Raise ValueError if tensors are on several devices. ``name``: the operator's."""
+    """Raise ValueError if tensors are on several devices. ``name``: the operator's name."""
     places = {str(tensor.device) for tensor in tensors}
     if len(places) > 1:
         found = ", ".join(sorted(places))
@@ -58,8 +59,9 @@ def check_torch_func() -> None:
 
 
 class Op:
-    """The operator of a program. ``rows``: the most rows at a time, to limit the tensors between matmuls.
-    ``overwrites``: on a GPU, outputs that update an input are written into that input."""
+    """The operator of a program. ``rows``: process at most this many rows at a time, to limit the size of
+    tensors between matmuls. ``overwrites``: on a GPU, outputs that update an input are written into that
+    input."""
 
     def __init__(
         self,
@@ -83,8 +85,8 @@ class Op:
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
-        """The program for these tensors' dtypes: one object per combination of dtypes. Raises TypeError, and
-        ValueError for tensors on several devices."""
+        """The program for these tensors' dtypes, one object per combination of dtypes. Raises TypeError for
+        dtypes that the program cannot take, and ValueError for tensors on several devices."""
         check_device(self.program.signature.name, (inputs[name] for name in self.tensors))
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
@@ -100,7 +102,8 @@ class Op:
         return inputs, dict(zip(self.dims, arguments[len(self.order) :], strict=True))
 
     def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
-        """The program for the tensors' dtypes, and the inputs. Raises NoBackward, and as ``typed``."""
+        """The program for the tensors' dtypes, and the inputs. Raises NoBackward if a tensor requires grad,
+        and the errors of ``typed``."""
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:
@@ -130,8 +133,8 @@ class Op:
         return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
-        """The outputs, from all rows at once or from ``rows`` rows at a time. Row sums of the parts are added
-        up."""
+        """Compute the outputs from all rows at once, or from ``rows`` rows at a time. Add up the parts'
+        outputs that are sums over rows."""
         total = inputs[self.tensors[0]].shape[0] if self.rows else 0
         if total <= self.rows:
             return run(how, inputs)
@@ -185,8 +188,8 @@ def define(
     rows: int = 0,
 ) -> Callable[..., Any]:
     """Define the operator of a program once, as ``torch.ops.coda_agent.NAME``, and return it. ``declared``:
-    the types of the arguments, if autograd needs more of them than the program reads. ``rows``: the most rows
-    of M at a time. Raises ValueError if another program has that name."""
+    the types of all arguments, if autograd needs more arguments than the program reads. ``rows``: process at
+    most this many rows (M) at a time. Raises ValueError if another program has that name."""
     declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:

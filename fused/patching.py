@@ -1,5 +1,4 @@
-"""Patch whole Hugging Face models: ``patch`` makes fused parts compute the model, and ``unpatch`` restores
-it.
+"""Patch whole Hugging Face models: ``patch`` lets fused parts compute a model, and ``unpatch`` restores it.
 
 A patched module has another ``forward``. Nothing else changes: parameters, names, state dicts and classes
 stay the model's own.
@@ -72,17 +71,17 @@ class PatchedForward:
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
     """Let fused parts compute the decoder layers, the last norm and the training loss of Hugging Face's
     Llama, Mistral, Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched,
-    it is patched anew. ``stack``: each layer also computes the first part of the next layer's norm, if it can
-    read that norm's weight; otherwise each layer computes its own norm.
+    it is patched anew. ``stack``: each layer also computes the next layer's norm up to its row scaling, if it
+    can read that norm's weight. Otherwise the next layer computes its whole norm.
 
-    ``keep_reordered``: without gradients, weights that a kernel needs in another order are reordered only
-    once; otherwise each call reorders them. The copies take nearly as much memory as the layers' weights,
-    until ``unpatch``. They are renewed if a weight changes, but changes of its ``data`` are not noticed. In
-    training, a step keeps its copies from the forward to the backward; otherwise both reorder the weights,
-    as they do under activation checkpointing. Weights that FSDP shards are never kept.
+    ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
+    reorders them. Without gradients, copies are kept until ``unpatch``, and take nearly as much memory as the
+    layers' weights. They are renewed if a weight changes, but in-place changes of its ``data`` are not
+    noticed. In training, a step keeps its copies from the forward to the backward. Under activation
+    checkpointing, both still reorder the weights. Copies of weights that FSDP shards are never kept.
 
-    The model computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for an
-    untested version of transformers.
+    The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for
+    an untested version of transformers.
     """
     unpatch(model)
     found: dict[PatchedPart, list[str]] = {}
@@ -114,8 +113,8 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Each decoder layer with the next one, where Hugging Face's own code passes the stream from one to the
-    other."""
+    """Yield each decoder layer with the next one, if Hugging Face's own code passes the stream between
+    them."""
     for module in model.modules():
         if huggingface.family(module, "Model") and "forward" not in vars(module):
             layers: Any = module.layers
@@ -123,7 +122,8 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
-    """Why a layer does not compute the first part of the following layer's norm; empty if it does."""
+    """Say why a layer cannot compute the following layer's norm up to its row scaling; return "" if it
+    can."""
     if not huggingface.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
     if own := why["out"] or why["mlp"]:
@@ -132,7 +132,7 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool
     if other := huggingface.refusal(following, how, "in", sharded):
         return f"in the next layer, {other}"
     if type(following).__name__.startswith("FSDP"):
-        return "the next layer is sharded by itself"
+        return "FSDP shards the next layer separately"
     return whole_stack.refusal(layer, following.input_layernorm, sharded)
 
 
@@ -155,7 +155,7 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
         _row(layer, "attention", "", "the model's own"),
         _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
         _row(layer, "norm, MLP, residual", after, why["mlp"]),
-    ] + [_row(layer, "first part of the next layer's norm", after, no_next)] * (following is not None)
+    ] + [_row(layer, "next layer's norm, up to its row scaling", after, no_next)] * (following is not None)
 
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:

@@ -1,5 +1,5 @@
-"""Programs without a matmul as PyTorch code. On a GPU torch.compile fuses it; otherwise each operation would
-be a pass over memory."""
+"""Run programs without a matmul as PyTorch code. On a GPU torch.compile fuses this code; otherwise each
+operation would be a pass over memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Step = Callable[[Values, Values, Values], Any]  # computes a node's value from e
 
 
 def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled if it runs on a GPU and nothing traces it. Its first argument must be a tensor,
-    or a sequence that starts with one."""
+    """Wrap a function: where it runs on a GPU and nothing traces it, torch.compile compiles it. Its first
+    argument must be a tensor, or a sequence that starts with one."""
     # torch.compile limits compilations per code object, so each function gets its own.
     own = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
 
-    @cache  # torch.compile imports Dynamo and Inductor, which takes longer than importing PyTorch itself
+    @cache  # only at the first call: importing Dynamo and Inductor takes longer than importing PyTorch itself
     def compiled() -> Callable[..., Any]:
         return torch.compile(own)
 
@@ -99,8 +99,9 @@ class PointwiseProgram:
         )
 
     def _met(self, argument: int, reader: int) -> Step:
-        """A value as its reader needs it. For a tile, a vector of one value per head is spread over each
-        head's columns, and a vector of one head's values is repeated for all heads."""
+        """Expand a value to the shape that its reader needs. If the reader computes a tile, a vector of one
+        value per head is spread over each head's columns, and a vector of one head's values is repeated for
+        all heads."""
         kind: Any = self._types[argument]
         if self._types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
             return lambda values, inputs, dims: values[argument]

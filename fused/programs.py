@@ -29,7 +29,7 @@ class Order(NamedTuple):
 
 
 def accepted() -> dict[str, tuple[Program, Order]]:
-    """Every accepted kernel's program, with its order, by name."""
+    """Every accepted kernel's program and ``Order``, by name."""
     texts = {path.name.removesuffix(".program.json"): path for path in KERNELS.glob("*.program.json")}
     return {
         name: (Program.from_json(path.read_text(encoding="utf-8")), _order(name))
@@ -45,7 +45,8 @@ def _order(name: str) -> Order:
 
 
 def matrices(program: Program) -> str:
-    """The dtype of a program's first 16-bit input matrix; without one, fp32 if a matrix has it, else bf16."""
+    """The dtype of a program's first 16-bit input matrix. If it has none: fp32 if an input matrix is fp32,
+    else bf16."""
     kinds = [t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES]
     return next((kind for kind in kinds if kind in NARROW), kinds[0] if kinds else "bf16")
 
@@ -59,9 +60,9 @@ class Typed(NamedTuple):
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes. All of its 16-bit matrices may have another float dtype.
-    Vectors declared in the matrices' dtype may have the matrices' new dtype or fp32. Raises TypeError for
-    other dtypes."""
+    """The program for inputs of these dtypes. Its 16-bit matrices may all be given in one other float dtype.
+    Vectors declared in the matrices' dtype may then have the matrices' new dtype or fp32. Raises TypeError
+    for other dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
@@ -74,7 +75,7 @@ def typed(program: Program, given: Dtypes) -> Typed:
             wanted = {first, torch.float32}
         if dtype not in wanted:
             said = " or ".join(sorted(str(d) for d in wanted))
-            raise TypeError(f"{signature.name}: {name} is {dtype}; {said} is wanted")
+            raise TypeError(f"{signature.name}: {name} is {dtype}, but must be {said}")
     if wide:
         return Typed(program, True)
     inputs = {n: t._replace(dtype=NAMES[found[n]]) if n in found else t for n, t in signature.inputs.items()}
@@ -95,7 +96,10 @@ def arranged(program: Program, order: Order, declared: Mapping[str, TensorType])
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):
-        raise ValueError(f"{signature.name} has {list(signature.inputs)} and {list(signature.outputs)}")
+        raise ValueError(
+            f"{signature.name}: the spec's inputs and outputs do not match the program's, which are "
+            f"{list(signature.inputs)} and {list(signature.outputs)}"
+        )
     return Order(inputs, order.outputs)
 
 

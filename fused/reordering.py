@@ -1,4 +1,4 @@
-"""Weights in the order that kernels need.
+"""Put weights in the order that kernels need.
 
 Autograd's gradient of a part of a reordered weight is a strided view. PyTorch copies it for the optimizer, at
 less than half of an H100's memory bandwidth. On a GPU, compiled code makes this copy instead.
@@ -23,8 +23,8 @@ def paired(first: Tensor, second: Tensor) -> Tensor:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, width: int = 0) -> Tensor:
-    """The rows of queries, keys and values in one matrix. ``width``: the head width, if queries and keys are
-    rotated; the rows of each rotated pair then become adjacent."""
+    """Join the weights of queries, keys and values into one matrix, by rows. ``width``: the head width, if
+    queries and keys are rotated; the two rows of each rotated pair then become adjacent."""
     if not width:
         return torch.cat((q, k, v))
     if not runs_on_gpu(q):
@@ -61,7 +61,7 @@ def _split(rows: Tensor, sizes: Sequence[int], width: int) -> list[Tensor]:
 
 
 class _Reordered(torch.autograd.Function):
-    """Forward: join parts in one matrix. Backward: split the matrix's gradient into those of the parts."""
+    """Forward: join parts in one matrix. Backward: split the matrix's gradient into the parts' gradients."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,9 @@
 """Rotate attention's gradients back in one pass, into the gradient of packed queries, keys and values.
 
-Attention returns three gradients in its own layout. One Triton kernel reads them in place, rotates them back,
-scales rows, and sums dz * z of each row. The norm before the projection needs these sums. Inductor generates
-two kernels for this, and its rotation reaches only a fifth of an H100's memory bandwidth.
+Attention returns three gradients in its own layout. One Triton kernel reads them in place, rotates them back
+and scales rows. It also sums dz * z over each row, where z is the projection's result and dz its gradient:
+the norm before the projection needs these sums. Inductor generates two kernels for this, and its rotation
+reaches only a fifth of an H100's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -102,21 +103,22 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of q, k and v side by side before the rotation, and the row sums of dz * z.
+    """Return the gradient of q, k and v before the rotation, side by side, and the row sums of dz * z.
 
-    The gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v before the
-    rotation, as the projection computed them. ``gradients``: attention's gradients of q [sequences, H,
-    length, W], k and v [sequences, G, length, W]. ``values``: the rotated q and k, and v, [tokens, heads * W]
-    with rows of any stride. ``cos_sin``: [tokens, W], cosines and sines interleaved. ``rstd``: [tokens]. A
-    Triton kernel computes this on a GPU, and PyTorch elsewhere.
+    The returned gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v
+    before the rotation, as the projection computed them. ``gradients``: attention's gradients of q
+    [sequences, H, length, W], k and v [sequences, G, length, W]. ``values``: the rotated q and k, and v,
+    [tokens, heads * W] with rows of any stride. ``cos_sin``: [tokens, W], cosines and sines interleaved.
+    ``rstd``: [tokens]. A Triton kernel computes this on a GPU, and PyTorch elsewhere.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the rotated chain ``attention_in``: dz * rstd, and the factor of
-    each row of the stream in the norm's gradient. The chain's gradient ``d_qkv`` is one matrix, or those of
-    q, k and v. None unless q, k and v have whole heads, and as many columns of v as of k."""
+    """The pointwise part of the backward of the rotated chain ``attention_in``. Return dz * rstd, and the
+    factor of each row of the stream in the norm's gradient. The incoming gradient ``d_qkv`` is one matrix, or
+    three: of q, k and v. Return None unless q, k and v consist of whole heads and v has as many columns as
+    k."""
     d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
     width, turned = table.shape[1], int(known["turned"])
     rest = z.shape[1] - turned

@@ -2,8 +2,8 @@
 this package (``fused/tuned``), and in the shipped reports.
 
 A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are
-preferred, and among them rows of the same program and step. Of these the nearest that fits is used. The
-distance adds the log2 ratios of N and K, and half the rounded log2 ratio of M.
+preferred, and among them rows of the same program and step. Of the most preferred rows that fit, the nearest
+is used. Its distance is the log2 ratio of N, plus that of K, plus half the rounded log2 ratio of M.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
-TUNED = Path(__file__).resolve().parent / "tuned"  # tables as ``keep`` writes them
+TUNED = Path(__file__).resolve().parent / "tuned"  # tables in the form that ``keep`` writes
 
 
 class TunedStep(NamedTuple):
@@ -42,7 +42,8 @@ class TunedStep(NamedTuple):
 def chosen(
     program: Program, sizes: Mapping[str, int], gpu: str, rows: list[TunedStep]
 ) -> dict[int, Schedule]:
-    """For each step, a schedule whose tile contains whole heads. Raises LaunchError if a step has none."""
+    """Choose for each step a schedule whose tile contains whole heads. Raises LaunchError if a step has no
+    such schedule."""
     shapes = products(program, sizes)
     return {
         kernel.step: program.schedule.get(kernel.step)
@@ -125,8 +126,8 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
 
 
 def keep(name: str, rows: Iterable[TunedStep]) -> Path:
-    """Add rows to this machine's table for one kernel, and return the table. They replace those of the same
-    step and sizes on the same GPU. Other processes may add rows at the same time."""
+    """Add rows to this machine's table for one kernel, and return the table. A new row replaces an old one
+    for the same step and sizes on the same GPU. Other processes may add rows at the same time."""
     path = _own_tables() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):

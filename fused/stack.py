@@ -1,9 +1,9 @@
-"""Whole-stack mode: the last kernel of a layer also computes the first part of the next layer's norm, and so
-saves a pass.
+"""Whole-stack mode: the last kernel of a layer also computes the next layer's norm up to its row scaling,
+which saves a pass.
 
-The result is an attribute of the residual stream that the layer returns. The next layer removes it, and uses
-it if it was computed for that layer's own norm. Without it, for example because a hook replaced the stream,
-the layer computes its norm itself, as in module-local mode.
+This norm is an attribute of the residual stream that the layer returns. The next layer removes the attribute,
+and uses it if it belongs to that layer's own norm. If the attribute is missing, for example because a hook
+replaced the stream, the layer computes its whole norm itself, as without this mode.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 
 class BegunFor(NamedTuple):
-    """The module of a norm, the first part of this norm of a stream, and how often the stream had been
-    changed in place."""
+    """A norm of a stream, computed up to its row scaling. ``norm``: the norm's module. ``changes``: how often
+    the stream had been changed in place by then."""
 
     norm: nn.Module
     begun: Begun
@@ -40,7 +40,8 @@ def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
 
 
 def take(stream: Tensor, layer: Any) -> Begun | None:
-    """The first part of the layer's first norm, if the stream carries it. It is removed from the stream."""
+    """Remove the attribute from the stream. Return its norm if it belongs to the layer's first norm and is
+    still valid."""
     found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
     if found is None:
         return None
@@ -51,14 +52,14 @@ def take(stream: Tensor, layer: Any) -> Begun | None:
 
 
 def _change(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks may change a stream in place. Hooks of transformers itself only record the
+    """Whether any of these hooks may change a stream in place. Transformers' own hooks only record the
     stream."""
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks.values())
 
 
 def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
-    """Why a layer cannot compute the first part of the next layer's norm; empty if it can. ``sharded``: the
-    weights are shards while the layer does not run, as with FSDP."""
+    """Say why a layer cannot compute the next layer's norm up to its row scaling; return "" if it can.
+    ``sharded``: FSDP shards the weights while the layer does not run."""
     own, other = layer.post_attention_layernorm.weight, norm.weight
     if _change(layer._forward_hooks):
         return "the layer has hooks"

@@ -1,4 +1,4 @@
-"""The versions of other packages with which these kernels were tested; others are refused."""
+"""Check that other packages have a version with which these kernels were tested."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def expect(*packages: str) -> None:
         except PackageNotFoundError:
             raise UnprovedVersion(f"fused needs {name}: pip install '{proved}'") from None
         if not SpecifierSet(PROVED[name]).contains(found, prereleases=True):
-            raise UnprovedVersion(f"fused was proved with {proved}; this is {found}: pip install '{proved}'")
+            raise UnprovedVersion(f"fused was tested with {proved}; this is {found}: pip install '{proved}'")

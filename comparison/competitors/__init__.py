@@ -77,7 +77,14 @@ LAYERS_ONLY = (LIGER_APART, QUACK, FUSED)  # arms that compute layers and no ope
 REFERENCE_ARM = CUBLAS  # the arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, because QuACK has no such kernel"
-LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
+LIBRARIES = (
+    EAGER_APART,
+    APART,
+    APART_AUTOTUNE,
+    LIGER,
+    FLASHINFER,
+    UPSTREAM,
+)  # arms that ``entries`` implements
 
 
 def entries(arm: str) -> Mapping[str, Implementation]:

@@ -1,6 +1,6 @@
-"""Slow imports of the libraries' arms; a worker makes them while the previous session runs.
+"""Import slow libraries ahead of time: a worker imports this module while the previous session runs.
 
-If a library is missing or fails to load, its arm reports that.
+If a library is missing or fails to load, its arm reports that later.
 """
 
 from contextlib import suppress

@@ -1,5 +1,6 @@
-"""PyTorch, compiled and eager, in PyTorch's best layout. Gate and up are separate contiguous blocks, and so
-are the first and second elements of rotated pairs; the specs interleave them.
+"""Compute specs with PyTorch, compiled and eager, in the layout that is best for PyTorch. Gate and up are
+separate contiguous blocks, and so are the first and second elements of rotated pairs. The specs interleave
+both.
 
 PyTorch users have no reason to interleave, so this is the layout to compare with. Importing this module
 imports nothing heavy.

@@ -69,8 +69,8 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Before the results are read, restore the copy to the original residual and call once more, because
-    every earlier call has added to the copy."""
+    """Wrap an arm: before its results are read, restore the copy to the original residual and call once more,
+    because every earlier call has added to the copy."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])

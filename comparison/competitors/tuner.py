@@ -4,7 +4,7 @@ shorten its tuning, with progress messages.
 The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, anew in
 every process. That takes more than half an hour, with minutes of silence. Here all schedules are timed with
 few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly:
-compilers run between them, and a call after a pause runs at a cool GPU's clock rate. Importing this module
+compilers run between them, and after a pause a cool GPU runs at a higher clock rate. Importing this module
 imports nothing heavy.
 """
 
@@ -29,7 +29,7 @@ PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
 WARM, TIMED = 10, 20  # most warm-up and timed calls per schedule; QuACK makes at least 54 and 200
 SHORT, FEWEST = 100.0, 4  # enough milliseconds of timed calls, and the least number of timed calls
 OWN = 254  # number of calls in the tuner's own timing
-# most and fewest schedules in the final, which times schedules again; and the most milliseconds of the final
+# the final, which times the fastest schedules again: its most and fewest schedules, and its most milliseconds
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
 SECONDS = 10.0  # seconds between reports while only compilers work
@@ -58,8 +58,8 @@ def check() -> None:
             found = "missing"
         if found != wanted:
             raise RuntimeError(
-                f"coda-kernels wants {package} {wanted}, and its worker finds {found}: delete "
-                f"{cache_dir() / 'environments'}, then coda-agent compare --install"
+                f"coda-kernels needs {package} {wanted}, but its worker found {found}: delete "
+                f"{cache_dir() / 'environments'}, then run coda-agent compare --install"
             )
 
 
@@ -126,7 +126,7 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the tuner's arguments during the call, because its final also needs inputs."""
+    """Keep the tuner's arguments during the call, because the final calls the function with them."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs

@@ -17,7 +17,7 @@ from coda_agent.verifier.decision import central
 from coda_agent.verifier.statistics import Interval
 
 NAMES = tuple(column.name for column in COLUMNS)
-CHANGED = "is another since it was measured: coda-agent compare measures it again"
+CHANGED = "has changed since it was measured: coda-agent compare measures it again"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Empty:
 @dataclass(frozen=True)
 class TableRow:
     """A row of the table. ``roofline`` is the smallest time that the hardware allows, in milliseconds;
-    ``reference_arm`` is the arm that ratios go through."""
+    ``reference_arm`` is the arm through which indirect ratios are computed."""
 
     operator: str
     case: str
@@ -100,8 +100,7 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
 
 
 def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
-    """The cell, whose note also gives the time of the model's other kernel (the program or the edited
-    code)."""
+    """Add to a cell's note the time of the model's other kernel (the program or the edited code)."""
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
     times = [f"{other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
@@ -112,8 +111,8 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """A ratio of two arms' times, and the ``processes`` that measured it. If it is ``indirect``,
-    ``processes`` are those of the step with fewer."""
+    """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
+    steps; ``processes`` are those of the step with fewer."""
 
     interval: Interval
     processes: frozenset[int]
@@ -154,16 +153,17 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """The arms that have changed since they were measured. All arms, if the question or the reference arm
-        has changed. The reference arm itself is never included, because ratios go through it."""
+        """The arms that have changed since they were measured. If the question or the reference arm has
+        changed, these are all arms. The reference arm itself is never included, because indirect ratios need
+        it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions that have a current arm besides the reference arm, or no arm besides it. If no
-        session qualifies, all timed sessions."""
+        """The timed sessions that have only the reference arm, or also an arm that is current. If no session
+        qualifies, all timed sessions."""
         found = [
             s
             for s in self.timed

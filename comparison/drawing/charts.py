@@ -309,7 +309,7 @@ def _operator(axes: Axes, name: str, place: float) -> None:
 
 
 def _scale(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic axis with as many plain numbers as fit."""
+    """Make the axis logarithmic, with as many plain numbers as fit."""
     from math import log
 
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator

@@ -100,7 +100,7 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
 
 def marked(path: Path) -> str:
-    """The text of a file that marks a place for ``write``. Raises the same errors."""
+    """The text of a file that marks a place for ``write``. Raises the errors of ``write``."""
     text = path.read_text(encoding="utf-8")
     names = [name for name in places(text) if name in ("comparison", "headline")]
     if not names or len(set(names)) < len(names):

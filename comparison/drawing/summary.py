@@ -112,8 +112,8 @@ class RowRatio:
 
     @property
     def outcome(self) -> Outcome:
-        """A win or a loss of the LLM's kernel if the whole interval and several processes show it. Otherwise
-        a tie or undecided."""
+        """The LLM's kernel has a win or a loss if the whole interval is on one side of 1. A ratio that is
+        doubted or comes from one process is undecided."""
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -156,7 +156,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator; empty if no row has both."""
+    """The LLM's kernels against a column, by operator. It is empty if no row has figures for both."""
 
     column: str
     operators: tuple[Tally, ...]
@@ -331,7 +331,7 @@ def _all(name: str, tallies: Sequence[Tally]) -> Tally:
 
 def together(ratios: Sequence[Interval]) -> Interval:
     """The geometric mean of independent ratios. In logarithms, its half-width is the root of the sum of the
-    squared half-widths, over the number of ratios."""
+    squared half-widths, divided by the number of ratios."""
 
     def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         low, high = (
@@ -353,7 +353,7 @@ def together(ratios: Sequence[Interval]) -> Interval:
 
 
 def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
-    """Rows in the order of all tables: unknown operators come last, and within an operator the widths of real
+    """Sort rows as in all tables: unknown operators come last, and within an operator the widths of real
     models come first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)

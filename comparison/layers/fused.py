@@ -1,7 +1,7 @@
 """The layer as the package ``fused`` computes it under torch.compile: the forward and the derived backward.
 
-The layer's input includes the first part of its norm, and the layer computes the first part of the next
-layer's norm (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
+The layer's input includes its first norm up to the row scaling, and the layer computes the next layer's norm
+as far (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coda_agent.fused.chains import Begun, begun
 
 
 class BegunStream(NamedTuple):
-    """The residual stream [tokens, D], and the first part of its next norm."""
+    """The residual stream [tokens, D], and its next norm up to the row scaling."""
 
     h: Tensor
     begun: Begun
@@ -49,8 +49,8 @@ Function = Callable[[Shape, BegunStream, Weights, Tensor, Tensor], BegunStream]
 
 
 class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
-    """The function ``layer``. ``weights`` and ``next_norm`` have the plain layer's layout. ``compiled``
-    transforms the function, for example by torch.compile."""
+    """Wrap the function ``layer`` as a ``Layer``. ``weights`` and ``next_norm`` have the plain layer's
+    layout. ``compiled`` transforms the function, for example by torch.compile."""
 
     def __init__(
         self,

@@ -48,8 +48,8 @@ class Layer(ABC, Generic[Stream, Saved]):
         norm)."""
 
     def arranged(self) -> tuple[Tensor, ...]:
-        """Copies of weights in the variant's own layout. A user would store them in place of the drawn
-        weights."""
+        """Copies of weights in the variant's own layout. A user would store only these copies, not the
+        weights in the plain layout."""
         return ()
 
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:

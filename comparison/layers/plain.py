@@ -77,8 +77,8 @@ class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
 
 
 class Plain(Differentiated):
-    """The function ``layer`` in eager PyTorch. ``compiled``: an optional transformation, such as
-    torch.compile in some mode."""
+    """Wrap the function ``layer`` as a ``Layer`` in eager PyTorch. ``compiled``: an optional transformation
+    of the function, such as torch.compile in some mode."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # A separate code object, because torch.compile caches results by code object and gives up after
-        # eight.
+        # A separate code object: torch.compile caches results by code object, and gives up after eight
+        # results.
         own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
         self._layer: Function = compiled(own) if compiled else own
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and the layer's shape. ``kernels``: those that ``fused`` runs, with their
-    sizes."""
+    """The variants of a session, and the layer's shape. ``kernels``: the kernels that ``fused`` runs, with
+    their sizes."""
 
     shape: Shape
     arms: tuple[str, ...]
@@ -46,8 +46,8 @@ class LayerArms:
 
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
-    """Measure a whole layer with ``comparison.interleaved``. A loss is relative to the truth's RMS, and to
-    the loss of the plain layer in bf16 in eager PyTorch."""
+    """Measure a whole layer with ``comparison.interleaved``. A loss (RMS error) is given relative to the
+    truth's RMS, and relative to the loss of eager PyTorch in bf16."""
     return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 

@@ -316,7 +316,7 @@ def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gp
     ours = (PROGRAM, OWN_TUNER)
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     for row in ("gemm_swiglu 1B", "gemm_rope 1B"):
-        assert (row, "not ahead: a schedule wrote astray") in said
+        assert (row, "failed ahead of time: a schedule wrote astray") in said
     assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # who tunes when it sits
     gpu.gone = True  # nobody is blamed for a GPU that is
     with pytest.raises(Lost, match="ECC"):
@@ -327,7 +327,7 @@ def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gp
 def test_one_file_is_of_one_gpu(gpu: Machine) -> None:
     found = measure(asked(), Results(), kept_nowhere)
     gpu.name = "another GPU"
-    with pytest.raises(InvalidInput, match="measured on a GPU, and here is another GPU"):
+    with pytest.raises(InvalidInput, match="measured on a GPU, but this is another GPU"):
         measure(asked(processes=2), found, never)
     older = found.model_copy(update={"machine": None})
     with pytest.raises(InvalidInput, match="measured on a GPU"):

@@ -111,7 +111,7 @@ def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., A
     status, _, said = command("--from", tmp_path / "none.json")
     assert status == USAGE and "no such file" in said and "coda-agent compare --out" in said
     status, _, said = command("--from", tmp_path / "none")
-    assert status == USAGE and f"coda-agent compare --out {tmp_path / 'none'} makes it" in said
+    assert status == USAGE and f"coda-agent compare --out {tmp_path / 'none'} creates it" in said
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., A
         (("arms", PROGRAM, "milliseconds"), [1.0] * 7, "at least 8 items after validation, not 7"),
         (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "as many rounds"),
         (("arms", PROGRAM, "losses", "y", "relative"), -0.1, "should be greater than or equal to 0"),
-        (("anchor",), "nobody", "each arm needs the reference arm"),
+        (("anchor",), "nobody", "a session needs its reference arm"),
     ],
 )
 def test_figures_that_are_none_are_refused(

@@ -96,7 +96,7 @@ def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.Monk
         measure(asked("gemm_swiglu", "gemm_rope"), Results(), kept.append)
     bad, good = lines(kept[-1])
     assert isinstance(good.cells[LLM], Cell)
-    assert bad.cells[LLM] == Empty(f"{PROGRAM}: a bug of this program's, not of the arm's: KeyError: 'y'")
+    assert bad.cells[LLM] == Empty(f"{PROGRAM}: a bug in this program, not in the arm: KeyError: 'y'")
 
 
 def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
@@ -131,8 +131,8 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
     monkeypatch.setattr(gpu, "ask", ask)
     if apart:
         found = cells(measure(asked(), Results(), kept_nowhere))
-        why = "its environment starts no worker: a GPU worker died before its first task: no space left"
-        assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; coda-agent compare --install")
+        why = "no worker starts in its environment: a GPU worker died before its first task: no space left"
+        assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; run coda-agent compare --install")
         assert isinstance(found[LLM], Cell)
         return
     with pytest.raises(WorkerError, match="no space left"):
@@ -157,7 +157,7 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
     monkeypatch.setattr(gpu, "ask", ask)
     made = measure(asked(processes=2), Results(), kept_nowhere)
     found = cells(made)
-    assert found[column] == Empty(f"{arm}: on the clock: illegal_address: somebody wrote astray")
+    assert found[column] == Empty(f"{arm}: during the timing: illegal_address: somebody wrote astray")
     assert all(isinstance(found[name], Cell) for name in (LLM, HUMAN, LIGER, TORCH) if name != column)
     assert sum(set(arms) == {REFERENCE_ARM, arm} for _, arms in gpu.sat) == 1
     gpu.sat.clear()
@@ -189,7 +189,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
         with contextlib.suppress(OutOfTime):
             measure(wanted, kept[-1], kept.append)
     found = {line.operator: line.cells for line in lines(kept[-1])}["gemm_swiglu"]
-    assert found[LIGER] == Empty(f"{LIGER}: not ready within 500 s; once more, with more of them: --again")
+    assert found[LIGER] == Empty(f"{LIGER}: not ready within 500 s; repeat with --again and more time")
     assert isinstance(found[LLM], Cell)
 
 

@@ -92,7 +92,7 @@ def test_one_that_was_carried_is_set_on_what_is_there_without_a_network(carried:
     said = versions(carried, (NAME,))
     assert said == (
         f"its environment does not run, {carried}: No such file or directory: "
-        "coda-agent compare --install mends it"
+        "coda-agent compare --install repairs it"
     )
     assert environment.install() == carried
     versions.cache_clear()  # another process asks
@@ -107,7 +107,7 @@ def test_one_that_lacks_its_package_says_so_and_is_mended(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (purelib(carried) / "zz-borrowed.pth").unlink()
     assert versions(carried, (NAME, "torch", "pip")) == (
-        f"{carried} finds no {NAME} and no torch and no pip: coda-agent compare --install mends it"
+        f"{carried} finds no {NAME} and no torch and no pip: coda-agent compare --install repairs it"
     )
     why = rf"{NAME}=={VERSION} could not be installed: .*\n.*\n.*No matching"
     with pytest.raises(InvalidInput, match=why):
@@ -128,7 +128,7 @@ def test_an_interpreter_that_fails_gives_its_words(tmp_path: Path, script: str, 
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     said = versions(str(python), (NAME,))
-    assert isinstance(said, str) and f"{why}: coda-agent compare --install mends it" in said
+    assert isinstance(said, str) and f"{why}: coda-agent compare --install repairs it" in said
 
 
 def test_a_broken_environment_is_its_columns_cell_and_stops_no_other(

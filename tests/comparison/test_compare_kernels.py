@@ -19,7 +19,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 
 DSL, QUACK = (version(name) for name in lowering.PACKAGES)
 ELSEWHERE = (
-    f"accepted as lowered by nvidia-cutlass-dsl {DSL}, quack-kernels {QUACK}, and here is nvidia-cutlass-dsl "
+    f"accepted as lowered by nvidia-cutlass-dsl {DSL}, quack-kernels {QUACK}, but this is nvidia-cutlass-dsl "
     f"9.9, quack-kernels {QUACK}: pip install nvidia-cutlass-dsl=={DSL} quack-kernels=={QUACK}, or measure "
     "and accept it again"
 )
@@ -66,7 +66,7 @@ def test_a_kernel_that_is_lowered_otherwise_by_the_same_versions_says_so(
     monkeypatch.setattr(KernelSource, "lowered", SimpleNamespace(hash="another"))
     (row,) = asked("gemm_swiglu").rows
     assert row.absent(PROGRAM) == (
-        "its program lowers to another text than was accepted: measure and accept it again"
+        "its program no longer lowers to the accepted code: measure and accept it again"
     )
 
 

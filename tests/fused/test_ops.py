@@ -82,7 +82,7 @@ def test_matrices_may_all_be_of_another_float_dtype() -> None:
 
 def test_mixed_dtypes_are_refused_with_the_place() -> None:
     x, w, rstd = swiglu(torch.bfloat16)
-    with pytest.raises(TypeError, match=r"w is torch.float32; torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"w is torch.float32, but must be torch.bfloat16"):
         torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w.float(), rstd)
     with pytest.raises(TypeError, match=r"rstd is torch.bfloat16; torch.float32"):
         torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd.bfloat16())

@@ -102,7 +102,7 @@ def whole_stack() -> None:
         for name in plain.keys() - {"loss"}:
             assert loss_of(found[name].full_tensor(), plain[name]) < 1e-5, name
     (row,) = (row for row in fused.patch(apart, stack=True) if "next layer" in row.part)
-    assert row.why == "the next layer is sharded by itself"
+    assert row.why == "FSDP shards the next layer separately"
 
 
 def both(folder: Path) -> None:

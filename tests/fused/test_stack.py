@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from coda_agent import fused
 from coda_agent.fused import chains, huggingface, stack
 
-PART = "first part of the next layer's norm"
+PART = "next layer's norm, up to its row scaling"
 Change = Callable[[Any], object]
 
 

@@ -70,7 +70,7 @@ def test_versions_are_those_of_the_project() -> None:
 @pytest.mark.parametrize("found", ["2.10.1", "3.0.0", "1.13", "unknown"])
 def test_another_version_is_refused_with_words(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(versions, "version", lambda _: found)
-    with pytest.raises(UnprovedVersion, match=rf"proved with torch>=2.11,<3; this is {found}: pip"):
+    with pytest.raises(UnprovedVersion, match=rf"tested with torch>=2.11,<3; this is {found}: pip"):
         versions.expect("torch")
 
 

@@ -390,7 +390,7 @@ def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
             yield lambda: [(tried, 2), (tried, 3)]
 
     assert contests.compile_ahead([Asked(), Other()]) == {} and asked == [[False, True, True]]
-    assert said == ["compiling what 2 row(s) run", "not ahead: ValueError: refused"]
+    assert said == ["compiling what 2 row(s) run", "failed ahead of time: ValueError: refused"]
 
 
 def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,8 +427,11 @@ def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
 
     assert contests.tune_ahead(Asked()) == {}
     assert done == ["heard", "room", "tuned", "room", "silent"]
-    assert said[1:] == ["not ahead: RuntimeError: no schedule runs"]
-    assert contests.tune_ahead(Wide()) == {} and said[-1] == "not ahead: RuntimeError: inputs have no room"
+    assert said[1:] == ["failed ahead of time: RuntimeError: no schedule runs"]
+    assert (
+        contests.tune_ahead(Wide()) == {}
+        and said[-1] == "failed ahead of time: RuntimeError: inputs have no room"
+    )
     with pytest.raises(RuntimeError, match="illegal memory access"):
         contests.tune_ahead(Deadly())
 
