@@ -48,8 +48,8 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change is as fast as the incumbent. Student's interval must reach 1, because with three
-    processes the bootstrap's interval is too narrow for this. Both intervals must also stay within the
+    """Whether a change is as fast as the incumbent. The interval of Student's t must reach 1, because with
+    three processes the bootstrap's interval is too narrow for this. Both intervals must also stay within the
     allowed loss, or noise could hide a slower kernel."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
@@ -119,7 +119,7 @@ def _improvement(rows: Sequence[Timing]) -> None:
         told = ", ".join(f"{c}: {r.estimate:.3f}x [{r.low:.3f}, {r.high:.3f}]" for c, r in ratios.items())
         may = f"it is slower, or may be by more than {MAY_LOSE:.0%}, on {', '.join(slower)}"
         why = may if slower else "no case is faster beyond doubt"
-        words = f"not kept, for {why}; its speed relative to {KEPT}: {told}"
+        words = f"not kept, because {why}; its speed relative to {KEPT}: {told}"
         raise Failed(NO_FASTER, words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
 
 

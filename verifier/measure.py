@@ -128,7 +128,7 @@ class _Session:
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case; one stage per process
-    # of every process, including failed attempts
+    # controls of every process, including failed attempts
     controls: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> Measured:
@@ -167,8 +167,8 @@ class _Session:
     # Gates
 
     def _numerics(self) -> dict[str, Any]:
-        """Check small sizes on the compile gate's schedules, then every measured case on its tuned schedules,
-        then the small sizes on the tuned schedules."""
+        """Check small sizes with the compile gate's schedules, then every measured case with its tuned
+        schedules, then the small sizes with the tuned schedules."""
         figures = {}
         for job in self._small():
             figures[job.case] = self._proved("numerics", job)

@@ -1,5 +1,4 @@
-"""A proposed elementwise primitive: a person defines its meaning, and these functions judge an author's
-CuTeDSL.
+"""Judge a proposed elementwise primitive: a person defines its meaning, and an author writes its CuTeDSL.
 
 The definition is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
 functions are inserted into a toy kernel, called the frame. The frame is lowered code that applies the
@@ -40,8 +39,8 @@ STAND_INS = ("abs", "maximum", "where")  # existing operations with one, two and
 LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite fp32 number
 USUAL = 8.0  # activations usually lie between minus and plus this
 SCOPE = (
-    "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
-    "width or a table is a family's own work (primitives/lang/ops/reductions.py, tiles.py, stateful.py)"
+    "a primitive of this kind works element by element on one to three arguments; reductions, changes of "
+    "width and tables belong elsewhere (primitives/lang/ops/reductions.py, tiles.py, stateful.py)"
 )
 
 

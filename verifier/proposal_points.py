@@ -150,7 +150,7 @@ def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, whe
             "numerics",
             f"{where}, {proposal.name} in fp32: at {place} it gives {float(got.flatten()[at]):.9g}, the "
             f"truth is {float(truth.flatten()[at]):.9g}: {worst:.3g} units in the last place off, of "
-            f"{proposal.ulps:g} allowed; {wrong} of {off.numel()} points are",
+            f"{proposal.ulps:g} allowed; {wrong} of {off.numel()} points exceed this",
             ulps=worst if math.isfinite(worst) else None,
         )
     return round(worst, 2)

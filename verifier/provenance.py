@@ -23,7 +23,7 @@ from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
-UNTOLD = f"it does not say which kernel was {KEPT}, and on which schedules"
+UNTOLD = f"it does not say which kernel was {KEPT!r}, or which schedules it had"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:

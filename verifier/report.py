@@ -72,8 +72,8 @@ class Identity(_ReportModel):
 
 
 class Ratio(_ReportModel):
-    """A ratio with its confidence interval, which is the union of Student's interval over processes and the
-    bootstrap's.
+    """A ratio with its confidence interval: the union of the interval of Student's t over processes and the
+    bootstrap's interval.
 
     ``detectable``: the smallest relative difference that this measurement could detect.
     """

@@ -52,7 +52,7 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
     misses."""
     if report.protocol != PROTOCOL:
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
-        return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
+        return [f"{name}: the report {said}; this version knows {PROTOCOL}: measure again, or update"]
     timings = _timings(name, spec, program, report)
     return [
         *_device(name, report),
@@ -118,7 +118,7 @@ def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
     return [
-        *(f"{name}: case {case}: its schedules are not one of each step: measure again" for case in wrong),
+        *(f"{name}: case {case}: it does not have one schedule per step: measure again" for case in wrong),
         *(
             f"{name}: case {t.case}: step {step} did not run on the program's schedule: measure again"
             for t in report.timings
@@ -145,7 +145,7 @@ def _arm_faults(t: Timing, arms: Sequence[str]) -> list[str]:
     if not t.cold:
         found.append(" was measured from a warm L2")
     if t.input_sets < FEWEST_SETS:
-        found.append(f" was measured on {t.input_sets} set(s) of inputs; at least {FEWEST_SETS} take turns")
+        found.append(f" was measured on {t.input_sets} set(s) of inputs; it needs at least {FEWEST_SETS}")
     return found
 
 
@@ -156,14 +156,14 @@ def _sampled(t: Timing) -> list[str]:
     found = []
     if t.processes != len(own) or len(own) < PROCESSES:
         found.append(
-            f" says {t.processes} process(es) and has samples of {len(own)}; there are at least {PROCESSES}"
+            f" says {t.processes} process(es) and has samples of {len(own)}; it needs at least {PROCESSES}"
         )
     if not rounds or t.rounds != min(rounds) or t.rounds < FEWEST:
         found.append(
-            f" says {t.rounds} rounds and has {min(rounds, default=0)}; there are at least {FEWEST} a process"
+            f" says {t.rounds} rounds and has {min(rounds, default=0)}; it needs at least {FEWEST} a process"
         )
     found += [
-        f": its samples of {arm} are not of the candidate's rounds"
+        f": its samples of {arm} and of the candidate differ in rounds"
         for arm, rows in t.samples.items()
         if [len(row) for row in rows] != rounds
     ]
@@ -175,7 +175,7 @@ def _sampled(t: Timing) -> list[str]:
     for arm in sorted((t.samples.keys() | t.ratios.keys()) - {CANDIDATE}):
         ratio = of_samples(t, arm)
         if ratio is None or t.ratios.get(arm) != ratio:
-            found.append(f": its ratio to {arm} is not its samples'")
+            found.append(f": its ratio to {arm} does not follow from its samples")
     return found
 
 
@@ -212,7 +212,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
-        return [f"{name}: the controls are none: {first_fault(error)}: measure again"]
+        return [f"{name}: the controls are invalid: {first_fault(error)}: measure again"]
     tried = [[c for c in controls if c.process == process] for process in range(processes)]
     if not all(tried) or sum(map(len, tried)) != len(controls):
         return [f"{name}: the controls are not those of {processes} processes: measure again"]

@@ -62,7 +62,7 @@ class Clock(Protocol):
 
     def turn(self) -> tuple[float, ...]:
         """End a round, and wait for the previous round. Returns the seconds of the previous round's regions
-        in order; nothing if ``drain`` has returned them."""
+        in order; an empty tuple if ``drain`` has returned them."""
 
     def drain(self) -> tuple[float, ...]:
         """Wait for the last ended round; return the seconds of its regions."""
@@ -145,10 +145,10 @@ class CudaClock:
     """CUDA events on the current stream of the current device.
 
     The host enqueues each region before the device reaches it, so launch latency is not included;
-    ``host_time`` measures it. The host is one round ahead. The device spins before each region, unless a
-    round's regions take the device more than twice as long as the host takes to enqueue the whole round,
-    including flushes and ``before`` calls. Longer kernels run back to back without a spin: an H100 that idles
-    between kernels saves power, and then reaches clock rates that no training step reaches.
+    ``host_time`` measures it. The host is one round ahead. The device spins before each region, to give the
+    host time. It does not spin if a round's regions take the device more than twice as long as the host takes
+    to enqueue the whole round, including flushes and ``before`` calls. Such long kernels run back to back: an
+    H100 that idles between kernels saves power, and then reaches clock rates that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6

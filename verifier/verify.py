@@ -211,7 +211,7 @@ def _checked(spec: Spec, kernel: KernelSource, gates: Gates) -> Checked:
 def _unmeasured() -> str:
     import torch
 
-    why = "none was asked for" if torch.cuda.is_available() else "no CUDA device"
+    why = "no measurement was requested" if torch.cuda.is_available() else "no CUDA device"
     return f"checked, not benchmarked: {why}"
 
 
@@ -356,8 +356,8 @@ def compile_gate(
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
 ) -> None:
-    """Compile every step on the schedules that fit it, once for each set of static dims in the cases. Vector
-    kernels are compiled only once."""
+    """Compile every step with each schedule that fits it, once for each set of static dims in the cases.
+    Vector kernels are compiled only once."""
     schedules = tuple(schedules)
     several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
     resources: list[tuple[dict[str, int], Resources]] = []

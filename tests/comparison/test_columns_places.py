@@ -63,7 +63,7 @@ def test_figures_of_upstreams_are_of_the_versions_that_it_pins() -> None:
 
 def test_a_worker_of_another_environment_says_which_package_is_not_the_pinned_one() -> None:
     installed = version("quack-kernels")
-    with pytest.raises(RuntimeError, match=f"quack-kernels 0.6.1, and its worker finds {installed}") as said:
+    with pytest.raises(RuntimeError, match=f"quack-kernels 0.6.1, but its worker found {installed}") as said:
         upstream.ENTRIES["gemm_swiglu"].build(case("gemm_swiglu")[1])
     assert "coda-agent compare --install" in str(said.value)
 
@@ -72,7 +72,7 @@ def test_the_pinned_versions_pass_and_a_missing_one_is_named(monkeypatch: pytest
     monkeypatch.setattr(tuner, "PINNED", {"torch": version("torch")})
     tuner.check()
     monkeypatch.setattr(tuner, "PINNED", {"no-such-package": "1.0"})
-    with pytest.raises(RuntimeError, match=r"wants no-such-package 1\.0, and its worker finds missing"):
+    with pytest.raises(RuntimeError, match=r"needs no-such-package 1\.0, but its worker found missing"):
         tuner.check()
 
 

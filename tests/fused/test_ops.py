@@ -84,7 +84,7 @@ def test_mixed_dtypes_are_refused_with_the_place() -> None:
     x, w, rstd = swiglu(torch.bfloat16)
     with pytest.raises(TypeError, match=r"w is torch.float32, but must be torch.bfloat16"):
         torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w.float(), rstd)
-    with pytest.raises(TypeError, match=r"rstd is torch.bfloat16; torch.float32"):
+    with pytest.raises(TypeError, match=r"rstd is torch.bfloat16, but must be torch.float32"):
         torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd.bfloat16())
 
 

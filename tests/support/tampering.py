@@ -172,7 +172,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, another ratio": (
         lambda k: edit(k, lambda r: r["timings"][1]["ratios"]["torch.compile"].update(low=1.2501)),
-        "case wide: its ratio to torch.compile is not its samples'",
+        "case wide: its ratio to torch.compile does not follow from its samples",
     ),
     "report, not a number": (
         lambda k: edit(k, lambda r: r["timings"][1]["ratios"]["torch.compile"].update(low=float("nan"))),
@@ -180,7 +180,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, faster samples": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"].update(candidate=[[1.0] * 8] * 3)),
-        "case wide: its ratio to torch.compile is not its samples'",
+        "case wide: its ratio to torch.compile does not follow from its samples",
     ),
     "report, samples below the roofline": (
         lambda k: edit(k, lambda r: resample(r, faster)),
@@ -212,7 +212,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, one set of inputs": (
         lambda k: edit(k, lambda r: r["timings"][1].update(input_sets=1)),
-        "case wide was measured on 1 set(s) of inputs; at least 2 take turns: measure again",
+        "case wide was measured on 1 set(s) of inputs; it needs at least 2: measure again",
     ),
     "report, a sample of no time": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"]["candidate"][0].__setitem__(0, 0.0)),
@@ -224,11 +224,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, one process": (
         lambda k: edit(k, lambda r: resample(r, lambda arm, rows: rows[:1])),
-        "case large says 1 process(es) and has samples of 1; there are at least 3: measure again",
+        "case large says 1 process(es) and has samples of 1; it needs at least 3: measure again",
     ),
     "report, two processes": (
         lambda k: edit(k, lambda r: resample(r, lambda arm, rows: rows[:2])),
-        "case large says 2 process(es) and has samples of 2; there are at least 3: measure again",
+        "case large says 2 process(es) and has samples of 2; it needs at least 3: measure again",
     ),
     "report, more processes than sampled": (
         lambda k: edit(k, lambda r: r["timings"][1].update(processes=5)),
@@ -236,7 +236,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, eight rounds": (
         lambda k: edit(k, lambda r: resample(r, lambda arm, rows: [row[:8] for row in rows])),
-        "case large says 8 rounds and has 8; there are at least 12 a process",
+        "case large says 8 rounds and has 8; it needs at least 12 a process",
     ),
     "report, more rounds than sampled": (
         lambda k: edit(k, lambda r: r["timings"][1].update(rounds=40)),
@@ -244,7 +244,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, an arm of fewer rounds": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"]["cuBLAS matmul"][1].pop()),
-        "case wide: its samples of cuBLAS matmul are not of the candidate's rounds",
+        "case wide: its samples of cuBLAS matmul and of the candidate differ in rounds",
     ),
     "report, a warm L2": (
         lambda k: edit(k, lambda r: r["timings"][1].update(cold=False)),
@@ -252,13 +252,13 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, another arm's ratio": (
         lambda k: edit(k, lambda r: r["timings"][1]["ratios"]["cuBLAS matmul"].update(estimate=9.0, low=8.9)),
-        "case wide: its ratio to cuBLAS matmul is not its samples'",
+        "case wide: its ratio to cuBLAS matmul does not follow from its samples",
     ),
     "report, a ratio of no arm": (
         lambda k: edit(
             k, lambda r: r["timings"][1]["ratios"].update(eager={"estimate": 9, "low": 8, "high": 9})
         ),
-        "case wide: its ratio to eager is not its samples'",
+        "case wide: its ratio to eager does not follow from its samples",
     ),
     "report, another median": (
         lambda k: edit(k, lambda r: r["timings"][1]["milliseconds"].update(candidate=0.001)),
@@ -302,7 +302,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, controls that do not say their process": (
         lambda k: edit(k, lambda r: r["controls"][2].pop("process")),
-        "toy: the controls are none: 2.process: Field required: measure again",
+        "toy: the controls are invalid: 2.process: Field required: measure again",
     ),
     "report, a control's interval beside its estimate": (
         lambda k: edit(k, lambda r: r["controls"][2]["planted"].update(low=1.03)),
@@ -370,7 +370,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, empty controls": (
         lambda k: edit(k, lambda r: r["controls"][0].pop("case")),
-        "toy: the controls are none: 0.case: Field required",
+        "toy: the controls are invalid: 0.case: Field required",
     ),
     "report, controls of no measured case": (
         lambda k: edit(k, lambda r: r["controls"][0].update(case="ragged")),
@@ -447,19 +447,19 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, no protocol": (
         lambda k: edit(k, lambda r: r.update(protocol=0)),
-        f"the report says no protocol; known is {PROTOCOL}: measure again, or update",
+        f"the report says no protocol; this version knows {PROTOCOL}: measure again, or update",
     ),
     "report, a step without a schedule": (
         lambda k: edit(k, lambda r: r["timings"][1]["schedules"].clear()),
-        "case wide: its schedules are not one of each step: measure again",
+        "case wide: it does not have one schedule per step: measure again",
     ),
     "report, a schedule that is none": (
         lambda k: edit(k, lambda r: r["timings"][1]["schedules"].update({"0": {"tile_m": 64}})),
-        "case wide: its schedules are not one of each step: measure again",
+        "case wide: it does not have one schedule per step: measure again",
     ),
     "report, a kernel before on a schedule that is none": (
         lambda k: edit(k, lambda r: r["timings"][1].update(kept_schedules={"0": {"foo": 1}})),
-        "case wide: its schedules are not one of each step: measure again",
+        "case wide: it does not have one schedule per step: measure again",
     ),
     "report, a day that is none": (
         lambda k: edit(k, lambda r: r.update(date="yesterday")),
@@ -471,11 +471,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a protocol to come": (
         lambda k: edit(k, lambda r: r.update(protocol=PROTOCOL + 1)),
-        f"the report is of protocol {PROTOCOL + 1}; known is {PROTOCOL}: measure again, or update",
+        f"the report is of protocol {PROTOCOL + 1}; this version knows {PROTOCOL}: measure again, or update",
     ),
     "report, no samples": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"].clear()),
-        "case wide: its ratio to torch.compile is not its samples'",
+        "case wide: its ratio to torch.compile does not follow from its samples",
     ),
     "report, no baseline": (
         lambda k: edit(k, lambda r: r["timings"][0]["ratios"].pop("torch.compile")),

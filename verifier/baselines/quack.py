@@ -3,11 +3,11 @@
 Two arms compute a spec's outputs with QuACK's epilogues, and differ in how they choose schedules. ``QuACK
 (its own tuner)`` times the schedules that QuACK's autotuner would time. ``QuACK (our search)`` uses the
 search that tunes our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs
-QuACK's GEMMs without an epilogue. Our kernels and QuACK's use the same mainloop.
+QuACK's GEMMs without an epilogue. Our kernels use QuACK's mainloop.
 
 All schedules are timed by our code, with a cold L2. If an earlier measurement recorded the schedules of its
-last tuning round, only these schedules are timed, and others if these cover too few tiles. Importing this
-module is cheap; ``tuned_calls`` imports heavy packages.
+last tuning round, only these schedules are timed. If they cover too few tiles, others are timed too.
+Importing this module is cheap; ``tuned_calls`` imports heavy packages.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 class Tuned(NamedTuple):
     """A tuned arm. It has one call per set of inputs, and the schedules of the last tuning round
-    (``finalists``) as JSON data. Each stage is one GEMM of QuACK's, and runs on the first of its
+    (``finalists``) as JSON data. Each stage is one GEMM of QuACK's, and runs with the first of its
     finalists."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
@@ -141,8 +141,8 @@ def tuned_calls(
     known: QuackTuned | None = None,
 ) -> Tuned:
     """Tune ``arm`` (one of ``ARMS``). For each set of inputs, return one call that runs QuACK's GEMMs, each
-    on its fastest schedule. The call returns the spec's outputs; for ``MATMUL`` it returns the GEMMs' results
-    by number.
+    with its fastest schedule. The call returns the spec's outputs; for ``MATMUL`` it returns the GEMMs'
+    results by number.
 
     Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, which are
     timed again if they come from this GPU model and this version of QuACK. Raises ValueError if QuACK has no
@@ -299,9 +299,9 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Jobs that compile into QuACK's object cache what ``tuned_calls`` times first: the known schedules, or
-    those of its first round. Draws small inputs on the GPU. Raises ValueError if QuACK has no epilogue for
-    the spec."""
+    """Return jobs that compile the schedules that ``tuned_calls`` times first, into QuACK's object cache.
+    These are the known schedules, or those of the first round. Draws small inputs on the GPU. Raises
+    ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)

@@ -35,8 +35,7 @@ def row_scale(acc, rstd):
 
 @gemm_epilogue(ops={"cs": rotary_cos_sin_load("cs"), "rstd": ColVecLoad("rstd")}, mode="acc_pair")
 def rstd_rope_table(acc, cs, rstd):
-    """rope_table_epi, but scaled by a deferred row scale (as in rstd_rope_posfreq_epi) instead of adding a
-    bias."""
+    """rope_table_epi with a deferred row scale (as in rstd_rope_posfreq_epi) instead of a bias."""
     x1, x2 = unpack(acc * rstd)
     c, s = unpack(cs)
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
@@ -57,8 +56,8 @@ _head_rstd = HeadRstd("qk", eps=HEAD_EPS)
     mode="acc_pair",
 )
 def qk_rope_posfreq(acc, pos, freq, qk, w):
-    """qk_rope_epi, but with angles computed as in rope_posfreq_epi instead of a table. It also stores each
-    head's rstd, as qknorm_epi does."""
+    """qk_rope_epi with angles that are computed (as in rope_posfreq_epi) instead of loaded from a table. It
+    also stores each head's rstd, as qknorm_epi does."""
     x1, x2 = unpack(acc * qk * w)
     s, c = _sincos_turns(*_angle_turns(pos, freq))
     return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}

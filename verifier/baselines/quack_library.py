@@ -3,7 +3,7 @@
 ``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
 (ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). QuACK has no epilogue for:
 
-- fp8 operands, since the library's epilogues are for 16 bits;
+- fp8 operands, since the library's epilogues take 16-bit operands;
 - the backward of cross-entropy, since no operator provides a column's index;
 - a head norm whose eps is an input, since QuACK's eps is fixed;
 - a rotation of only some of several packed heads;

@@ -1,4 +1,4 @@
-"""GPU tasks that check that a program is always right; a ``worker`` runs them.
+"""GPU tasks that check whether a program is always correct; a ``worker`` runs them.
 
 A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
 from fresh seeds, drawn after the program is fixed.
@@ -105,8 +105,8 @@ class InputDraw:
 
     @cached_property
     def undefined(self) -> dict[str, float]:
-        """Outputs on which the reference itself overflows, cancels or loses too much, each with the magnitude
-        up to which it is not judged."""
+        """Outputs for which the reference itself overflows, cancels or loses too much precision. Each one has
+        a magnitude up to which its values are not judged."""
         from coda_agent.verifier.numerics import error_gate, reference
 
         def jittered() -> dict[str, torch.Tensor]:

@@ -2,14 +2,15 @@
 
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: some inputs must make the
-program pass the error gate as it is, and fail if the other side is forced. A sigmoid counts as a choice too,
-because it is constant far from zero and straight near zero: 1e9 * tanh(v / 1e9) is a clamp. So the program
-must fail on some inputs with the function's limits in its place, and on some with its tangent at zero.
+program pass the error gate as it is, and fail if the other side is forced. A function like sigmoid counts as
+a choice too, because it is constant far from zero and a straight line near zero: 1e9 * tanh(v / 1e9) is a
+clamp. So the program must fail on some inputs if the function is replaced by its limits, and on some if it is
+replaced by its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
-The gate may pass even the form that cancels, because the gate's limits allow for larger values' errors, or
-because the reference cancels too. Then no input needs the accurate form, but it must be *judged*: the program
-must fail if only this side is wrong by an eighth.
+Where the second form cancels, the gate may still pass it, because the gate's limits allow for larger values'
+errors, or because the reference cancels too. Then no input needs the accurate form. Instead this side must be
+*judged*: the program must fail if this side's values alone are wrong by an eighth.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ OFF = 9 / 8  # the error gate must notice that a side's values are multiplied by
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
 STRAIGHT = 2.0**-8  # up to this, such functions are nearly their tangents at zero
-STEP = 2.0**-16  # for the slope of a tangent, in fp64
+STEP = 2.0**-16  # step of the finite difference that gives a tangent's slope, in fp64
 LIMITED = ("its argument is always far from zero", "its argument is always near zero, where it is straight")
 COMPARED = ("it never holds", "it always holds")
 
@@ -120,8 +121,8 @@ class Coverage:
         return self.program.nodes[side.node].op == "where" and self.seen[side].share >= SHARE
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice between values decided enough elements, and the values were always
-        equal."""
+        """Whether both sides of a choice decided enough elements, and the two values were always equal. This
+        is False for a comparison."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
@@ -147,7 +148,7 @@ class Coverage:
 
 def choices(program: Program) -> list[int]:
     """The nodes that are choices. A comparison that is only the condition of a ``where`` counts as part of
-    it."""
+    the ``where``."""
     readers: dict[int, list[bool]] = {}
     for node in program.nodes:
         for place, argument in enumerate(node.args):

@@ -2,9 +2,9 @@
 sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
-second judgement detects formulas that are almost right (another GELU formula, a piecewise sigmoid), whose
-error the rounding to 16 bits hides. It gives small values as much weight as large ones, so an activation's
-tail must also be right.
+second judgement detects formulas that are almost right (another GELU formula, a piecewise sigmoid): rounding
+to 16 bits hides their error. It gives small values as much weight as large ones, so an activation's tail must
+also be right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
 REPEATS = 6  # draws of each stretched family: in one draw, one input's scale may cancel another's
-FEW_DIMS = 48  # largest extent of a run that tests effects which occur at any size
+FEW_DIMS = 48  # largest extent of runs for mistakes that show at any size
 
 
 class InputSettings(NamedTuple):
@@ -56,11 +56,11 @@ class InputSettings(NamedTuple):
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
-    Each family runs at hidden sizes of its own, and each stretched family at several such sizes. Small sizes
-    in the ratios of a case run with the first family; they run with every family if the program computes with
-    sizes or column numbers. The first family also runs at the fixed small sizes, at each extent that a dim
-    has in a case, at extents between those, and with all dims longer at once. Runs with few rows use
-    integers: a few values make poor statistics, but most results on integers are exact.
+    Each family runs at its own hidden sizes, and each stretched family at several such sizes. The first
+    family also runs at each case's sizes scaled down; every family does if the program computes with sizes or
+    column numbers. In addition, the first family runs at the fixed small sizes, at each extent that a dim has
+    in a case, at extents between those, and with all dims longer at once. Runs with few rows use integers: a
+    few values make poor statistics, but most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
@@ -68,7 +68,7 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     for turn, largest in enumerate((*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU)):
         sizes = hidden(spec, fresh(), largest)
         for family in STRETCHED:  # these runs are cheap and find most mistakes
-            yield InputSettings(sizes, family, TURNS * fresh() + turn)  # scalars take their ends by turns
+            yield InputSettings(sizes, family, TURNS * fresh() + turn)  # a scalar takes its ends in turn
     for family in (*FAMILIES, *ON_CPU):
         yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
@@ -113,7 +113,7 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # not at long extents, which test kernels; PyTorch's functions have no defects there
+        # skipped at long extents: these test kernels, and PyTorch's functions have no defects there
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"

@@ -21,19 +21,20 @@ from coda_agent.verifier.spec.model import Spec
 
 FEW = 32  # below this many elements, chance can make the yardstick's error 2**(10/n) times too small
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# error allowed for any value, in half ulps of fp32 at the output's RMS, because larger values may cancel, as
-# in g - g * sigmoid(-g)
+# error allowed for any value, in half ulps of fp32 at the output's RMS: a small value may be the difference
+# of larger ones, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-# when values cancel, fp32 may leave this many times what fp64 leaves; its roundings are 2**29 times as large
+# if values cancel, fp32 may leave this many times as much as fp64: its roundings are 2**29 times as large
 REST = 2.0**32
-# a loss above this fraction of an output's RMS is more than one last rounding (to a dtype wider than fp8)
+# a loss above this fraction of an output's RMS is more than the final rounding (to a dtype wider than fp8)
 LOST = 2.0**-8
 ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
 
 
 class OutputError(BaseModel):
-    """One output's result: error ratios to the yardstick, slope on the truth, and the fault.
+    """One output's result: the ratios of its errors to the yardstick's, its slope when regressed on the
+    truth, and the fault.
 
     ``unequal`` counts the wrong values of an output that must be exact; it is None for other outputs.
     """
@@ -66,8 +67,8 @@ def compare(
     limited: of the RMS errors, of the largest errors, and of the RMS errors in the worst 128x128 tile. For
     outputs narrower than fp32 the slope of the output regressed on the truth is limited too. A value must be
     finite if the truth is finite and fits the output's dtype. In each row, as many values may break this rule
-    as in the yardstick: an fp32 overflow of an intermediate value may hit one value here and its neighbour
-    there.
+    as in the yardstick: an intermediate fp32 overflow may hit one value in the candidate, and its neighbour
+    in the yardstick.
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
     two independent RMS errors over n elements scatters by about 1/sqrt(n), so each limit is multiplied by 1 +
@@ -88,9 +89,9 @@ def compare(
 
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
-    """An output's RMS error over the truth's RMS, and over the yardstick's RMS error, in any dtype. Both are
-    NaN if some values are finite and should not be, or the reverse. Values that ``compare`` excuses are left
-    out."""
+    """An output's RMS error, divided by the truth's RMS and by the yardstick's RMS error, in any dtype. Both
+    results are NaN if some values are finite and should not be, or the reverse. Values that ``compare``
+    excuses are left out."""
     stats, _ = measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
@@ -101,12 +102,13 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """The outputs that are not judged on inputs beyond the typical, each with the largest magnitude that is
-    excused.
+    """The outputs that are not judged on inputs beyond the typical ones, each with the largest magnitude that
+    is excused.
 
     An output is excused at any magnitude if the reference overflows in fp32 or loses more than ``LOST``. If
     the truth is zero but ``jittered`` (of ``reference``) is not, the zero comes only from cancellation in
-    fp64. Then the output is excused up to what cancellation leaves in fp32. Empty for a typical family.
+    fp64. Then the output is excused up to the magnitude that cancellation leaves in fp32. Returns an empty
+    dict for a typical family.
     """
     if family not in BEYOND:
         return {}
@@ -158,7 +160,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    # else the errors of small values come mostly from a rounded operand
+    # if coarse, the errors of small values come mostly from a rounded operand
     if limits.values and not stats.coarse:
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")

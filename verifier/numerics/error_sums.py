@@ -1,4 +1,4 @@
-"""Sums over an output's errors and over those of its yardstick, on which the error gate decides."""
+"""Sums of an output's errors and of its yardstick's errors, from which the error gate decides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COARSE = 2.0**-14
 
 @dataclass
 class ErrorSums:
-    """Sums over one output on which the gate decides. g is the output, t the truth; e and r are the errors of
-    g and of the yardstick."""
+    """Sums over the elements of one output. g is the output and t the truth; e is the error of g, and r that
+    of the yardstick."""
 
     count: int
     e2: float = 0.0
@@ -44,8 +44,8 @@ class ErrorSums:
 
     @property
     def effective(self) -> float:
-        """The effective number of elements in the yardstick's error. It equals n if all errors are equally
-        large."""
+        """The effective number of elements in the yardstick's error. It equals ``count`` if all errors are
+        equally large."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
@@ -82,8 +82,8 @@ class TileSums:
 
 
 def measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[ErrorSums, TileSums]:
-    """The sums over an output [R, C] and over its tiles. ``dtype``: the output's; values of the truth outside
-    its range are left out."""
+    """The sums over an output [R, C] and over its tiles. ``dtype``: the output's dtype; values of the truth
+    outside its range are left out."""
     stats = ErrorSums(count=truth.numel())
     rows = rows_at_once(truth)
     parts = [

@@ -49,8 +49,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the open sides. The program is judged on these inputs as on any
-    others.
+    """Search the domain for inputs that need the open sides (those that no run has needed yet). The program
+    is judged on these inputs as on any others.
 
     Raises Failed if the program is wrong on such inputs, or if no inputs of the domain need a side.
     """
@@ -116,14 +116,14 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
                 if change > max(factor, 1 / factor) ** STEEPEST - 1 + NOISE:
                     raise Failed(
                         "size_choice",
-                        f"outputs jump with {', '.join(changed)} at case {case.name}: {change:.2g} of them "
-                        f"where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
+                        f"outputs jump with {', '.join(changed)} at case {case.name}: by {change:.2g} of "
+                        f"their RMS where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
                     )
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Take the scalars that depend on nothing but sizes. Compute them for every value of one dim up to twice
-    the case's; the other dims keep the case's values."""
+    """Raise Failed if a scalar that depends only on sizes jumps. It is computed for every value of one dim up
+    to twice the case's; the other dims keep the case's values."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
     used: set[int] = set()  # nodes with at least one reader that depends on more than sizes
@@ -146,8 +146,8 @@ def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> N
             at = int(extents[1:][jumps][0])
             raise Failed(
                 "size_choice",
-                f"a scalar made of sizes jumps where {dim} is {at}, beside case {case.name}'s other sizes; "
-                "use sizes as a mean does",
+                f"a scalar made of sizes jumps where {dim} is {at} and other sizes are those of case "
+                f"{case.name}; use sizes as a mean does",
             )
 
 

@@ -2,7 +2,7 @@
 
 Both use the same drawn inputs. Nothing is rounded: the backward reads the forward's stored tensors in fp64.
 The remaining error is fp64's, which grows where small values are differences of large ones. To learn how
-large it may be, both run again in fp32, and the last bits of the stored tensors are changed.
+large this error may be, both run again in fp32, on stored tensors whose last bits were changed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _autograd(
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The gradients computed by the formulas of head and backward."""
+    """The gradients that the spec's formulas compute: those of its head, if any, and those of its
+    backward."""
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:

@@ -20,9 +20,8 @@ from coda_agent.verifier.spec.parts import TensorSpec
 
 class _Drawn(NamedTuple):
     """One input that a family changes: its values by a normal init, before the cast, and how the spec uses
-    it.
-
-    ``rows`` gives the same random numbers for every input of one draw; ``own`` gives each input its own.
+    it. The generator ``rows`` gives every input of one draw the same random numbers; ``own`` gives each input
+    different ones.
     """
 
     values: Tensor

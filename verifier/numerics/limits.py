@@ -25,7 +25,7 @@ class ErrorLimits:
     fp32_element: float = 8.0
     deviations: float = 4.0  # slack for statistics over few elements, in standard deviations
     shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit roundings
-    # limit on a value's error over the yardstick's worst error at values no larger
+    # limit on a value's error, relative to the yardstick's worst error at values up to that size
     values: float | None = None
     loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
     effective: bool = False  # whether to count only elements that make up the yardstick's error
@@ -60,7 +60,7 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
 USUAL = ErrorLimits()
 # Limits for outputs left in fp32. Another order of operations costs a few times the reference's loss, whereas
 # wrong mathematics costs far more. If one matmul reads another's rounded result, that rounding causes nearly
-# all of the loss, and every kernel shares it.
+# all of the loss, in every kernel; then ``shared`` applies.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # Families in which exponentials make a few values of an output larger than all others together. A ratio of
 # two RMS errors would compare only these few values, and say nothing about the mathematics. So each value is

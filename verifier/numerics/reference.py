@@ -1,8 +1,8 @@
 """Run a spec's reference: in fp64 for the truth, in fp32 for the yardstick.
 
-The spec's owner wrote the reference, so its code is trusted. Its names are checked only to report a typing
-error with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that this gives the
-same result.
+The spec's owner wrote the reference, so its code is trusted. Its names are checked only so that a misspelled
+name is reported with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that this
+gives the same result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # bytes that a block and its temporaries may take
-# A matrix may be as large as the product of two extents. If AMPLE of them fit in memory, the shapes of the
-# reference's intermediate tensors are not inspected, which saves 2 s of PyTorch's imports.
+# A matrix may be as large as the product of two extents. If AMPLE such matrices fit in memory, the shapes of
+# the reference's intermediate tensors are not inspected. This saves 2 s of PyTorch imports.
 AMPLE = 8
 TEMPORARIES = 6  # a guess at how many tensors of a block's size a reference keeps alive at once
 TEXT = "<reference>"
@@ -37,13 +37,14 @@ Function = Callable[..., dict[str, Tensor]]
 Product = Callable[[Tensor, Tensor], Tensor]  # the matmul of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference can raise any exception. Each one counts as a fault of the reference, also a failed assertion.
+# A reference can raise any exception. Each one counts as a fault of the reference, including a failed
+# assertion.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks. ``whole``: the reference uses the full size of
-    this dim as a number."""
+    """A dim along which a reference may be cut into blocks. ``whole``: each block gets the full size of this
+    dim as the dim's value, not the block's size."""
 
     name: str
     whole: bool
@@ -77,7 +78,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # of two functions of one name, torch.nn.functional's is taken, whose signature is friendlier
+    # torch.nn.functional comes last, so it wins for names in both modules: its signatures are friendlier
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -92,8 +93,8 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
 
 
 def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Compute all inputs of a spec from its drawn inputs. For a backward, the forward and head run in fp64,
-    and each tensor that they store is rounded once."""
+    """Compute all inputs of a spec from its drawn inputs. For a backward, the parts before it (its forward
+    and its head, as in ``Spec``) run in fp64, and each tensor that they store is rounded once."""
     known = dict(drawn)
     for part in (spec.before, spec.head):
         if part:
@@ -140,8 +141,8 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The outputs of ``fp32``, each rounded once to its dtype. Every kernel makes an error of about this
-    size."""
+    """The outputs of ``fp32``, each rounded once to its dtype. Their distance from the oracle is about the
+    error that every kernel must make."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)

@@ -66,8 +66,8 @@ def slips(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_experts(spec: Spec, text: str) -> Texts:
-    """Begin each expert one row early or late, give all rows to the first, drop each expert's last row, or
-    take the experts' matrices, or the rows that they gather, in another order."""
+    """Begin each expert's rows one row early or late; give all rows to one expert; drop each expert's last
+    row; or reorder the experts' matrices or the rows that they gather."""
     for name in (n for n, t in spec.inputs.items() if t.init.offsets is not None):
         ends = f"cat([{name}[:1], {{}}, {name}[-1:]])"
         late, early = f"({name}[1:-1] + 1).clamp(max={name}[-1])", f"({name}[1:-1] - 1).clamp(min=0)"

@@ -1,4 +1,4 @@
-"""Search for inputs that need a side of a choice which no earlier run needed.
+"""Search for inputs that need those sides of choices that no earlier run needed.
 
 Draws are independent. Each input is typical, stretched, or near a constant of the program; at most one input
 is scaled much further. In some draws only the first column of each matrix is nonzero, so that each value of a

@@ -77,7 +77,7 @@ def hidden(
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     """Yield sizes for a CPU in which one dim has an extent from a case, and all others are short. There is
-    one set for each such extent. They detect programs that behave differently from some extent on.
+    one set for each such extent. They detect programs that behave differently above some extent.
 
     Static dims are those of that case, rows are aligned, and the short extents all differ. The long dim is
     halved until every tensor has at most ``ELEMENTS`` elements. Extents that ``hidden`` draws on a CPU are
@@ -284,7 +284,7 @@ def _drawn(
     for dim, factor in reach.items():
         most = max(1, largest // factor)
         fewest = math.ceil(most * least)
-        # Draw random sizes until all have the alignment that they need; row dims need none.
+        # The caller draws until all sizes have the alignment that they need; row dims need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(fewest, most)
         whole = drawn // step * step

@@ -16,11 +16,13 @@ from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
 # The largest power of two for one input if all others are typical. Its products with the others still fit in
-# fp32, and a later scale makes them small again.
+# fp32, and a later factor in the program may bring them back to a usual size.
 FAR = 60.0
-ZEROS = 1 / 16  # fraction of a tensor's values in "ends" that become zero (if legal) or one end of the domain
-NEAR = 2.0**24  # only ends of the domain of at most this magnitude are drawn
-TURNS = 12  # consecutive seeds in which a scalar takes each of its 1, 2 or 3 ends equally often
+# in the family "ends": fraction of a tensor's values that become zero (if legal), and fraction for each end
+ZEROS = 1 / 16
+NEAR = 2.0**24  # an end of the domain beyond this magnitude is not used as a value
+# in this many consecutive seeds, a scalar takes each of its 1 to 3 ends, and its scaled value, equally often
+TURNS = 12
 
 
 class Typical(NamedTuple):
@@ -55,8 +57,8 @@ def _loud(of: Typical) -> Tensor:
 
 
 def _mixed(of: Typical) -> Tensor:
-    """Scale all values by one factor, larger or smaller than 1, with either sign. Draw integers over the
-    whole domain, or count from a random start."""
+    """Scale floats by one factor, larger or smaller than 1, with either sign. Draw integers over the whole
+    domain; if ``init`` counts, shift its values to a random start."""
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -66,9 +68,9 @@ def _mixed(of: Typical) -> Tensor:
 
 
 def _ends(of: Typical) -> Tensor:
-    """Scale each value of a vector, and each row of a matrix, by a factor of its own; replace some values by
-    an end of the domain, or by zero. A scalar has only one value: the seed selects an end, zero, or the
-    scaled value, in turn."""
+    """Scale each value of a vector, and each row of a matrix, by its own factor. Replace some values by an
+    end of the domain, or by zero. A scalar has only one value: the seed selects an end, zero, or the scaled
+    value, in turn. Draw integers at all distances from the low end, and some at an end."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -99,13 +101,13 @@ BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """A family's values, all of them legal. If ``init`` ignores a value, a share of them has that value."""
+    """A family's values, moved into the domain (``legal``)."""
     return legal(of, STRETCHED[family](of))
 
 
 def legal(of: Typical, values: Tensor) -> Tensor:
-    """Move values into the domain: adjust their signs first, then their magnitudes. If ``init`` ignores a
-    value, a share of the values becomes that value."""
+    """Move values into the domain: adjust their signs first, then their magnitudes. If ``init`` has an
+    ``ignored`` value (such as -100 for targets), replace a fixed share of the values by it."""
     if of.low >= 0 and not _integral(of):
         values = values.abs()
     values = values.clamp(of.low, of.high)

@@ -1,4 +1,4 @@
-"""The trial when a spec is loaded: run reference and baseline at tiny sizes, and report a mistake with its
+"""Try a spec when it is loaded: run its reference and baseline at tiny sizes, and report a mistake with its
 line."""
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
     except BadReference as error:
         if spec.baseline is not None:
             raise
-        message = f"{error.message}; it is measured on inputs of their own dtypes: give a baseline with casts"
+        message = f"{error.message}; it is timed on inputs in their own dtypes: give a baseline with casts"
         raise BadReference(message, error.line) from None
 
 
 def _check_rows(spec: Spec) -> None:
-    """Raise BadReference if an input has rows that bulk copies cannot read in some case; no kernel could be
-    accepted then."""
+    """Raise BadReference if TMA cannot read an input's rows in some case, because then no kernel could be
+    accepted."""
     for case in spec.cases:
         for name, tensor in spec.inputs.items():
             columns = tensor.shape[-1](case.sizes) if len(tensor.shape) >= 2 else 0
@@ -73,8 +73,8 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
-    """The failure. If the reference runs where dims are multiples of some number, the message adds that
-    number. No program could implement such a spec, because a kernel's types hold at every size."""
+    """Return the failure. If the reference runs only where dims are multiples of some number, add that number
+    to the message. No program could implement such a spec, because a kernel's types hold at every size."""
     number, needed = _multiple(spec)
     if not number:
         return failed

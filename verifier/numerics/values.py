@@ -70,7 +70,7 @@ def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) 
 
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
     """Put both ends of an integer range somewhere among the values, if there are at least two values. A wrong
-    comparison affects only the first or last word of a vocabulary, and random draws hardly ever contain
+    comparison may affect only the first or last word of a vocabulary, and random draws hardly ever contain
     these."""
     half = values.numel() // 2
     if half:
@@ -87,9 +87,9 @@ def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str,
     """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected: each
     is a prime times the dim's number in ``times``, or else 2.
 
-    Integers are drawn as the spec says; if it ignores a value, the last ones have that value. All other
-    inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range of
-    integers is empty at these sizes.
+    Integers are drawn as the spec says; if it has an ``ignored`` value, its last entries get that value. All
+    other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range
+    of integers is empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))

@@ -41,8 +41,8 @@ class SpecError(InvalidInput):
 
 
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """Read a model from a YAML file, and run ``check`` on it. Raises SpecError, also in place of a
-    BadReference from ``check``."""
+    """Read a model from a YAML file, and run ``check`` on it. Raises SpecError; a BadReference from ``check``
+    becomes a SpecError too."""
     path = Path(path)
     return of_text(path, _text(path), kind, check)
 
@@ -50,7 +50,7 @@ def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> K
 def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
     """Like ``read``, for text that was already read from ``path``."""
     if len(text) > LARGEST:
-        raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
+        raise SpecError(path, None, f"has more than {LARGEST} characters; a spec describes one operator")
     tree = _tree(path, text, kind)
     _check_numbers(path, tree, 1)
     try:

@@ -64,7 +64,7 @@ class Spec(Declared):
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
-        # exclude_none keeps the hashes of specs that do not use forms of init added later
+        # with exclude_none, adding a form of init does not change the hashes of specs that do not use it
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = _hashed_tensors(getattr(self, kind))

@@ -162,8 +162,8 @@ def _check_solvable(spec: Declared) -> None:
 def _check_columns(spec: Declared) -> None:
     for name, output in spec.outputs.items():
         if missing := missing_static(output.shape, spec.inputs.values(), spec.static):
-            said = f"output {name} has {output.shape[-1]} columns, as no product of these inputs; a range of"
-            remedy = f"a product's columns has a static width: add {', '.join(missing)} to static"
+            said = f"output {name} has {output.shape[-1]} columns, as no product of these inputs has; a range"
+            remedy = f"of a product's columns needs a static width: add {', '.join(missing)} to static"
             raise fault(f"{said} {remedy}", "outputs", name, "shape", 1)
 
 
@@ -171,9 +171,9 @@ def missing_static(shape: Sequence[Dim], inputs: Iterable[Shaped], static: Seque
     """The dims that must be static if an output of this shape can only be a range of a tile's columns;
     nothing if a kernel can compute it otherwise.
 
-    A tile has as many columns as an input's axis has elements, times a power of two (``pairs``, ``join``).
-    A statistic has one column for each head. Heads have at least HEAD_GRAIN columns, so narrower ones would
-    take a product several times as wide. Sizes are compared with numbers in place of static dims.
+    A tile has as many columns as an input's axis has elements, times a power of two (``pairs``, ``join``). A
+    statistic has one column for each head. Without static dims, a head has at least HEAD_GRAIN columns, and a
+    product at most four times an input's extent. To compare sizes, static dims are replaced by numbers.
     """
     columns, numbers = shape[-1], dict(zip(static, count(1009, 2), strict=False))
     missing = tuple(sorted(columns.names - {*static}))
@@ -309,7 +309,7 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
         raise fault(message, place)
     for name in spec.outputs:
         if not (name.startswith("d_") and name[2:].removesuffix(PARTS) in floats):
-            message = f"output {name!r} is the gradient of no float that is drawn; name it d_ and the input"
+            message = f"output {name!r} is not the gradient of a drawn float input; name it d_ and the input"
             raise fault(message, "outputs", name)
 
 
