@@ -240,8 +240,8 @@ class _Measuring:
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
         """Whether an arm with its current key has figures from this process, or a failure from any process
-        (which would repeat itself). Results from before a change of the row, the reference arm or this arm do
-        not count, even if the change was undone, because no table shows them."""
+        (which would repeat itself). Results older than a change of the row, the reference arm or this arm do
+        not count, because no table shows them. This holds even if the change was undone."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):

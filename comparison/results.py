@@ -32,8 +32,9 @@ class _ResultsModel(BaseModel):
 
 
 class Loss(_ResultsModel):
-    """One output's distance from the truth: its RMS error over the truth's RMS, and over the yardstick. The
-    yardstick is the error that every kernel must make; for a layer, it is the error of eager PyTorch."""
+    """One output's distance from the truth: its RMS error relative to the truth's RMS, and relative to the
+    yardstick. The yardstick is the error that every kernel must make; for a layer, it is the error of eager
+    PyTorch."""
 
     relative: Error
     yardsticks: Error

@@ -39,15 +39,16 @@ THROUGH = "through"  # the output by which a chain also returns its stream
 
 
 class Begun(NamedTuple):
-    """A norm of a stream [M, D], up to its row scaling, which the next matmul's epilogue applies. ``hg``: the
-    stream times the norm's weight. ``rstd``: the reciprocal RMS [M] in fp32. Autograd does not see either."""
+    """A norm of a stream [M, D] without its row scaling, which the next matmul's epilogue applies. ``hg``:
+    the stream times the norm's weight. ``rstd``: the reciprocal RMS [M] in fp32. Autograd does not see
+    either."""
 
     hg: Tensor
     rstd: Tensor
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
-    """Compute a norm of a stream [M, D] up to its row scaling in PyTorch, with ``hg`` in ``dtype``."""
+    """Compute a norm of a stream [M, D] without its row scaling in PyTorch, with ``hg`` in ``dtype``."""
     with torch.no_grad():
         return Begun(*_begun(x, gamma, eps, dtype))
 
@@ -181,8 +182,8 @@ class Link:
         self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """The chain's results, then the outputs without gradients. Pass the tensors from ``begun`` as ``hg``
-        and under the chain's own name for rstd. Raises NoBackward under torch.func."""
+        """Return the chain's results, then the outputs without gradients. Pass the tensors from ``begun`` as
+        ``hg`` and under the chain's own name for rstd. Raises NoBackward under torch.func."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:

@@ -130,9 +130,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """Return the result of ``after_attention``, and the next norm of that result up to its row scaling, which
-    ``before_attention`` accepts. No gradient passes through this ``Begun``: ``before_attention`` computes the
-    gradient of the whole norm."""
+    """Return the result of ``after_attention``, and the next norm of that result without its row scaling,
+    which ``before_attention`` accepts. No gradient passes through this ``Begun``: ``before_attention``
+    computes the gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -161,7 +161,7 @@ def before_attention(
 ) -> Tensor:
     """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates
     columns 0 to ``turned`` - 1; the two columns of each rotated pair must be adjacent (see ``rotary_pairs``).
-    ``table`` cannot be combined with ``bias``. ``begun_norm``: this norm of ``x`` up to its row scaling, if
+    ``table`` cannot be combined with ``bias``. ``begun_norm``: this norm of ``x`` without its row scaling, if
     ``after_attention_with_next_norm`` has computed it."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     (made,) = link(**given)

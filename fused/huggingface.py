@@ -256,7 +256,7 @@ def _attended(
 def _heads(
     layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor], cached: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return queries and keys, normalized and rotated, values, and the stream. The first three are
+    """Return queries and keys (normalized and rotated), values, and the stream. The first three are
     [sequences, heads, length, width]. ``angles``: cosines and sines."""
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
@@ -346,7 +346,7 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
 
 
 def _begins_next(layer: Any, how: Settings) -> bool:
-    """Whether the layer computes the next layer's norm up to its row scaling (see ``stack``)."""
+    """Whether the layer computes the next layer's norm without its row scaling (see ``stack``)."""
     if how.next_norm is None:
         return False
     if why := stack.refusal(layer, how.next_norm):

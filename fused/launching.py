@@ -150,7 +150,7 @@ class Launcher:
         return None if plan is None else self._run(plan, arguments)
 
     def __call__(self, how: Typed, inputs: Mapping[str, Any], dims: Mapping[str, int] = NONE) -> list[Tensor]:
-        """New outputs, computed on the current stream of the device that all tensors share. Raises
+        """Return new outputs, computed on the current stream of the device that all tensors share. Raises
         LaunchError."""
         program, names = how.program, self.names
         if how.wide:

@@ -154,7 +154,7 @@ def _pass(
 def _factors(
     lse: Tensor, shift: Tensor, target: Tensor, logit: Tensor, total: Tensor, over: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return each row's factor of its exponentials, and its factor of its target's weight. Also return
+    """Return, for each row, the factor of its exponentials and the factor of its target's weight. Also return
     ``total`` plus the rows' losses, and whether exponentials may have overflowed, here or before
     (``over``)."""
     counts = target != IGNORED

@@ -1,5 +1,5 @@
-"""A whole RMSNorm in one pass forward and one backward, for a model's last norm, which no GEMM kernel
-fuses."""
+"""Compute a whole RMSNorm in one pass forward and one backward. A model's last norm needs it, because no GEMM
+kernel contains that norm."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coda_agent.fused.pointwise import fused_on_gpu
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * gamma`` for ``x`` [..., D] and ``gamma`` [D], in the dtype of ``x``. Everything is
-    computed in fp32 and rounded once. There is no second derivative."""
+    """Compute ``x / rms(x) * gamma`` for ``x`` [..., D] and ``gamma`` [D], in the dtype of ``x``. Everything
+    is computed in fp32 and rounded once. There is no second derivative."""
     if torch.compiler.is_compiling():
         return _normed(x, gamma, eps)[0]
     made: Tensor = _WholeNorm.apply(x, gamma, eps)

@@ -71,8 +71,8 @@ class PatchedForward:
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
     """Let fused parts compute the decoder layers, the last norm and the training loss of Hugging Face's
     Llama, Mistral, Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched,
-    it is patched anew. ``stack``: each layer also computes the next layer's norm up to its row scaling, if it
-    can read that norm's weight. Otherwise the next layer computes its whole norm.
+    it is patched anew. ``stack``: each layer also computes the next layer's norm without its row scaling, if
+    it can read that norm's weight. Otherwise the next layer computes its whole norm.
 
     ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
     reorders them. Without gradients, copies are kept until ``unpatch``, and take nearly as much memory as the
@@ -122,7 +122,7 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
-    """Say why a layer cannot compute the following layer's norm up to its row scaling; return "" if it
+    """Say why a layer cannot compute the following layer's norm without its row scaling; return "" if it
     can."""
     if not huggingface.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
@@ -155,7 +155,7 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
         _row(layer, "attention", "", "the model's own"),
         _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
         _row(layer, "norm, MLP, residual", after, why["mlp"]),
-    ] + [_row(layer, "next layer's norm, up to its row scaling", after, no_next)] * (following is not None)
+    ] + [_row(layer, "next layer's norm, without its row scaling", after, no_next)] * (following is not None)
 
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:

@@ -92,7 +92,7 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
 
 
 def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """``order`` without constants and static dims. Raises ValueError if it does not fit the program."""
+    """Remove constants and static dims from ``order``. Raises ValueError if it does not fit the program."""
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):

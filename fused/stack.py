@@ -1,4 +1,4 @@
-"""Whole-stack mode: the last kernel of a layer also computes the next layer's norm up to its row scaling,
+"""Whole-stack mode: the last kernel of a layer also computes the next layer's norm without its row scaling,
 which saves a pass.
 
 This norm is an attribute of the residual stream that the layer returns. The next layer removes the attribute,
@@ -20,8 +20,8 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 
 class BegunFor(NamedTuple):
-    """A norm of a stream, computed up to its row scaling. ``norm``: the norm's module. ``changes``: how often
-    the stream had been changed in place by then."""
+    """A norm of a stream, computed without its row scaling. ``norm``: the norm's module. ``changes``: how
+    often the stream had been changed in place by then."""
 
     norm: nn.Module
     begun: Begun
@@ -58,7 +58,7 @@ def _change(hooks: Mapping[int, Any]) -> bool:
 
 
 def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
-    """Say why a layer cannot compute the next layer's norm up to its row scaling; return "" if it can.
+    """Say why a layer cannot compute the next layer's norm without its row scaling; return "" if it can.
     ``sharded``: FSDP shards the weights while the layer does not run."""
     own, other = layer.post_attention_layernorm.weight, norm.weight
     if _change(layer._forward_hooks):

@@ -81,8 +81,8 @@ def _durations(rows: Rows) -> None:
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
     """Raise Failed if the lower bound of the speedup on a deciding case does not exceed the threshold. Raise
-    InvalidMeasurement if a time is shorter than the hardware allows, or if the measurement is too small for
-    an acceptance: too few processes or rounds, or a warm L2."""
+    InvalidMeasurement if a time is shorter than the hardware allows. Also raise it if the measurement is too
+    weak for an acceptance: too few processes or rounds, or a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:

@@ -153,7 +153,7 @@ class CudaClock:
 
     MIN_HEAD_START = 100e-6
     MAX_HEAD_START = 5e-3  # limit for a first call that compiles, during which the GPU must not idle longer
-    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; more if twice the L2 is more
+    FLUSH_BYTES = 256 << 20  # as in triton's do_bench; twice the L2 if that is more
     CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that no spin is too short
 
     def __init__(self) -> None:

@@ -101,8 +101,8 @@ def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], 
 
 
 def _column(line: TableRow, name: str) -> tuple[str, ...]:
-    """A column's cells. One gives the number of processes that measured the ratio or, without a ratio, the
-    time."""
+    """A column's cells. One of them is the number of processes that measured the ratio or, without a ratio,
+    the time."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)

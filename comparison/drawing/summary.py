@@ -55,9 +55,9 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """A column of human-written kernels of two kinds: kernels of the library itself (``own``), and ``other``
-    ones, which we composed or which need passes of PyTorch. ``which``: whether an operator's kernel is of the
-    other kind. ``drawn``: how a chart describes the other kind."""
+    """A column with two kinds of human-written kernels. ``own``: the library's own kernels. ``other``:
+    kernels that we composed, or that need passes of PyTorch. ``which``: whether an operator's kernel is of
+    the other kind. ``drawn``: how a chart describes the other kind."""
 
     own: Kind
     other: Kind

@@ -1,7 +1,7 @@
 """The layer as the package ``fused`` computes it under torch.compile: the forward and the derived backward.
 
-The layer's input includes its first norm up to the row scaling, and the layer computes the next layer's norm
-as far (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
+The layer's input includes its first norm without the row scaling, and the layer computes the next layer's
+norm likewise (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coda_agent.fused.chains import Begun, begun
 
 
 class BegunStream(NamedTuple):
-    """The residual stream [tokens, D], and its next norm up to the row scaling."""
+    """The residual stream [tokens, D], and its next norm without the row scaling."""
 
     h: Tensor
     begun: Begun

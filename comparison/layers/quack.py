@@ -1,4 +1,4 @@
-"""The layer with QuACK's own functions (quack-kernels 0.6.5), which its modules call: the norms, the linear
+"""The layer with the functions that QuACK's own modules call (quack-kernels 0.6.5): the norms, the linear
 layers, the rotation and the MLP. QuACK has no attention; PyTorch computes that, and the last addition.
 
 QuACK tunes its GEMMs during the first calls. One call rotates q and k of the joint projection into a new

@@ -70,7 +70,7 @@ def test_every_part_of_a_layer_runs_fused(family: str, stack: bool, where: Where
     assert len(ran) == 2 * len(forward) - 1  # the loss computes its gradients in the forward
     said = {row.part: row.runs for row in table}
     assert said["norm, MLP, residual"] == said["norm, queries, keys, values"] == "fused"
-    assert said.get("next layer's norm, up to its row scaling") == ("fused" if stack else None)
+    assert said.get("next layer's norm, without its row scaling") == ("fused" if stack else None)
     assert said["norms of heads, rotation" if family == "Qwen3" else "rotation"] == "fused"
     assert said["last norm"] == "fused" and "forward" in vars(model.model.norm)
     assert said["attention"] == "PyTorch" and "the model's own" in str(table)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from coda_agent import fused
 from coda_agent.fused import chains, huggingface, stack
 
-PART = "next layer's norm, up to its row scaling"
+PART = "next layer's norm, without its row scaling"
 Change = Callable[[Any], object]
 
 

@@ -220,8 +220,8 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # Inference mode is off, as in numerics.reference: in that mode ``linear`` would arrive here as one
-    # operation, not as the matmul that it is decomposed into.
+    # Inference mode is off, as in numerics.reference: in that mode, ``linear`` would arrive here as one
+    # operation, not yet decomposed into a matmul.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

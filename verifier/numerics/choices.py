@@ -1,11 +1,11 @@
 """Check that each side of each choice in a program matters on some tried input.
 
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
-a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: some inputs must make the
-program pass the error gate as it is, and fail if the other side is forced. A function like sigmoid counts as
-a choice too, because it is constant far from zero and a straight line near zero: 1e9 * tanh(v / 1e9) is a
-clamp. So the program must fail on some inputs if the function is replaced by its limits, and on some if it is
-replaced by its tangent at zero.
+a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: there must be inputs on
+which the program passes the error gate, but fails if the other side is forced. A function like sigmoid counts
+as a choice too, because it is constant far from zero and a straight line near zero. For example, 1e9 * tanh(v
+/ 1e9) acts as a clamp. So the program must fail on some inputs if the function is replaced by its limits, and
+on some if it is replaced by its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
 Where the second form cancels, the gate may still pass it, because the gate's limits allow for larger values'

@@ -63,21 +63,21 @@ def compare(
 
     ``got``: the candidate's outputs. ``truth``: the outputs of ``reference.oracle``. ``yard``: the outputs of
     ``reference.yardstick``. All must come from one kind of device, because fp32 sums lose more on tensor
-    cores than on a CPU. For each output, three ratios of the candidate's error to the yardstick's are
-    limited: of the RMS errors, of the largest errors, and of the RMS errors in the worst 128x128 tile. For
-    outputs narrower than fp32 the slope of the output regressed on the truth is limited too. A value must be
-    finite if the truth is finite and fits the output's dtype. In each row, as many values may break this rule
-    as in the yardstick: an intermediate fp32 overflow may hit one value in the candidate, and its neighbour
-    in the yardstick.
+    cores than on a CPU. For each output, the gate compares three errors of the candidate with the
+    yardstick's, and limits their ratios: the RMS error, the largest error, and the RMS error of the worst
+    128x128 tile. For outputs narrower than fp32, it also limits the slope of the output regressed on the
+    truth. A value must be finite if the truth is finite and fits the output's dtype. In each row, as many
+    values may break this rule as break it in the yardstick. The reason is that an intermediate fp32 overflow
+    may hit one value in the candidate, and its neighbour in the yardstick.
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
-    two independent RMS errors over n elements scatters by about 1/sqrt(n), so each limit is multiplied by 1 +
-    4/sqrt(n), where n counts the elements of the output or of the tile. That is 3% for a full tile, and
-    almost nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
+    two independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +
+    4/sqrt(n), where n counts the elements of the output or tile. That is 3% for a full tile, and almost
+    nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
     sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
-    says little, so limits are 2**(10/n) times as wide: at M = 1 a row's sum is rejected if it is wrong by
-    about 0.1% or more. The values of a row share errors from their common inputs, so for m rows the slack is
-    multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If it
+    says little, so limits are 2**(10/n) times as wide. At M = 1, a row's sum is then rejected if it is wrong
+    by about 0.1% or more. The values of a row share errors from their common inputs, so for m rows the slack
+    is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If it
     were exactly zero, no other order of summation could pass.
 
     Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is

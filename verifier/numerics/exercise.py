@@ -152,8 +152,8 @@ def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> N
 
 
 def _change(a: Tensor, b: Tensor) -> float:
-    """The RMS difference over the smaller of the two RMS, for values that are finite in both; 0 if there are
-    none."""
+    """The RMS of the difference, relative to the smaller RMS of the two. Only values that are finite in both
+    count; 0 if there are none."""
     usable = a.isfinite() & b.isfinite()
     a, b = a[usable].double(), b[usable].double()
     least = min(float(a.norm()), float(b.norm()))

@@ -27,7 +27,8 @@ NARROWER = 2.0**-20
 
 
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
-    """The gradients of a backward that differ from autograd's, with the RMS error of each over the true RMS.
+    """The gradients of a backward that differ from autograd's, with each one's RMS error relative to the true
+    RMS.
 
     Empty for a spec that has no forward. ``beyond``: inputs are not typical. Then gradients that depend too
     much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.

@@ -77,7 +77,7 @@ def _outliers(of: _Drawn) -> Tensor:
 
 
 def _zeros(of: _Drawn) -> Tensor:
-    """Set an eighth of the activations' rows to zero, and scale a quarter to near sqrt(eps), where eps
+    """Set an eighth of the activations' rows to zero. Scale another quarter to near sqrt(eps), where eps
     changes the result most."""
     if not of.activation or not of.values.dim():
         return of.values
@@ -109,8 +109,9 @@ def _tails(of: _Drawn) -> Tensor:
 
 
 def _spikes(of: _Drawn) -> Tensor:
-    """Put one value of either sign, 32 to 4096 times the usual size, into an eighth of the activations' rows,
-    as in the residual streams of trained models. A clamp or a narrow range loses this value."""
+    """Put one large value into each of an eighth of the activations' rows: 32 to 4096 times the usual size,
+    with either sign. The residual streams of trained models have such values. A clamp or a narrow range loses
+    them."""
     if not of.activation or not of.values.numel() or of.values.dim() < 2:
         return of.values
     rows = of.values.view(len(of.values), -1)
@@ -160,7 +161,7 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
-# Families that also run on a GPU where the truth is quick to compute.
+# The families that run on a GPU if the truth is quick to compute.
 EVERY = (*FAMILIES, *STRETCHED)
 
 

@@ -24,8 +24,8 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
 
     If a program can express a mutant, it is judged like a run of the interpret gate; otherwise like a run on
     a GPU. The families and limits are those of that gate. The list is empty for a strong spec. Small sizes on
-    a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family, up to
-    the order of roundings.
+    a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family,
+    except for rounding.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):

@@ -50,14 +50,14 @@ def hidden(
     """Sizes that the spec's kernels must support in addition to its cases; a seed reproduces them.
 
     All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
-    all cases are aligned here too. Other dims are as ragged as allowed, and none equals a case's. Static dims
-    have the sizes of one case. ``rows`` sets the row dims; ``least`` is the smallest fraction of its largest
-    size that a dim may have.
+    all cases are aligned here too. Dims that are not static are no multiples of 64, and none equals its size
+    in a case. Static dims have the sizes of one case. ``rows`` sets the row dims; ``least`` is the smallest
+    fraction of its largest size that a dim may have.
     """
     random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    # for each choice of static dims: the largest extent of each dim
+    # by static dims: for each dim, the largest number by which an extent multiplies it
     reaches: dict[tuple[int, ...], dict[str, int]] = {}
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
@@ -243,8 +243,8 @@ def row_dims(spec: Spec) -> frozenset[str]:
 
 
 def activation_dims(spec: Spec) -> frozenset[str]:
-    """The row dims and, in a spec with experts, the first axis of every two-axis tensor: one dim counts the
-    tokens from which rows are gathered, another the product's rows."""
+    """The row dims. In a spec with experts, also the first axis of every two-axis tensor: one such dim counts
+    the tokens from which rows are gathered, and another counts the product's rows."""
     rows = row_dims(spec)
     matrices = [t for t in _tensors(spec.before or spec) if len(t.shape) == 2] if _experts(spec) else []
     return rows.union(*(t.shape[0].names for t in matrices))

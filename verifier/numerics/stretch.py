@@ -18,7 +18,7 @@ USUAL_REACH = 16.0
 # The largest power of two for one input if all others are typical. Its products with the others still fit in
 # fp32, and a later factor in the program may bring them back to a usual size.
 FAR = 60.0
-# in the family "ends": fraction of a tensor's values that become zero (if legal), and fraction for each end
+# the fraction of a tensor's values that "ends" replaces by zero (if legal), and by each end of the domain
 ZEROS = 1 / 16
 NEAR = 2.0**24  # an end of the domain beyond this magnitude is not used as a value
 # in this many consecutive seeds, a scalar takes each of its 1 to 3 ends, and its scaled value, equally often

@@ -85,9 +85,9 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
 
 def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected: each
-    is a prime times the dim's number in ``times``, or else 2.
+    is a prime times the dim's number in ``times``, which is 2 by default.
 
-    Integers are drawn as the spec says; if it has an ``ignored`` value, its last entries get that value. All
+    Integers are drawn as the spec says. If ``init`` has an ``ignored`` value, the last entries get it. All
     other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range
     of integers is empty at these sizes.
     """

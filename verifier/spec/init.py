@@ -33,11 +33,14 @@ class Normal(Model):
 class Init(Model):
     """The distribution of an input: exactly one of these forms; ``ignored`` goes only with ``integers``.
 
-    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over the
-    integers from low to high - 1, both arithmetic over dims; if ``ignored`` is given, about one value in ten
-    is replaced by it. count: S, arithmetic over dims: value (or row) i is i % S. geometric: [low, high]:
-    value j of n along the last axis is low * (high / low)**(j / n). offsets: T, arithmetic over dims: rising
-    integers from 0 to T, which are the first row of each expert and the end of the last expert's rows.
+    - ``normal: {std: S}``: S is arithmetic over dims.
+    - ``uniform: [low, high]``.
+    - ``integers: [low, high]``: uniform from low to high - 1, both arithmetic over dims. If ``ignored`` is
+      given, it replaces about one value in ten.
+    - ``count: S``: value (or row) i is i % S. S is arithmetic over dims.
+    - ``geometric: [low, high]``: value j of n along the last axis is low * (high / low)**(j / n).
+    - ``offsets: T``: rising integers from 0 to T, arithmetic over dims. They are the first row of each
+      expert, and the end of the last expert's rows.
     """
 
     normal: Normal | None = None

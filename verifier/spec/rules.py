@@ -31,7 +31,7 @@ class Shaped(Protocol):
 
 
 def check(spec: Declared) -> None:
-    """Check every rule, in the order of reading a spec."""
+    """Check every rule, in the order in which a spec is read."""
     _check_names(spec)
     _check_shapes(spec)
     _check_kinds(spec)
@@ -118,8 +118,8 @@ def _check_experts(spec: Declared) -> None:
 
 
 def _check_operands(spec: Declared) -> None:
-    """Check that each fp8 matrix has a partner if there are several: only a gemm reads fp8 matrices, and both
-    operands need rows of the same length."""
+    """If there are several fp8 matrices, check that each has a partner. Only a gemm reads fp8 matrices, and
+    both of its operands need rows of the same length."""
     eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
     for name, inner in eights.items():
         if [*eights.values()].count(inner) < 2 <= len(eights):
@@ -168,8 +168,8 @@ def _check_columns(spec: Declared) -> None:
 
 
 def missing_static(shape: Sequence[Dim], inputs: Iterable[Shaped], static: Sequence[str]) -> tuple[str, ...]:
-    """The dims that must be static if an output of this shape can only be a range of a tile's columns;
-    nothing if a kernel can compute it otherwise.
+    """The dims that must be static if an output of this shape can only be a range of a tile's columns. Empty
+    if a kernel can compute the output otherwise.
 
     A tile has as many columns as an input's axis has elements, times a power of two (``pairs``, ``join``). A
     statistic has one column for each head. Without static dims, a head has at least HEAD_GRAIN columns, and a
@@ -289,8 +289,8 @@ def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
 
 
 def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
-    """Check the names of a backward: each output is the gradient of one of the forward's inputs, and some
-    input is the gradient of a value that the forward assigns."""
+    """Check the names of a backward. Each output must be the gradient of one of the forward's inputs. Some
+    input must be the gradient of a value that the forward assigns."""
     place = "forward"
     for name, tensor in forward.inputs.items():
         if name in (*spec.inputs, *spec.outputs, *spec.dims, *spec.constants):
@@ -323,7 +323,7 @@ def _parsed(text: str, *place: str) -> set[str]:
     """The names that a text assigns. Raises a fault if the text does not parse, or imports anything."""
     try:
         tree = ast.parse(text)
-    # the last two if the text is nested too deeply
+    # RecursionError and MemoryError: the text is nested too deeply
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
