@@ -420,7 +420,7 @@ class _KernelChecker:
                 pass
             case str():
                 if id(node) not in self._texts:
-                    self._refuse("strings are docstrings, keys or arguments, and no operand of a computation")
+                    self._refuse("strings are docstrings, keys or arguments; they cannot be computed with")
             case int(value) if abs(value) > MAX_INTEGER:
                 self._refuse(f"an integer over {MAX_INTEGER:.0e}: write it as a float, such as 1e18")
             case float(value) if not math.isfinite(value):

@@ -123,7 +123,7 @@ def test_honest_files_pass(source: str) -> None:
         ("a = {**x}", "**dict"),
         ("*a, b = x", "*arguments"),
         ("a = f'{x}'", "f-string"),
-        ("a = 'a%s' % x", "not computed with"),
+        ("a = 'a%s' % x", "cannot be computed with"),
         ("a = x % 2", "remainders"),
         ("a = 'a' + 'b'", "strings are docstrings"),
         ("a = 'a'", "strings are docstrings"),
