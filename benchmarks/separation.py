@@ -22,13 +22,13 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics import mutation_score
 from coda_agent.verifier.numerics.error_gate import OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES
 from coda_agent.verifier.numerics.limits import ErrorLimits
-from coda_agent.verifier.numerics.mutants import mutants
-from coda_agent.verifier.numerics.mutation_score import MutationSample
 from coda_agent.verifier.numerics.sizes import hidden, small_sizes
+from coda_agent.verifier.numerics.strength import mutation_score
+from coda_agent.verifier.numerics.strength.mutants import mutants
+from coda_agent.verifier.numerics.strength.mutation_score import MutationSample
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,6 +11,6 @@ from coda_agent.fused import versions
 versions.expect("torch", "quack-kernels", "nvidia-cutlass-dsl")
 
 from coda_agent.fused import functional, modules, ops  # noqa: E402  # these import the packages checked above
-from coda_agent.fused.patching import PatchedPart, Table, patch, unpatch  # noqa: E402
+from coda_agent.fused.huggingface.patching import PatchedPart, Table, patch, unpatch  # noqa: E402
 
 __all__ = ["PatchedPart", "Table", "functional", "modules", "ops", "patch", "unpatch"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
-from coda_agent.fused.pointwise import PointwiseProgram, fused_on_gpu, runs_on_gpu
+from coda_agent.fused.pointwise.programs import PointwiseProgram, fused_on_gpu, runs_on_gpu
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.derive import Derived, all_sizes, derive
 from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coda_agent.fused import heads, loss, ops
+from coda_agent.fused import loss, ops
 from coda_agent.fused.chains import NORMED, Begun, ByHand, Link, begun
+from coda_agent.fused.pointwise import heads
 from coda_agent.fused.reordering import packed as packed
 from coda_agent.fused.reordering import paired as paired
 from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
@@ -46,7 +47,7 @@ BLOCK_NEXT_NORM = {
 
 
 def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    from coda_agent.fused import rotation  # imports Triton
+    from coda_agent.fused.pointwise import rotation  # imports Triton
 
     return rotation.of_a_chain(known, sizes)
 

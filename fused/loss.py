@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.fused import ops
-from coda_agent.fused.pointwise import fused_on_gpu
+from coda_agent.fused.pointwise.programs import fused_on_gpu
 from coda_agent.fused.programs import Order, accepted
 from coda_agent.primitives import column_index, exp, gemm, per_row, row_logsumexp, where
 from coda_agent.primitives.derive.chains import Chain

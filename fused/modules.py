@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from coda_agent.fused import functional, loss
-from coda_agent.fused.norm import rms_norm
+from coda_agent.fused.pointwise.norm import rms_norm
 
 
 def _linear(columns: int, rows: int) -> nn.Linear:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_agent.fused.pointwise import fused_on_gpu, runs_on_gpu
+from coda_agent.fused.pointwise.programs import fused_on_gpu, runs_on_gpu
 
 
 def paired(first: Tensor, second: Tensor) -> Tensor:

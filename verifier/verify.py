@@ -271,8 +271,9 @@ def _first_line(nodes: Iterable[int], lines: Sequence[int | None]) -> int | None
 def _interpret(
     spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None] = ()
 ) -> None:
-    from coda_agent.verifier.numerics import cpu_numerics, exercise
-    from coda_agent.verifier.numerics.choices import Counting, Coverage
+    from coda_agent.verifier.numerics import cpu_numerics
+    from coda_agent.verifier.numerics.strength import exercise
+    from coda_agent.verifier.numerics.strength.choices import Counting, Coverage
 
     seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}

@@ -27,10 +27,11 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.raw.arithmetic import answer
 from coda_agent.primitives.raw.interpreter import LINE, known_words
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.verifier import proposal as proposing
-from coda_agent.verifier import proposal_gates, verify
+from coda_agent.verifier import verify
 from coda_agent.verifier.gates import Progress
-from coda_agent.verifier.proposal import Proposal
+from coda_agent.verifier.proposals import proposal as proposing
+from coda_agent.verifier.proposals import proposal_gates
+from coda_agent.verifier.proposals.proposal import Proposal
 from coda_agent.verifier.report import Accepted, Checked, Measurement, Rejected
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec

@@ -2,7 +2,7 @@
 
 ``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
 first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
-pass (``fused.rotation``). The third has that pass and a backward derived from the forward
+pass (``fused.pointwise.rotation``). The third has that pass and a backward derived from the forward
 (``primitives.derive``). The fourth is the plain layer under ``torch.compile``. All samples of a width are
 added to FILE after the width. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
@@ -30,7 +30,7 @@ from coda_agent.comparison.competitors import COMPILE, PROGRAM
 from coda_agent.comparison.layers.errors import relative, results
 from coda_agent.comparison.layers.layer import Gradients
 from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
-from coda_agent.fused.rotation import rotated_back
+from coda_agent.fused.pointwise.rotation import rotated_back
 from coda_agent.primitives.derive import Derived, chains, derive
 from coda_agent.primitives.derive.chains import Chain
 from coda_agent.primitives.lang.ir import Program
@@ -269,8 +269,8 @@ process, from a cold L2:
 
 - *torch.compile*: the plain layer under `torch.compile`.
 - *By hand*: people arranged the backward from accepted kernels.
-- *By hand, one-pass rotation*: the same, but one Triton kernel (`fused/rotation.py`) computes the rotation's
-  transpose, in place of Inductor's two.
+- *By hand, one-pass rotation*: the same, but one Triton kernel (`fused/pointwise/rotation.py`) computes the
+  rotation's transpose, in place of Inductor's two.
 - *Derived*: `primitives/derive` derives the backward from the forward, as two programs: one of four matmuls
   for the MLP, and one of two for the projection. They were tuned for this measurement; no model edited them.
 

@@ -16,7 +16,8 @@ from checkout import ROOT
 from commanding import Command
 
 from coda_agent.primitives.lang.kernel_file import trace_source
-from coda_agent.verifier import loading, proposal
+from coda_agent.verifier import loading
+from coda_agent.verifier.proposals import proposal
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ import torch
 from layer_parts import EPS, KEYS, TURNED, WIDTH, Where, loss_of
 from torch import Tensor
 
-from coda_agent.fused import ahead, chains, functional, heads, ops
+from coda_agent.fused import ahead, chains, functional, ops
+from coda_agent.fused.pointwise import heads
 from coda_agent.primitives.compiler.lower import lower
 
 D, ROWS = 16, 12

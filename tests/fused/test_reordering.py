@@ -13,7 +13,8 @@ from small_models import tokens, trained
 from torch import Tensor
 
 from coda_agent import fused
-from coda_agent.fused import huggingface, reordering
+from coda_agent.fused import reordering
+from coda_agent.fused.huggingface import layers
 
 WIDTH = 8
 CASES: dict[str, tuple[Callable[..., Tensor], list[int]]] = {
@@ -56,8 +57,8 @@ def test_a_step_may_keep_reordered_weights_for_its_backward(
         made.append(own.__name__)
         return own(*given, **more)
 
-    for own in (huggingface._packed, huggingface._paired):
-        monkeypatch.setattr(huggingface, own.__name__, partial(counted, own))
+    for own in (layers._packed, layers._paired):
+        monkeypatch.setattr(layers, own.__name__, partial(counted, own))
     fused.patch(model, keep_reordered=keeps)
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})

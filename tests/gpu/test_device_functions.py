@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.verifier import proposal_gates
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.proposal import Proposal
-from coda_agent.verifier.proposal_points import FAMILIES
+from coda_agent.verifier.proposals import proposal_gates
+from coda_agent.verifier.proposals.proposal import Proposal
+from coda_agent.verifier.proposals.proposal_points import FAMILIES
 from coda_agent.verifier.report import Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkout import ROOT
 
 from coda_agent import primitives
-from coda_agent.verifier.proposal import Proposal, load
+from coda_agent.verifier.proposals.proposal import Proposal, load
 
 VALUES = ("{0}", "{1}", "{1}")
 PROPOSED = ROOT / "specs" / "primitives"

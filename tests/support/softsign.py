@@ -6,9 +6,9 @@ from pathlib import Path
 
 from spec_files import write_changed
 
-from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.proposal import Proposal
+from coda_agent.verifier.proposals import proposal, proposal_gates
+from coda_agent.verifier.proposals.proposal import Proposal
 from coda_agent.verifier.report import Accepted, Checked, Rejected
 from coda_agent.verifier.spec.model import Spec
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.audit.provenance import problems
 from coda_agent.verifier.decision import central, compared
-from coda_agent.verifier.provenance import problems
 from coda_agent.verifier.report import PROTOCOL
 
 

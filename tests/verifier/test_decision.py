@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
+from coda_agent.verifier.audit.report_audit import unfounded
 from coda_agent.verifier.decision import (
     BASELINE,
     KEPT,
@@ -21,7 +22,6 @@ from coda_agent.verifier.decision import (
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted, Authorship, Ratio, Timing, join
-from coda_agent.verifier.report_audit import unfounded
 from coda_agent.verifier.spec.model import Spec
 
 

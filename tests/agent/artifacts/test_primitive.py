@@ -27,8 +27,8 @@ from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, Refused
-from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.proposals import proposal, proposal_gates
 from coda_agent.verifier.report import Checked, Measured
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec

@@ -30,12 +30,12 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.audit.provenance import problems
 from coda_agent.verifier.decision import BASELINE, KEPT, compared, decide
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import MeasureOptions
-from coda_agent.verifier.provenance import problems
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 

@@ -41,12 +41,12 @@ from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.errors import Absent, InvalidInput, Refused
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.audit.provenance import UNTOLD, problems
 from coda_agent.verifier.decision import KEPT, NO_FASTER, central, compared
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import MeasureOptions
-from coda_agent.verifier.provenance import UNTOLD, problems
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.timing import FEWEST

@@ -10,7 +10,7 @@ import torch
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
-from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.numerics.strength.mutation_score import weak_spots
 from coda_agent.verifier.spec.model import Spec
 
 SPEC: dict[str, Any] = {

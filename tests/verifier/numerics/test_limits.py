@@ -15,7 +15,7 @@ from checkout import ROOT
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.gpu.checks import InputDraw, KernelCase
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics import error_gate, mutation_score, reference
+from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
 from coda_agent.verifier.numerics.limits import (
@@ -28,8 +28,9 @@ from coda_agent.verifier.numerics.limits import (
     of_stored,
     of_unrounded,
 )
-from coda_agent.verifier.numerics.mutants import ReferenceMutant
-from coda_agent.verifier.numerics.mutation_score import MutationSample
+from coda_agent.verifier.numerics.strength import mutation_score
+from coda_agent.verifier.numerics.strength.mutants import ReferenceMutant
+from coda_agent.verifier.numerics.strength.mutation_score import MutationSample
 from coda_agent.verifier.spec.model import Spec
 
 NAME = "gemm_rmsnorm_swiglu"

@@ -21,7 +21,7 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import draw
-from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.numerics.strength.mutation_score import weak_spots
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional, loss
-from coda_agent.fused.huggingface import matmul_dtype, norm_of, not_plain, unfit
-from coda_agent.fused.norm import rms_norm
+from coda_agent.fused.huggingface.layers import matmul_dtype, norm_of, not_plain, unfit
+from coda_agent.fused.pointwise.norm import rms_norm
 
 
 def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bool) -> Any:

@@ -25,11 +25,11 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.raw import arithmetic, interpreter
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.runtime.compile import report
-from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.proposal import SIZES, Proposal
-from coda_agent.verifier.proposal_gates import PrimitiveCase
-from coda_agent.verifier.proposal_points import FAMILIES, draw, errors_of
+from coda_agent.verifier.proposals import proposal, proposal_gates
+from coda_agent.verifier.proposals.proposal import SIZES, Proposal
+from coda_agent.verifier.proposals.proposal_gates import PrimitiveCase
+from coda_agent.verifier.proposals.proposal_points import FAMILIES, draw, errors_of
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.file import SpecError
 

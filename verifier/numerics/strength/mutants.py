@@ -21,8 +21,8 @@ from torch import Tensor
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.verifier.numerics.reference import Product
-from coda_agent.verifier.numerics.reference_mutations import slips
 from coda_agent.verifier.numerics.sizes import TILE
+from coda_agent.verifier.numerics.strength.reference_mutations import slips
 from coda_agent.verifier.spec.model import Spec
 
 Outputs = dict[str, Tensor]

@@ -9,11 +9,11 @@ import torch
 from checkout import ROOT
 
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics import mutants as made
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
-from coda_agent.verifier.numerics.mutants import ReferenceMutant, mutants
-from coda_agent.verifier.numerics.mutation_score import MutationSample, weak_spots
+from coda_agent.verifier.numerics.strength import mutants as made
+from coda_agent.verifier.numerics.strength.mutants import ReferenceMutant, mutants
+from coda_agent.verifier.numerics.strength.mutation_score import MutationSample, weak_spots
 from coda_agent.verifier.spec.model import Spec
 
 pytestmark = pytest.mark.slow

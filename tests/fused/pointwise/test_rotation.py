@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.fused import chains, functional
-from coda_agent.fused.rotation import Three, in_one_pass, plainly
+from coda_agent.fused.pointwise.rotation import Three, in_one_pass, plainly
 
 SHAPES = [(2, 4, 4, 8, 64), (1, 6, 2, 5, 128), (2, 3, 1, 7, 32)]  # sequences, heads, groups, length, width
 HERE = Path(__file__)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_agent.fused.heads import _InOnePass, of_a_chain, plainly
+from coda_agent.fused.pointwise.heads import _InOnePass, of_a_chain, plainly
 
 SHAPES = [(2, 4, 2, 9, 64), (1, 9, 3, 5, 128), (3, 2, 2, 4, 32)]  # sequences, heads, groups, length, width
 HERE, EPS = Path(__file__), 1e-5

@@ -9,13 +9,14 @@ import torch
 import torch._dynamo
 from layer_parts import PARTS, gradients
 
-from coda_agent.fused import chains, functional, pointwise
+from coda_agent.fused import chains, functional
+from coda_agent.fused.pointwise import programs
 
 
 def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     link, seen = functional.ATTENTION_IN[False, True], list[tuple[Any, ...]]()
 
-    class Watched(pointwise.PointwiseProgram):
+    class Watched(programs.PointwiseProgram):
         def __call__(self, inputs: Any, sizes: Any) -> Any:
             found = super().__call__(inputs, sizes)
             seen.append((self, self.arguments(inputs, sizes), found))
@@ -45,7 +46,7 @@ def test_only_a_gpus_tensors_are_compiled_and_no_traced_ones(monkeypatch: pytest
         return run
 
     monkeypatch.setattr(torch, "compile", compiled)
-    double = pointwise.fused_on_gpu(lambda t: t * 2)
+    double = programs.fused_on_gpu(lambda t: t * 2)
     plain = torch.ones(3)
     assert torch.equal(double(plain), plain * 2) and calls == []
     with torch._subclasses.FakeTensorMode():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coda_agent.fused.pointwise import runs_on_gpu
+from coda_agent.fused.pointwise.programs import runs_on_gpu
 
 Three = tuple[Tensor, Tensor, Tensor]
 _ATTRIBUTE = "_coda_agent_row_sums"
@@ -84,7 +84,7 @@ class _InOnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cos: Tensor, sin: Tensor, groups: int, *norms: Any) -> Three:
-        from coda_agent.fused import head_kernels
+        from coda_agent.fused.pointwise import head_kernels
 
         *gammas, eps = norms
         packed, cos, sin = (t.contiguous() for t in (packed.unflatten(0, (-1, cos.shape[1])), cos, sin))
@@ -95,7 +95,7 @@ class _InOnePass(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        from coda_agent.fused import head_kernels
+        from coda_agent.fused.pointwise import head_kernels
 
         packed, cos, sin, *gammas = ctx.saved_tensors
         d, *d_gammas, sums = head_kernels.backward(gradients, packed, cos, sin, ctx.groups, gammas, ctx.eps)

@@ -14,10 +14,10 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.choices import Coverage, choices
 from coda_agent.verifier.numerics.cpu_numerics import runs
-from coda_agent.verifier.numerics.exercise import smooth
 from coda_agent.verifier.numerics.sizes import scaled
+from coda_agent.verifier.numerics.strength.choices import Coverage, choices
+from coda_agent.verifier.numerics.strength.exercise import smooth
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import _interpret

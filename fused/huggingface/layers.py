@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coda_agent.fused import functional, stack
+from coda_agent.fused import functional
 from coda_agent.fused.chains import Begun, kept, remade
-from coda_agent.fused.heads import heads
+from coda_agent.fused.huggingface import stack
+from coda_agent.fused.pointwise.heads import heads
 from coda_agent.primitives.target import TARGET
 
 ACTIVATIONS = {

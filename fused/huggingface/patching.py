@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from coda_agent.fused import causal, chains, huggingface, versions
-from coda_agent.fused import stack as whole_stack
-from coda_agent.fused.huggingface import Settings
+from coda_agent.fused import chains, versions
+from coda_agent.fused.huggingface import causal, layers
+from coda_agent.fused.huggingface import stack as whole_stack
+from coda_agent.fused.huggingface.layers import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
 
@@ -88,11 +89,11 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     following = dict(_following(model)) if stack else {}
     for name, module in list(model.named_modules()):
-        if huggingface.family(module, "DecoderLayer"):
+        if layers.family(module, "DecoderLayer"):
             rows = _layer(module, sharded, keep_reordered and not sharded, following.get(module))
-        elif huggingface.family(module, "ForCausalLM"):
+        elif layers.family(module, "ForCausalLM"):
             rows = _causal(module, sharded)
-        elif huggingface.family(module, "Model") and huggingface.family(module.norm, "RMSNorm"):
+        elif layers.family(module, "Model") and layers.family(module.norm, "RMSNorm"):
             name, rows = f"{name}.norm".removeprefix("."), _last_norm(module.norm)
         else:
             continue
@@ -116,20 +117,19 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield each decoder layer with the next one, if Hugging Face's own code passes the stream between
     them."""
     for module in model.modules():
-        if huggingface.family(module, "Model") and "forward" not in vars(module):
-            layers: Any = module.layers
-            yield from pairwise(layers)
+        if layers.family(module, "Model") and "forward" not in vars(module):
+            yield from pairwise(cast(Any, module.layers))
 
 
 def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
     """Say why a layer cannot compute the following layer's norm without its row scaling; return "" if it
     can."""
-    if not huggingface.family(following, "DecoderLayer"):
+    if not layers.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
     if own := why["out"] or why["mlp"]:
         return own
-    how = huggingface.settings(following)
-    if other := huggingface.refusal(following, how, "in", sharded):
+    how = layers.settings(following)
+    if other := layers.refusal(following, how, "in", sharded):
         return f"in the next layer, {other}"
     if type(following).__name__.startswith("FSDP"):
         return "FSDP shards the next layer separately"
@@ -138,12 +138,12 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool
 
 def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> list[PatchedPart]:
     versions.expect("transformers")
-    how = huggingface.settings(layer, keeps)
-    why = {part: huggingface.refusal(layer, how, part, sharded) for part in huggingface.PARTS}
+    how = layers.settings(layer, keeps)
+    why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
     no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
-    layer.forward = PatchedForward(layer, huggingface.layer_forward, how)
+    layer.forward = PatchedForward(layer, layers.layer_forward, how)
     bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
@@ -167,7 +167,7 @@ def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
 
 def _last_norm(norm: Any) -> list[PatchedPart]:
     versions.expect("transformers")
-    run = partial(causal.norm_forward, centered=huggingface.family(norm, "RMSNorm") == "gemma")
+    run = partial(causal.norm_forward, centered=layers.family(norm, "RMSNorm") == "gemma")
     norm.forward = PatchedForward(norm, run, None)
     return [_row(norm, "last norm", "rms_norm", "")]
 

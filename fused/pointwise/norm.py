@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.fused.ops import check_first_derivative
-from coda_agent.fused.pointwise import fused_on_gpu
+from coda_agent.fused.pointwise.programs import fused_on_gpu
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:

@@ -18,13 +18,13 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.target import TARGET
+from coda_agent.verifier.audit.numerics_audit import ROUNDED, figures_of, first_fault, proofs
 from coda_agent.verifier.baselines.quack import admitted
 from coda_agent.verifier.decision import PROCESSES, InvalidMeasurement, Rows, central, compared, decide
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import FEWEST_SETS, faults
 from coda_agent.verifier.gpu.telemetry import unread
 from coda_agent.verifier.measure import DEFAULT_ARMS, RETRIES
-from coda_agent.verifier.numerics_audit import ROUNDED, figures_of, first_fault, proofs
 from coda_agent.verifier.report import CANDIDATE, PROTOCOL, Accepted, Ratio, Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval

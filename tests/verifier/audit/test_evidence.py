@@ -28,9 +28,9 @@ from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import Loop, result_of
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.audit.provenance import UNTOLD, problems
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import cpu_numerics
-from coda_agent.verifier.provenance import UNTOLD, problems
 from coda_agent.verifier.report import Accepted, Checked
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import Lowered, lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.audit.report_audit import of_samples, unfounded
 from coda_agent.verifier.decision import KEPT, no_slower
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import CANDIDATE, GATES, RAW_GATES, Accepted, Rejected
-from coda_agent.verifier.report_audit import of_samples, unfounded
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec

@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.proposal import LARGEST, SIZE, SIZES, Proposal, uniform, usual_range
+from coda_agent.verifier.proposals.proposal import LARGEST, SIZE, SIZES, Proposal, uniform, usual_range
 from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:

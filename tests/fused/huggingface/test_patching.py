@@ -21,7 +21,8 @@ from small_models import FAMILIES, faults, own_operators, tokens, trained
 from torch import Tensor
 
 from coda_agent import fused
-from coda_agent.fused import chains, huggingface
+from coda_agent.fused import chains
+from coda_agent.fused.huggingface import layers
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 BOTH_MODES = pytest.mark.parametrize("stack", [False, True], ids=["module-local", "whole stack"])
@@ -29,7 +30,7 @@ BOTH_MODES = pytest.mark.parametrize("stack", [False, True], ids=["module-local"
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "_warned", set())
+    monkeypatch.setattr(layers, "_warned", set())
 
 
 @EVERY_FAMILY
@@ -100,7 +101,7 @@ def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
 
 
 def test_a_kept_weight_that_changes_stays_where_a_graph_reads_it() -> None:
-    gate, up, make = torch.ones(4, 8), torch.ones(4, 8), partial(huggingface._paired, dtype=torch.float32)
+    gate, up, make = torch.ones(4, 8), torch.ones(4, 8), partial(layers._paired, dtype=torch.float32)
     first = chains.kept(make, gate, up)
     up.mul_(2)
     assert chains.kept(make, gate, up) is first and torch.equal(first, make(gate, up))
@@ -110,13 +111,13 @@ def test_reordered_weights_may_be_kept_between_calls_without_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ids, made = small_models.model("Llama").eval(), tokens(), list[int]()
-    paired = huggingface._paired
+    paired = layers._paired
 
     def counted(*weights: Any, **how: Any) -> Tensor:
         made.append(1)
         return paired(*weights, **how)
 
-    monkeypatch.setattr(huggingface, "_paired", counted)
+    monkeypatch.setattr(layers, "_paired", counted)
 
     def logits(keep: bool) -> Tensor:
         fused.patch(model, keep)
@@ -323,7 +324,7 @@ def test_what_a_gpu_does_not_take_goes_the_models_way(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    assert huggingface.unfit(x, [x]) == why
+    assert layers.unfit(x, [x]) == why
 
 
 def test_a_stream_in_another_dtype_than_the_weights_goes_the_models_way() -> None:

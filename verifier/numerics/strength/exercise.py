@@ -15,12 +15,12 @@ from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.system import deadline
 from coda_agent.verifier.gates import Failed, judge
-from coda_agent.verifier.numerics.choices import Counting, Coverage, Distorting, Forcing
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings, unrounded
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import finished
-from coda_agent.verifier.numerics.search import LARGEST, searches
 from coda_agent.verifier.numerics.sizes import hidden
+from coda_agent.verifier.numerics.strength.choices import Counting, Coverage, Distorting, Forcing
+from coda_agent.verifier.numerics.strength.search import LARGEST, searches
 from coda_agent.verifier.numerics.stretch import SEARCHED
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case

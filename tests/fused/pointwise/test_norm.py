@@ -8,7 +8,7 @@ from layer_parts import Where, loss_of
 from torch import Tensor
 
 from coda_agent.fused import ops
-from coda_agent.fused.norm import rms_norm
+from coda_agent.fused.pointwise.norm import rms_norm
 
 
 def plainly(x: Tensor, gamma: Tensor, eps: float) -> Tensor:

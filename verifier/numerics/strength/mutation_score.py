@@ -11,8 +11,8 @@ from coda_agent.verifier.numerics import error_gate, exactness, reference
 from coda_agent.verifier.numerics.error_gate import OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.limits import ErrorLimits, of_stored, of_unrounded
-from coda_agent.verifier.numerics.mutants import ReferenceMutant, mutants
 from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.strength.mutants import ReferenceMutant, mutants
 from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 

@@ -1,0 +1,1 @@
+"""Audit committed reports, and check that they cover the committed files."""

@@ -1,0 +1,1 @@
+"""Judge proposed elementwise primitives."""
