@@ -1,4 +1,4 @@
-"""Command-line arguments: specs and kernels by name or file, files to read or write, answers."""
+"""Find the specs, kernels and files that the command line names, and reject arguments that cannot work."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ SPECS, KERNELS = Path("specs"), Path("generated_kernels")
 # the checkout or the installed package; each contains SPECS and KERNELS
 PACKAGE = Path(__file__).resolve().parents[1]
 NO_SOURCE = {  # suffixes of a kernel's files that are not its source
-    ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
+    ".raw.py": "edited CuTeDSL, which coda-agent optimize {name} verifies and coda-agent show shows",
     ".cutedsl.py": "the lowered text of a kernel",
-    ".program.json": "the program of a kernel: coda-agent show {path}",
-    ".json": "no Python",
+    ".program.json": "the program of a kernel, which coda-agent show {path} shows",
+    ".json": "not Python",
     ".yaml": "a spec",
 }
 
 
 def shipped(path: Path) -> Path:
-    """The path inside the package if it exists there and not under the current folder; otherwise the path
+    """If only the package has a file at this path, return its path there; otherwise return the path
     unchanged."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 
 
 def spec_file(given: Path) -> Path:
-    """If ``given`` is a spec's stem, the spec's file; otherwise the path unchanged."""
+    """If ``given`` is only a spec's name, return that spec's file; otherwise return the path unchanged."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
     return shipped(SPECS / f"{given}.yaml") if bare else given
 
 
 def spec_for(kernel: Path, given: Path | None) -> Path:
-    """The spec of a kernel's file: the given spec, or NAME.yaml in the kernel's folder, or NAME.yaml in
-    specs/.
+    """Find the spec of a kernel's file: the given spec, else NAME.yaml in the kernel's folder, else NAME.yaml
+    in specs/.
 
     For an accepted kernel specs/ is searched first, because the kernel was accepted for the spec there.
     Raises BadParameter if no spec is found.
@@ -54,12 +54,13 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
         remedy = f", such as --spec {near[0]}" if near else ""
         raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} exists; give --spec{remedy}")
     if len(found) > 1 and not found[0].samefile(found[1]):
-        echo(f"coda-agent: the spec is {found[0]}, not {found[1]}; --spec chooses", err=True)
+        echo(f"coda-agent: using the spec {found[0]}, not {found[1]}; choose with --spec", err=True)
     return found[0]
 
 
 def name_in(folder: Path, given: str) -> str:
-    """NAME, given NAME or folder/NAME.yaml. Raises BadParameter for a path outside ``folder``."""
+    """Return NAME if ``given`` is NAME or folder/NAME.yaml. Raises BadParameter for a path outside
+    ``folder``."""
     path = Path(given)
     if given == path.name and path.suffix != ".yaml":
         return given
@@ -69,7 +70,8 @@ def name_in(folder: Path, given: str) -> str:
 
 
 def accepted_file(kernel: Path, suffix: str) -> Path:
-    """If the path is an accepted kernel's stem, its file with this suffix; otherwise the path unchanged."""
+    """If the path is only an accepted kernel's name, return that kernel's file with this suffix; otherwise
+    return the path unchanged."""
     known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
@@ -84,8 +86,8 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """In the block, read or write a file that the command line names. If the block fails, raises
-    BadParameter, which names that file instead of the temporary file of an atomic write."""
+    """Wrap a block that reads or writes a file named on the command line. If the block fails, raise
+    BadParameter with that file's name, not with the name of an atomic write's temporary file."""
     try:
         yield
     except FileNotFoundError:
@@ -98,8 +100,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """In the block, ask a person. Raises KeyboardInterrupt for Ctrl-C and EOFError if there is no answer;
-    typer raises one exception for both."""
+    """Wrap a block that asks a person a question. Raises KeyboardInterrupt for Ctrl-C, and EOFError if there
+    is no answer: typer raises the same exception for both."""
     try:
         yield
     except typer.Abort as ended:
@@ -128,7 +130,7 @@ def _kernel(path: Path) -> str:
 
 
 def existing_kernel(path: Path) -> Path:
-    """The path. Raises BadParameter, with a suggestion, if there is no such file."""
+    """Return the path. Raises BadParameter, with a suggestion, if there is no such file."""
     if not path.exists():
         raise typer.BadParameter(f"{path}: no such kernel file; {_instead(path.name)}")
     return path
@@ -141,15 +143,15 @@ def _instead(name: str) -> str:
     if name in runs.names():
         return f"it is a run: coda-agent review {name}, or report {name}"
     if not KERNELS.is_dir():
-        return f"accepted kernels are those in {KERNELS} of a checkout; go there, or give a path"
+        return f"accepted kernels are in {KERNELS} of a checkout: run this there, or give a path"
     name = name.partition(".")[0]
     near = get_close_matches(name, [p.name.partition(".")[0] for p in KERNELS.glob("*.program.json")], n=1)
-    return f"did you mean {near[0]}?" if near else "give one, or an accepted kernel's name"
+    return f"did you mean {near[0]}?" if near else "give a file or an accepted kernel's name"
 
 
 def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
-    """Raise BadParameter if a file's name shows that it is not a kernel's source. The message says what to
-    give instead. ``also``: other suffixes that the command accepts."""
+    """Raise BadParameter if a file's suffix shows that it is not a kernel's source. The message says which
+    file to give instead. ``also``: other suffixes that the command accepts."""
     name = kernel.name.partition(".")[0]
     for ending, what in NO_SOURCE.items():
         if kernel.name.endswith(ending) and ending not in also:

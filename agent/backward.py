@@ -1,8 +1,8 @@
-"""Write a spec for a derived backward. It contains the backward's text, the forward's text and the forward's
-sizes.
+"""Write a spec for a derived backward. The spec contains the references of the backward and the forward, and
+the forward's sizes.
 
-The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward. The tensors
-that the forward stores are computed from them. The backward's results are compared with the gradient that
+The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward. Its reference
+computes the tensors that the backward reads. The backward's results are compared with the gradient that
 autograd derives from the forward's reference.
 """
 
@@ -48,8 +48,9 @@ def pair(
     of: Collection[str] | None = None,
     behind: str | None = None,
 ) -> Pair | None:
-    """The spec of a derived backward; None if the backward has no matmuls. ``of`` and ``behind``: the same
-    arguments as for ``derive``. Raises ProgramError for an operation that has no PyTorch text."""
+    """Write the spec of a derived backward; return None if the backward has no matmuls. ``of`` and
+    ``behind``: the same arguments as for ``derive``. Raises ProgramError for an operation that has no PyTorch
+    text."""
     if derived.program is None:
         return None
     whole = joined(program)
@@ -85,7 +86,8 @@ def pair(
 
 
 class _Spelled(NamedTuple):
-    """Express the backward's widths by the forward's dims. ``static`` names the forward's static dims."""
+    """Rewrite the backward's widths in terms of the forward's dims. ``static`` names the forward's static
+    dims."""
 
     widths: Mapping[str, Dim]
     static: tuple[str, ...]
@@ -110,8 +112,9 @@ class _Spelled(NamedTuple):
 
 
 def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
-    """The lines of the forward's reference. After the spec's own reference they compute the other tensors
-    that the forward must store, join outputs that are ranges of one tile, and compute the next matmul."""
+    """Return the lines of the forward's reference. They begin with the spec's own reference. Further lines
+    compute the other tensors that the forward must store, join outputs that are column ranges of one tile,
+    and compute the next matmul."""
     text = spec.reference
     if derived.saves:
         text = f"{text.rstrip()}\n{reference(whole.program._replace(outputs=dict(derived.saves)))}"

@@ -1,5 +1,5 @@
-"""Options that several commands share. Some are fields of dataclasses. ``grouped`` turns them into options of
-each command that has such a dataclass as a parameter."""
+"""Options that several commands share. Some are fields of dataclasses. If a command has such a dataclass as a
+parameter, ``grouped`` turns the fields into options of the command."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class MeasuringOptions:
     quack: Annotated[
         bool,
         typer.Option(
-            "--quack", help="Also measure QuACK's own epilogues, on its tuner's schedules and on ours."
+            "--quack", help="Also measure QuACK's own epilogues, with its tuner's schedules and with CODA's."
         ),
     ] = False
     rounds: Annotated[
-        int, typer.Option(min=8, help="Limit on the interleaved rounds of a measurement in each process.")
+        int, typer.Option(min=8, help="Limit on the interleaved rounds that each process measures.")
     ] = 40
     processes: Annotated[
         int, typer.Option(min=1, max=20, help="Processes that time a kernel; acceptance requires 3 or more.")
     ] = 3
     warm: Annotated[
         bool,
-        typer.Option("--warm", help="Time with a warm L2, for information; such a kernel is not accepted."),
+        typer.Option("--warm", help="Time with a warm L2, for information: the kernel is not accepted."),
     ] = False
     sanitize: Annotated[
         bool, typer.Option("--sanitize", help="Also run small sizes under compute-sanitizer (minutes).")
@@ -147,7 +147,7 @@ class Further:
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """These options as command-line words, without those that have default values."""
+    """Return these options as command-line words, except options at their defaults."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _changed(group).items():
@@ -162,8 +162,8 @@ def typed_options(*groups: Any) -> list[str]:
 
 def _typed(group: Any, field: str) -> str:
     (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
-    # In Annotated, typer stores the option's first name in ``default``. The default value is the dataclass
-    # field's.
+    # In Annotated, typer stores the option's first name in ``default``. The dataclass field holds the default
+    # value.
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 

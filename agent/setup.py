@@ -154,15 +154,15 @@ def _edits(header: Mapping[str, Any]) -> bool:
 
 
 def header_of(name: str) -> dict[str, Any]:
-    """A run's header, even while another process has the run open. Raises JournalError."""
+    """Read a run's header, even while another process has the run open. Raises JournalError."""
     from coda_agent.agent.run import record, runs
 
     return record.glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
 def run_result(name: str) -> Outcome:
-    """The state of a run, read only from its journal, even while another process has the run open. It asks no
-    author and measures nothing."""
+    """Read a run's result from its journal, even while another process has the run open. Raises Absent if the
+    run has no verified kernel yet."""
     from coda_agent.agent.run import loop, runs
     from coda_agent.agent.run.journal import is_open
 
@@ -175,8 +175,8 @@ def run_result(name: str) -> Outcome:
 
 
 def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Measure | None:
-    """The function that measures a checked kernel on this machine; None if this machine cannot, or if ``gpu``
-    is False."""
+    """Return a function that measures a checked kernel on this machine. Return None if this machine cannot
+    measure, or if ``gpu`` is False."""
     if not use_gpu(gpu):
         return None
     from coda_agent.agent.artifacts.quack_tunings import quack

@@ -75,7 +75,7 @@ def consistent_files(
 ) -> Iterator[list[Path]]:
     """In the block, all of a kernel's ``files`` come from the same acceptance. An interrupted acceptance is
     completed first, and other acceptances wait. ``directory`` is generated_kernels/ by default. Raises
-    OSError, and FileNotFoundError if the directory does not exist."""
+    OSError, for example FileNotFoundError if the directory does not exist."""
     *others, evidence = files(name, directory or KERNELS, edited=edited)
     with atomic_files.consistent(evidence.parent, evidence.name):
         yield [*others, evidence]
@@ -83,8 +83,8 @@ def consistent_files(
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
     """Read a spec's accepted kernel, or None if there is none. ``edited``: read the kernel with edited code
-    instead. ``directory`` is generated_kernels/ by default. ``verifier.provenance`` checks that the report
-    covers these files. Raises KernelError."""
+    instead. ``directory`` is generated_kernels/ by default. This function does not check that the report
+    covers these files: ``verifier.provenance`` does. Raises KernelError."""
     try:
         with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
@@ -97,8 +97,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured again after its code was edited. The program may now be faster than
-    the edited code, because its schedules are better."""
+    """Whether the program was measured later than the edit of its code. The program may then be faster than
+    the edit, because its schedules are better."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -112,14 +112,15 @@ def is_there(name: str) -> bool:
 
 
 def report(path: Path) -> Accepted:
-    """Read an accepted kernel's report. Raises KernelError, and OSError if the file cannot be read."""
+    """Read an accepted kernel's report. Raises KernelError if the file contains no such report, and OSError
+    if it cannot be read."""
     try:
         found = REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise KernelError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
     if not isinstance(found, Accepted):
-        raise KernelError(f"{path}: its kernel is {found.status}, not accepted; remove it")
+        raise KernelError(f"{path}: its kernel is {found.status}, not accepted; remove the file")
     return found
 
 
@@ -130,7 +131,8 @@ def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) 
 
 
 def recorded(journal: Record) -> str:
-    """A run's recording as text, without data about the machine and data that the report contains."""
+    """A run's recording as text. It leaves out facts about the machine, and everything that the report
+    contains."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})
 
@@ -202,7 +204,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     assert kernel is not None  # only a rejected outcome can lack a kernel
     edited = kernel.edited is not None
     if edited and kernel.lowered.hash != outcome.report.identity.lowered_hash:
-        return ""  # this kernel is the functions of a primitive, not the code of a program
+        return ""  # the source consists of a primitive's functions, not of a program's code
     name = outcome.report.identity.spec
     path, *_ = files(name, directory, edited=edited)
     try:

@@ -17,15 +17,15 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-# the folder of a replacement is being written, is complete, or is being emptied
+# states of a replacement's folder: it is being written, is complete, or is being emptied
 STATES = ("draft", "whole", "done")
 PLACES = "places.json"  # in a replacement's folder: the final paths of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace files by ``contents``, in order. The last file is the evidence for the others, so it is absent
-    while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError; then either
-    all files are old, or the next reader completes the replacement."""
+    """Replace the files with ``contents``, in order. The last file is the evidence for the others, so it is
+    absent while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
+    afterwards either all files are still the old ones, or the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)
@@ -45,7 +45,7 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 def consistent(directory: Path, name: str = "*") -> Iterator[None]:
     """In the block, all files come from the same replacement. An interrupted replacement is completed first
     if its draft folder was already renamed, and discarded otherwise. By default this covers all replacements
-    in ``directory``. Raises OSError, and FileNotFoundError if ``directory`` does not exist."""
+    in ``directory``. Raises OSError, for example FileNotFoundError if ``directory`` does not exist."""
     while True:
         _end(directory, name)
         with together(directory):

@@ -1,8 +1,8 @@
-"""Two machines: pack checked kernels here, and take the measurements of an H100 elsewhere back to their runs.
+"""Pack checked kernels for an H100 on another machine, and import its measurements into the kernels' runs.
 
 A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
-another JSON file. An author's Python is never sent. The measuring machine gets only programs and edited code,
-and it compiles edited code in the sandbox.
+another JSON file. The measuring machine gets only programs and edited CuTeDSL, not an author's kernel file.
+It compiles edited CuTeDSL in the sandbox.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class PackedIncumbent(_File):
 class PackedKernel(_File):
     """A checked kernel that awaits measurement. ``known``: the best schedules of an earlier tuning, by case.
     ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's code if an
-    author edited it. ``objects``: the edited code, compiled here, so that the other machine need not run the
-    edited Python."""
+    author edited it. ``objects``: the compiled objects of the edited code, so that the other machine need not
+    run the edited Python."""
 
     run: str
     attempt: int
@@ -123,8 +123,9 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
     try:
         if "proposes" in run.journal.header:
             raise InvalidInput(
-                f"run {run.name} is for a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
-                f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
+                f"run {run.name} writes a primitive, so it cannot be bundled: copy its folder to the "
+                f"H100's {runs.runs_dir()}, and run there: coda-agent resume {run.name} --gpu; or, if the "
+                "checkout there has the run's recording: "
                 f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
             )
         view = RunView(run.journal.events())
@@ -152,8 +153,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """The compiled objects of edited code. They cover the schedules of the compile gate, and the schedules
-    that tuning the incumbent may choose."""
+    """Compile edited code, and return the objects. They cover the schedules of the compile gate, and the
+    schedules that tuning may time, given the incumbent's schedules."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -188,8 +189,8 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """The tuned schedules of the spec's accepted kernel, if its program is the same. Tuning then only times
-    these schedules again, even after a change of the lowering."""
+    """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
+    ``identity``. Tuning then only times these schedules again, even after a change of the lowering."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files
@@ -208,7 +209,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
     """Copy the measurements of a result file into their runs' journals. A second call does nothing. A run
     whose measurement is invalid can be measured again.
 
-    Raises InvalidInput if a result belongs to another kernel than its run's.
+    Raises InvalidInput if a result is of a different kernel than the run's.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, BundleResults).results:
@@ -229,7 +230,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
             if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
                 raise InvalidInput(
                     f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
-                    "another kernel than this run's: bundle the run again"
+                    "a different kernel than this run's: bundle the run again"
                 )
             key = f"measurement/{result.attempt}"
             if isinstance(measurement, Unmeasured):
@@ -237,8 +238,8 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
                 continue
             if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
                 raise InvalidInput(
-                    f"{path}: run {result.run}, attempt {result.attempt} has another measurement, which "
-                    "stays: start a new run to have it measured again"
+                    f"{path}: run {result.run}, attempt {result.attempt} already has a different "
+                    "measurement, which stays: to measure again, start a new run"
                 )
         finally:
             run.journal.close()

@@ -53,7 +53,7 @@ def measure(
     try:
         checked = [verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # The next entry's workers meanwhile import their modules.
+            # Start the next entry's workers already: they import their modules during this measurement.
             here, waiting = waiting, start_workers() if place < len(checked) else []
             keep, said = stages(out, entry, options), progress(entry.run)
             found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
@@ -153,7 +153,7 @@ def _schedules(path: Path, entry: PackedKernel) -> dict[str, Known]:
 def _quack(path: Path, entry: PackedKernel) -> dict[str, QuackTuned]:
     from coda_agent.verifier.baselines.quack import parsed
 
-    with _refusing(path, entry, "a schedule of QuACK's"):
+    with _refusing(path, entry, "a QuACK schedule"):
         for case in entry.quack.values():
             parsed(case.arms)
     return entry.quack

@@ -69,10 +69,10 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Yield a function that locks the GPU against our other commands, and opens the folder with the stages of
-    a kernel's measurement on this GPU. Stages of an interrupted measurement are reused, unless ``again``
-    starts over. After the block all stages are deleted, whatever the result, because the next measurement
-    draws its own inputs. If the block raises an exception, the stages are kept."""
+    """Yield a function that locks the GPU against other coda-agent commands, and opens the folder with the
+    stages of a kernel's measurement on this GPU. Stages of an interrupted measurement are reused, unless
+    ``again`` is set. If the block raises an exception, the stages are kept. Otherwise they are deleted after
+    the block, because the next measurement draws its own inputs."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 
@@ -89,8 +89,8 @@ def resumed(
                 found.clear()
             elif times := found.written():
                 say(
-                    f"continuing with {len(times)} finished stage(s) of a measurement started at "
-                    f"{times[0]:%Y-%m-%d %H:%M} and interrupted; --again starts over"
+                    f"continuing with {len(times)} finished stage(s) of an interrupted measurement, "
+                    f"started at {times[0]:%Y-%m-%d %H:%M}; --again starts over"
                 )
             kept.append(found)
             return found

@@ -197,8 +197,8 @@ def _examples() -> Iterable[str]:
     """Show existing primitives: the definitions of some, then the device functions of all."""
     entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
     yield (
-        f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
-        "call and `fast` the other's (yours are made for you):"
+        f"# Existing primitives\n\nIn `{FAMILY}`, where `cute` is the text that calls the exact function, "
+        "and `fast` the text that calls the fast one (both texts are made for you):"
     )
     yield "```python\n" + "\n\n\n".join(entries[name] for name in EXAMPLES) + "\n```"
     yield f"In `{VALUES}`:"
@@ -248,7 +248,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     if outcome is None or isinstance(outcome.report, Rejected):
         raise InvalidInput(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
     if not _computed(outcome.report):
-        raise InvalidInput(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
+        raise InvalidInput(f"run {run.name} checked no arithmetic; run it again: coda-agent primitive {name}")
     path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
     write_atomic(path, patch(proposal, outcome.source, recording))
     return path, outcome, missing_parts(answer(outcome.source, name, len(proposal.arguments)).page)
@@ -265,13 +265,13 @@ def missing_parts(page: str) -> str:
         return ""
     parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")
     missing = [part for part in parts if part not in page] or ["an example of two lines"]
-    return f"its page lacks {', '.join(missing)}: complete it in {FAMILY}, in the form of those beside it"
+    return f"its page lacks {', '.join(missing)}: complete it in {FAMILY}, in the form of the pages there"
 
 
 def patch(proposal: Proposal, source: str, recording: str = "") -> str:
-    """A unified diff that adds the primitive to the vocabulary, and its run to the recordings.
-    The primitive's functions go into a new module, because the reports of accepted kernels are valid only for
-    the existing modules as they are. Raises RawError if the source does not define the required functions."""
+    """A unified diff that adds the primitive to the vocabulary, and its run to the recordings. The
+    primitive's functions go into a new module, because the reports of accepted kernels are valid only if the
+    existing modules do not change. Raises RawError if the source does not define the required functions."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
@@ -296,7 +296,7 @@ def _module(proposal: Proposal, source: str, fast: bool) -> str:
     """The text of a new module with the primitive's device functions."""
     names = [proposal.name, f"{proposal.name}_fast"][: 1 + fast]
     return (
-        f'"""{proposal.name}: of register values, which are fp32."""\n\n'
+        f'"""{proposal.name} of register values, which are fp32."""\n\n'
         f"from __future__ import annotations\n\n{proposing.imports(source)}\n"
         f"__all__ = [{', '.join(json.dumps(n) for n in names)}]\n\n\n{source.strip()}\n"
     )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.history import Past
     from coda_agent.agent.run.runs import Run
 
-Directory = Annotated[Path | None, typer.Option(help="Folder for handoff files. Default: the run's own.")]
+Directory = Annotated[Path | None, typer.Option(help="Folder for handoff files. Default: the run's folder.")]
 Improve = Annotated[int, IMPROVE]
 
 
@@ -50,7 +50,7 @@ def generate(
     improve: Improve = 0,
     candidates: Annotated[
         int,
-        typer.Option(min=1, max=9, help="Number of independent runs at once. They share the budget equally."),
+        typer.Option(min=1, max=9, help="Independent runs to make at once; they share the budget equally."),
     ] = 1,
     weak_jail: WeakJail = False,
     as_json: Json = False,
@@ -75,7 +75,7 @@ def generate(
 @grouped
 def optimize(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name, or a derived spec.")
+        str, typer.Argument(metavar="NAME", help="An accepted kernel's name, or a derived spec's file.")
     ],
     authoring: AuthoringOptions,
     budget: BudgetOptions,
@@ -163,8 +163,8 @@ def resume(
     readmit: sweeps.Readmit = None,
     as_json: Json = False,
 ) -> None:
-    """Continue runs that were interrupted, ran out of budget, or got an imported measurement. Several
-    continue at once. Options replace those of each run. A sweep continues under its name."""
+    """Continue runs that were interrupted, ran out of budget, or got an imported measurement. Several runs
+    continue at once. Options given here replace those of each run. RUN may also be a sweep's name."""
     from coda_agent.agent.fleet.sweep import is_sweep
     from coda_agent.agent.run import runs
 
@@ -215,7 +215,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
         console.print(_result_line(ended.past), soft_wrap=True)
     if none:
         again = f"coda-agent resume {' '.join(names)}"
-        echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
+        echo(f"coda-agent: no run has a verified kernel yet: {again}", err=True)
         raise typer.Exit(best.status if best.status > 0 else ABSENT)
     console.print(f"best run: {best.past.run}")
     finish(setup.run_result(best.past.run).report, as_json, best.past.run)

@@ -60,7 +60,7 @@ def compare(
 
 
 def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
-    """Draw results that exist."""
+    """Draw existing results."""
     from coda_agent.comparison import results
     from coda_agent.comparison.competitors import MATMUL
 
@@ -228,8 +228,8 @@ def _drawn(view: View, out: Path) -> None:
         drawn = charts.draw(view.lines, conditions_text(view.results))
     except ModuleNotFoundError as error:
         raise Absent(
-            f"{error.name} is not installed, so charts and page were not drawn: {extras.remedy(error)}, "
-            f"then coda-agent compare --from {out / RESULTS}"
+            f"{error.name} is not installed, so the charts and the page were not drawn: "
+            f"{extras.remedy(error)}, then coda-agent compare --from {out / RESULTS}"
         ) from None
     for name, file in drawn.items():
         write_atomic(out / name, file)
@@ -237,7 +237,7 @@ def _drawn(view: View, out: Path) -> None:
 
 
 def _check(drawing: Drawing) -> None:
-    """Check, before anything is measured or drawn, that results can be written to their path."""
+    """Check that tables can be written into the file of --write, before anything is measured or drawn."""
     from coda_agent.comparison.drawing import markdown
 
     if drawing.write:

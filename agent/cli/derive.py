@@ -36,16 +36,16 @@ class DeriveOptions:
     behind: Annotated[
         str | None,
         typer.Option(
-            metavar="OUTPUT", help="The output whose gradient comes from the next operator's product."
+            metavar="OUTPUT", help="An output whose gradient is computed as the matmul of d_next and w_next."
         ),
     ] = None
     save_bytes: Annotated[
         int | None,
-        typer.Option(help="Limit on the bytes per row that are stored for the backward, without the inputs."),
+        typer.Option(help="Limit on the bytes per row stored for the backward, not counting the inputs."),
     ] = None
     save: Annotated[
         str | None,
-        typer.Option(help="Values that must be stored: outputs, or nodes as 'node 3', with commas."),
+        typer.Option(help="Values that must be stored, such as 'act,node 3': an output and a node."),
     ] = None
     recompute: Annotated[str | None, typer.Option(help="Outputs that must be recomputed, such as act,z.")] = (
         None
@@ -98,8 +98,8 @@ def derive(
     for line in (*_summary(derived, loaded), *_written(derived, made, out)):
         echo(line)
     if check:
-        refused = _refused(made) if made else "it has no products"
-        echo(f"refused: {refused}" if refused else "right: a pair with its forward, by fp64 autograd")
+        refused = _refused(made) if made else "the backward has no matmuls"
+        echo(f"refused: {refused}" if refused else "right: forward and backward agree with fp64 autograd")
         raise typer.Exit(bool(refused))
 
 
@@ -150,18 +150,18 @@ def _summary(derived: Derived, spec: Spec) -> list[str]:
         count, bound = ledger.count(derived.program, derived.head, sizes), derived.bound
         lines.append(
             f"at {spec.cases[0].name}: {count.moved / 1e6:.1f} MB moved, {bound.least / 1e6:.1f} MB at "
-            f"least; {count.flops / 1e12:.3f} TFLOP in {len(cut(derived.program).gemms)} products, "
+            f"least; {count.flops / 1e12:.3f} TFLOP in {len(cut(derived.program).gemms)} matmuls, "
             f"{bound.flops / 1e12:.3f} at least"
         )
         if NEXT in signature.dims:
-            lines.append(f"{NEXT}, the next product's inner size, counts as {NEXT_SIZE}")
-    lines.append(f"reads of the forward: {', '.join(derived.stored)}")
+            lines.append(f"{NEXT}, the next matmul's inner size, is taken as {NEXT_SIZE}")
+    lines.append(f"reads from the forward: {', '.join(derived.stored)}")
     for name, node in derived.saves.items():
         lines.append(f"the forward must also store node {node} as {name}")
     if derived.recomputed:
         lines.append(f"computed again: {', '.join(derived.recomputed)}")
     if derived.head:
-        lines.append(f"without a product, for torch.compile: {', '.join(derived.head.outputs)}")
+        lines.append(f"computed without a matmul, by torch.compile: {', '.join(derived.head.outputs)}")
     lines += [f"{name} equals {other}" for name, other in derived.same.items()]
     lines += [f"{name} is the sum of {parts}" for name, parts in derived.folds.items()]
     lines += [f"no gradient of {name}: {why}" for name, why in derived.left.items()]

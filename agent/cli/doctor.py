@@ -1,4 +1,4 @@
-"""The checks of ``coda-agent doctor``: everything that tracing, compiling, measuring and authoring need.
+"""``coda-agent doctor``: check everything that tracing, compiling, measuring and authoring need.
 
 ``missing``: this machine lacks something (a GPU, a key), so some commands cannot run. ``broken``: something
 is installed but does not work. Each has a remedy. No secret is printed.
@@ -83,7 +83,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     said = ".".join(map(str, version))
     if version >= PYTHON:
         return Finding("python", "ok", f"{said} at {sys.executable}")
@@ -122,7 +122,7 @@ def package(wanted: Requirement) -> Finding:
 
 
 def optional() -> list[Finding]:
-    """Whether all packages of each user-facing extra are installed."""
+    """Check that all packages of each user-facing extra are installed."""
     from importlib.util import find_spec
 
     found = []
@@ -136,7 +136,7 @@ def optional() -> list[Finding]:
 
 
 def torch_build() -> Finding:
-    """Whether PyTorch imports, and its build."""
+    """Check that PyTorch imports, and report its build."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -150,7 +150,7 @@ def torch_build() -> Finding:
 
 
 def device() -> Finding:
-    """The GPU for kernels."""
+    """Check the GPU that kernels would run on."""
     name = "CUDA device"
     driver, seen = _driver()
     try:
@@ -159,14 +159,14 @@ def device() -> Finding:
         if torch.cuda.is_available():
             return judged_device(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), driver)
     except ImportError as error:
-        return Finding(name, "missing", f"cannot look: {error}", "install torch first")
+        return Finding(name, "missing", f"cannot check: {error}", "install torch first")
     except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused to create a context
         words = str(error).partition("\n")[0]
         return Finding(name, "broken", words, "check nvidia-smi: is the driver loaded, and the GPU free?")
     if seen:
         detail = f"driver {driver} sees {seen}, but PyTorch {torch.__version__} cannot use it"
         return Finding(name, "broken", detail, "install a CUDA build of PyTorch that this driver supports")
-    return Finding(name, "missing", "none here: kernels can be checked, but not measured", ELSEWHERE)
+    return Finding(name, "missing", "no GPU: kernels can be checked, but not measured", ELSEWHERE)
 
 
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
@@ -199,12 +199,12 @@ def _driver() -> tuple[str, str]:
 
 
 def tools() -> list[Finding]:
-    """The CUDA binary tools for the resource report."""
+    """Check the CUDA binary tools that the resource report uses."""
     from importlib.util import find_spec
 
-    spec = find_spec("triton")  # finds it without importing it
+    spec = find_spec("triton")  # finds the package without importing it
     if spec is None or spec.origin is None:
-        detail = "the triton package carries it and is not installed"
+        detail = "the triton package, which contains it, is not installed"
         return [Finding(t, "missing", detail, "pip install triton") for t in TOOLS]
     return [tool(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / t) for t in TOOLS]
 
@@ -292,6 +292,6 @@ def cache() -> Finding:
 
 
 def git() -> Finding:
-    """git, for committing accepted kernels."""
+    """Check git, which commits accepted kernels."""
     without = "accepted kernels cannot be committed"
     return program("git", "git", without, "install git", "reinstall git")

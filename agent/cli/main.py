@@ -115,7 +115,7 @@ def bundle(
 
     with progress.LiveView(setup.console(False)) as watch:
         made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each run once
-    echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
+    echo(f"{out}: {len(made.entries)} kernel(s). On the H100: coda-agent measure {out}")
 
 
 @app.command()
@@ -143,7 +143,7 @@ def measure(
         status = result.measurement["status"]
         echo(f"{result.run}: {status}" + _why(result.measurement))
         worst = max(worst, OK if status == "measured" else REJECTED)
-    echo(f"{out}. At home: coda-agent import {out}")
+    echo(f"{out}. Where the runs are: coda-agent import {out}")
     raise typer.Exit(worst)
 
 
@@ -202,7 +202,7 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
     jsonl: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write its events to this file as JSON lines, instead of a page."),
+        typer.Option(metavar="FILE", help="Write the run's events here as JSON lines, instead of a page."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -214,7 +214,7 @@ def report(
     from coda_agent.agent.run.runs import folder
 
     if len(run) == 1 and is_sweep(run[0]):
-        arguments.refuse_unused("a sweep has a page; its runs have events: name one of them", jsonl=jsonl)
+        arguments.refuse_unused("only a run has events; name one of the sweep's runs", jsonl=jsonl)
         told = json.dumps(sweep_view.as_dict(run[0]), indent=1) if as_json else sweep_view.write(run[0], out)
         echo(str(told))
         return
@@ -299,7 +299,7 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
 def new(
     function: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="A PyTorch function's source.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The spec. Default: specs/ plus the function's name.")
+        Path | None, typer.Option("--out", "-o", help="The spec to write. Default: specs/FUNCTION.yaml.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="A tensor's shape, such as x=M,K.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, such as x=bf16.")] = None,
@@ -336,7 +336,7 @@ def prompt(spec: SpecPath) -> None:
 @app.command()
 def table(
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables between the table comments in FILE.")
+        Path | None, typer.Option(metavar="FILE", help="Replace the tables between FILE's table comments.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -389,7 +389,7 @@ def _why(measurement: dict[str, Any]) -> str:
 
 
 def _skip_last_collection() -> None:
-    if "triton" not in sys.modules:  # its nanobind would report all objects that remain as leaks
+    if "triton" not in sys.modules:  # its nanobind would report all remaining objects as leaks
         gc.freeze()
 
 

@@ -45,11 +45,11 @@ Author a CODA kernel for a spec. `prompt` starts a run, and returns the language
 one page of the language. `check` tests a draft in seconds. `verify` submits the whole file as one of a few
 attempts, and says what is wrong. If the server has an H100, `measure` times a kernel that passed `verify`. If
 you fixed a rejection, call `propose_tip` with the lesson. A person accepts kernels. Do not change specs."""
-FAILURES = (CodaError, OSError)  # their messages are meant for the client; any other exception is our bug
+FAILURES = (CodaError, OSError)  # their messages are meant for the client; any other exception is a bug
 
 
 def server(attempts: int) -> MCPServer:
-    """The server, for any transport. Each run that it starts has ``attempts`` attempts."""
+    """Create the server, for any transport. Each run that it starts has ``attempts`` attempts."""
     made = MCPServer(
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
@@ -115,7 +115,7 @@ class McpTools:
             run = runs.start(paths[spec], header)
             with run.journal:
                 text = str(_loop(run, Progress(ctx)).opening())
-        words = f"check and verify take the whole file as `source`; {self.attempts} attempts"
+        words = f"check and verify take the whole file as `source`; you have {self.attempts} attempts"
         return [f"run: {run.name}", text, words]
 
     def check(self, run: str, source: str, ctx: Context) -> str:
@@ -166,7 +166,7 @@ class McpTools:
             return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 
     def report(self, run: str) -> dict[str, Any]:
-        """The state of a run: status, gates passed, the verifier's message, attempts and tokens."""
+        """Return the state of a run: status, gates passed, the verifier's message, attempts and tokens."""
         read = run_summary.read(runs.runs_dir() / _existing(run))
         reports = [attempt.report for attempt in read.attempts if attempt.report]
         judged = [report for report in reports if report.status == read.past.status]
@@ -192,7 +192,7 @@ class McpTools:
                 provider = run.journal.header["provider"]
                 if provider != NAME:
                     raise ToolError(
-                        f"run {name} is authored through {provider}; start one of your own: prompt"
+                        f"run {name} is authored through {provider}; start your own run with prompt"
                     )
                 yield run
 

@@ -42,8 +42,8 @@ class ShowOptions:
     case: Annotated[
         str | None,
         typer.Option(
-            help="The case whose schedules and bytes are shown. Default: the first; with --counters the "
-            "export's."
+            help="The case whose schedules and bytes are shown. Default: the first case, or with --counters "
+            "the case that the export was measured on."
         ),
     ] = None
 
@@ -69,7 +69,7 @@ def show(
     weak_jail: WeakJail = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show a kernel: steps, resources on sm_90a and roofline; with options its machine code and hardware
+    """Show a kernel: steps, resources on sm_90a and roofline. Options add its machine code and hardware
     counters."""
     from coda_agent.agent import show as showing
     from coda_agent.agent.show import counters as counting

@@ -43,7 +43,7 @@ Ray = Annotated[
         help="Run on this Ray cluster; auto finds or starts one. Default: this machine.",
     ),
 ]
-AT_ONCE = typer.Option(min=1, max=10_000, help="Runs in progress at once. Default: 4 for each core and GPU.")
+AT_ONCE = typer.Option(min=1, max=10_000, help="Limit on runs at once. Default: 4 per core and 4 per GPU.")
 AtOnce = Annotated[int | None, AT_ONCE]
 Readmit = Annotated[
     list[str] | None,
@@ -61,7 +61,7 @@ def sweep(
     measuring: MeasuringOptions,
     gpu: Gpu = None,
     improve: Annotated[int, IMPROVE] = 0,
-    candidates: Annotated[int, typer.Option(min=1, max=99, help="Runs of each spec.")] = 1,
+    candidates: Annotated[int, typer.Option(min=1, max=99, help="Number of runs per spec.")] = 1,
     ray: Ray = None,
     at_once: AtOnce = None,
     weak_jail: WeakJail = False,
@@ -108,7 +108,7 @@ def resume(
         if slot not in made.left_out():
             out = ", ".join(made.left_out()) or "none"
             made.close()
-            raise typer.BadParameter(f"{name} did not leave out {slot}; it left out {out}")
+            raise typer.BadParameter(f"{name} has not excluded {slot}; it has excluded {out}")
         made.record("readmitted", {"slot": slot})
     _drive(made, budget, measuring, gpu, ray, None, as_json, given)
 
@@ -207,7 +207,8 @@ def fleet(ray: str | None) -> Iterator[Pool]:
 
 
 def _members(made: Sweep) -> list[str]:
-    """The sweep's runs. Missing runs are created: one for every spec before a second one for any spec."""
+    """Return the sweep's runs. Create missing runs: first one run of every spec, then a second of every spec,
+    and so on."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 

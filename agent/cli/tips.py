@@ -31,8 +31,8 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(BudgetOptions):
-    """The limits of a whole measurement. Each run gets an equal part; a run cannot use what another has
-    left."""
+    """The limits of a whole measurement. Each run gets an equal part, and cannot use what another run leaves
+    unspent."""
 
     budget_tokens: Annotated[
         int | None,
@@ -58,7 +58,7 @@ def listing(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """List all tips: state, verdict of its measurement, lesson, evidence."""
+    """List all tips with their state, measured verdict, lesson and evidence."""
     if context.invoked_subcommand:
         word = context.invoked_subcommand
         arguments.refuse_unused(f"it belongs to the list, not to {word}; leave it out", json=as_json)
@@ -95,12 +95,12 @@ def propose(
         try:
             _say(log.add(told.failure.teaches(told.lesson), log.TIPS))
         except TipsError as error:
-            echo(f"refused what the author proposed: {error}", err=True)
+            echo(f"refused a tip that the author proposed: {error}", err=True)
             refused = REFUSED
     for words in given:
         _say(log.add(words, log.TIPS))
     if not found.told and not found.failures:
-        echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
+        echo(f"{found.run}: no failure that a later attempt fixed, and no tip from its author")
     raise typer.Exit(refused)
 
 
@@ -124,7 +124,7 @@ def measure(
     authoring: AuthoringOptions,
     budget: Total,
     runs: Annotated[
-        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and the same number without.")
+        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without it.")
     ] = 5,
     weak_jail: WeakJail = False,
     gpu: Annotated[
@@ -191,7 +191,7 @@ def _measurable(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
 
 
 def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimits) -> str:
-    """The plan, and each run's limits."""
+    """Describe the number of runs, and each run's limits."""
     times = [f"{len(tried)} tips"] * (len(tried) > 1) + [f"{len(specs)} specs"] * (len(specs) > 1)
     count = 2 * runs * len(specs) * len(tried)
     words = f"{count} runs: {' x '.join([*times, f'{runs} with the tip and {runs} without'])}"
@@ -234,7 +234,7 @@ def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
 
 def _ask(failure: FixedFailure) -> Lesson | None:
     """Ask a person for the lesson from one failure; None without an answer, or if the log already has a tip
-    on it."""
+    on this failure."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(
@@ -254,9 +254,9 @@ def _ask(failure: FixedFailure) -> Lesson | None:
 def _say(added: Added) -> None:
     tip = added.tip
     if added.merged:
-        echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
+        echo(f"{tip.id} ({tip.state}) already says that, and now has this evidence too: {tip.lesson}")
         if tip.state == log.RETIRED:
-            echo(f"    coda-agent tips accept {tip.id} has prompts read it again")
+            echo(f"    to put it into prompts again: coda-agent tips accept {tip.id}")
         return
     echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
     for other in added.alike:

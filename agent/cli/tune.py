@@ -35,7 +35,7 @@ Sizes = Annotated[
     list[str],
     typer.Argument(
         metavar="SIZES...",
-        help="Sizes such as M=4096,D=5120,F=13824; for a model, sequences and their length, such as 8x2048.",
+        help="Sizes such as M=4096,D=5120,F=13824; for a model, sequences x length, such as 8x2048.",
     ),
 ]
 Stack = Annotated[bool, typer.Option("--stack", help="For a model that is patched with stack=True.")]
@@ -43,7 +43,7 @@ Training = Annotated[bool, typer.Option("--training", help="Only the kernels tha
 
 
 def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
-    """Find the fastest schedules of the kernels that fused calls at these sizes, on this GPU, and store them
+    """Find the fastest schedules on this GPU for the kernels that fused calls at these sizes, and store them
     for fused. Each program's schedules are stored as soon as they are found."""
     wanted = _wanted(what, sizes, stack, training)
     if not setup.use_gpu(None):
@@ -98,7 +98,7 @@ def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> li
     inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
-        raise InvalidInput(f"sizes {' '.join(sizes)} of a model are sequences x length, such as 8x2048")
+        raise InvalidInput(f"sizes {' '.join(sizes)}: for a model, give sequences x length, such as 8x2048")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -113,12 +113,12 @@ def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> li
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(dtype)
     if not fused.patch(model, stack=stack).fused:
-        raise InvalidInput(f"{folder}: nothing of a {type(model).__name__} runs fused")
+        raise InvalidInput(f"{folder}: no part of a {type(model).__name__} runs fused")
     shapes = [(int(each[1]), int(each[2])) for each in found if each]
     return [
         bound
-        # Training's program has the name of inference's, but more outputs. It is tuned last, so that its
-        # schedules are kept.
+        # The training program has the same name as the inference program, but more outputs. It is tuned last,
+        # so that its schedules are kept.
         for how in (*[ahead.inference] * (not training), ahead.training)
         for shape in shapes
         for bound in ahead.called(how(model, *shape))
@@ -142,7 +142,7 @@ def _sizes(program: Program, text: str) -> dict[str, int]:
     dims = program.signature.dims
     if set(found) != set(dims) or len(pairs) != len(dims) or not all(found.values()):
         example = ",".join(f"{dim}=4096" for dim in dims)
-        raise InvalidInput(f"sizes {text!r} are not {', '.join(dims)}, each once; write them as {example}")
+        raise InvalidInput(f"sizes {text!r} must give {', '.join(dims)} once each, such as {example}")
     return found
 
 

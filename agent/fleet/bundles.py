@@ -67,7 +67,8 @@ def _measured(
     keep: FilePieces,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on one GPU. If that GPU is lost or its controls fail, start over on another GPU."""
+    """Measure an entry on one GPU. If that GPU is lost or fails its controls (``driver.measured_on``), start
+    over on another GPU."""
     voids = lost = 0
     while lost < LOSSES:
         try:

@@ -55,7 +55,7 @@ SILENCE = 900.0  # after this many seconds without a message, work on a core cou
 MEASURING = 1800.0  # the same limit for work on a GPU, whose workers have limits of their own
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
 SAME = "gpu"  # the stage that records which GPU a measurement runs on
-VOIDS = 3  # this many invalid measurements of a kernel end its run or entry; resuming measures again
+VOIDS = 3  # this many invalid measurements of a kernel end its run or bundle entry; resuming measures again
 
 
 @dataclass
@@ -275,13 +275,14 @@ def measured_on(
     progress: Progress,
 ) -> Measurement:
     """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, and ``keep``
-    stores it. A GPU's controls fail if it measures a difference between equal arms, or misses the planted
+    stores it. A GPU fails its controls if it measures a difference between equal arms, or misses the planted
     delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
     elif began["gpu"] != slot.name:  # one measurement must not use two GPUs
-        return Unmeasured(reason=f"it began on {began['gpu']} and now has {slot.name}: it starts again")
+        reason = f"the measurement began on {began['gpu']} and now has {slot.name}: it starts again"
+        return Unmeasured(reason=reason)
     asked = {"entry": entry.model_dump(mode="json"), "options": options, "stages": keep.known()}
     asked |= {"place": f"run {entry.run}"}
 

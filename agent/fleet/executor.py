@@ -23,7 +23,7 @@ from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early, by whether the slot has no GPU
+AHEAD = {  # modules that a slot's worker imports early; True: for a slot without a GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }
@@ -109,7 +109,7 @@ class ProcessSlot:
 
 
 def usable_gpus() -> list[Gpu]:
-    """The GPUs of this process that have the architecture of our kernels."""
+    """The GPUs of this process that have the architecture that lowered kernels need."""
     from coda_agent.primitives.target import TARGET
 
     return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]

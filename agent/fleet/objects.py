@@ -3,7 +3,8 @@ compiled.
 
 Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
 driver's cache receives the objects of all nodes. Before a node compiles, it receives the missing objects that
-earlier work with the same label produced. Slots on one machine share a cache, so nothing is sent there.
+earlier work with the same label produced. Slots on one machine share a cache, so they send each other
+nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
-NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a marker without one
+NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a marker file without an object
 PATIENCE = 120.0  # seconds to wait for objects to be sent
 
 
 def run_shared(
     pool: Pool, slot: Slot, label: str, task: Task, argument: Any, *, patience: float, progress: Progress
 ) -> dict[str, Any]:
-    """Run a task like ``slot.run``. If the fleet has several nodes, objects of earlier work with this label
-    are first sent to the slot, and new ones are fetched afterwards."""
+    """Run a task like ``slot.run``. If the fleet has several nodes, first send the slot the objects of
+    earlier work with this label. Afterwards, fetch the new objects."""
     if len({use.slot.node for use in list(pool.uses.values())}) < 2:
         return slot.run(task, argument, patience=patience, progress=progress)
     known = pool.objects.get(label, frozenset())

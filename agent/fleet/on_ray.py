@@ -62,7 +62,7 @@ class Seat:
             found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU of this actor
             if len(found) != 1:
                 raise RuntimeError(
-                    f"Ray leased a GPU here, and {len(found)} fit: {[gpu.name for gpu in found]}"
+                    f"Ray leased one GPU here, but {len(found)} are usable: {[gpu.name for gpu in found]}"
                 )
             self.gpu = found[0]
         self._slot = ProcessSlot(self.gpu.uuid if self.gpu else name, name, self.gpu)
@@ -228,8 +228,8 @@ class OnRay:
         return _Node(name, cores, gpus, porter, porter.environment.remote())
 
     def _follow(self, identifier: str, node: _Node) -> None:
-        """Admit a node once its versions are known and equal ours. Admit each of its slots once the slot's
-        actor runs. Replace lost slots."""
+        """Admit a node once its versions are known and equal the driver's. Admit each of its slots once the
+        slot's actor runs. Replace lost slots."""
         if not node.joined and _done(node.answer):
             node.joined = True
             try:

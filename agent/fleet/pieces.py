@@ -81,7 +81,7 @@ _ahead: list[Worker] = []  # workers for this slot's next measurement; they impo
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure a bundle's entry on this slot's GPU, locked against our other commands."""
+    """Measure a bundle's entry on this slot's GPU, locked against other coda-agent commands."""
     from coda_agent.agent.artifacts import bundle, bundle_measuring
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.verifier.stages import start_workers

@@ -32,8 +32,8 @@ class GivenUp(Absent):
 
 
 class Suspect(Exception):
-    """A piece failed for the first time, and no kernel caused it. The piece starts over, if possible on
-    another node."""
+    """A piece failed for the first time, and no kernel caused the failure. The piece starts over, if possible
+    on another node."""
 
 
 @dataclass
@@ -142,8 +142,8 @@ class Pool:
         )
 
     def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:
-        """The error for a piece that failed without a kernel being the cause. The first failure is blamed on
-        the slot (Suspect); the second one is blamed on our own code (GivenUp)."""
+        """The error for a piece whose failure no kernel caused. The first failure is blamed on the slot
+        (Suspect), the second on this project's own code (GivenUp)."""
         if piece in self._suspects:
             del self._suspects[piece]
             return GivenUp(f"{piece} failed twice, the second time on {slot.name}: {words}")
@@ -217,7 +217,7 @@ class Pool:
             if slot.kind != CPU:
                 self.kind = self.kind or slot.kind
                 if slot.kind != self.kind:
-                    self.leave_out(slot, f"its kind differs from the sweep's {self.kind}")
+                    self.leave_out(slot, f"this sweep measures only on {self.kind}")
                     continue
             with self._changed:
                 self.uses[slot.name] = SlotState(slot, self.clock())

@@ -41,13 +41,13 @@ measures it.
   some may go unused. It returns a dict of the spec's outputs. No other import, no class, string
   formatting, indexing, in-place update or `if` on values; no attribute but .mT of an input, and .rows and
   .columns of a tile (numbers).
-- It is straight-line tensor code. Loads, stores, ragged edges and tile sizes are not yours.
+- It is straight-line tensor code. Loads, stores, ragged edges and tile sizes are automatic.
 - A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector; an input of shape [] is a scalar.
-  Scalars and numbers meet tiles and vectors. A vector meets vectors of its length, and a tile only through
-  per_row, per_column or per_head, which take expressions too.
+  Scalars and numbers combine with all values. A vector combines with vectors of its length, and with a tile
+  only through per_row, per_column or per_head, which take expressions too.
 - Each gemm starts a step. A tile expression is computed in the epilogue of the last gemm it needs. Its tiles
-  have the gemm's rows, and half, once or twice its columns (pairs, join). A tile of inputs alone rides along
-  in a step that loads all of them anyway; without one it is refused.
+  have the gemm's rows, and half, once or twice its columns (pairs, join). A tile computed from inputs alone
+  needs a step that loads all of these inputs anyway.
 - A tile that is a later gemm's operand is stored once in 16 bits. Its own step uses it unrounded, as it does
   every output.
 - Reductions along rows or columns are final after their step: return them, combine them with vectors, or
@@ -59,17 +59,17 @@ measures it.
   by themselves: multiply by the scale, no more.
 - Accuracy is judged against fp64, at tiny sizes too, over each input's whole `domain`; *finite* is any sign
   and size, without NaN and infinity. The error may be 1.25 times that of the reference in fp32, rounded once
-  (fp32 outputs: 4 times). Before rounding it may be 16 times, and each value must be right to 3 %: no tail
-  cut, no form that cancels near 0, as exp(t) - 1 or log(1 + t): a series to 1e-6 there, by where. Overflow
-  only where the reference in fp32 does: inputs are tried at 2**16 times their usual size.
+  (fp32 outputs: 4 times). Before rounding it may be 16 times, and each value must be right to 3 %. Cut no
+  tail. Near 0, use no form that cancels, as exp(t) - 1 or log(1 + t) does, but a series to 1e-6, by where.
+  Overflow only where the reference in fp32 does: inputs are tried at 2**16 times their usual size.
 - Do not clamp, mask or guard where the reference does not. Each side of a choice (where, comparisons,
   maximum, minimum, abs) must change an output somewhere in the domain. Only in_columns may choose by sizes.
-- Speed: `accept` is the speedup over the best torch.compile that is needed in every case not marked `bench`.
+- Speed: `accept` is the speedup over the best torch.compile that every case not marked `bench` must reach.
   Fewer steps win; read each input once, compute each value once.
-- Costs are machine instructions an element of a tile; MUFU ones run at an eighth of the rate. The compiler
-  takes the *exact* form for reductions, fp32 and fp16 outputs and what others share with them, else the
-  cheap one. `+ - *`, comparisons and `** 2` cost 1, a multiply-add 1, `/` 15 with 1 MUFU: divide vectors and
-  statistics, which is once a row or head, and multiply tiles. Loading a tile costs 5.
+- Costs are machine instructions per element of a tile; MUFU ones run at an eighth of the rate. The compiler
+  uses the *exact* form for reductions, fp32 and fp16 outputs and all values that these use, and the cheap
+  form elsewhere. `+ - *`, comparisons and `** 2` cost 1, a multiply-add 1, `/` 15 with 1 MUFU: divide vectors
+  and statistics (once per row or head), and multiply tiles. Loading a tile costs 5.
 
 Operators: `+ - * /`, unary minus, `** 2`, comparisons (1 or 0).
 """

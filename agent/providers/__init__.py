@@ -1,4 +1,4 @@
-"""Providers, which give the author's answers. Each provider is one file, with a class of one method.
+"""Providers, which give the author's answers. Each provider is one file, with a class that has one method.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
 Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.
@@ -124,7 +124,8 @@ class Turn:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Turn:
-        """The inverse of `to_json`. `agent.run.record` has validated what a journal or recording holds."""
+        """The inverse of `to_json`. The data must be valid; `agent.run.record` validates journals and
+        recordings."""
         calls = tuple(ToolCall(**call) for call in data.get("calls", ()))
         usage, blocks = Usage(**data.get("usage", {})), tuple(data.get("blocks", ()))
         return cls(data["text"], usage, data["author"], data["stop_reason"], calls, blocks)
@@ -137,7 +138,7 @@ class Charge(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the answer may have, which is at most the requested number."""
+        """The limit on the answer's tokens. It may be lower than the requested limit."""
         ...
 
     def settle(self, usage: Usage, dollars: float | None = None) -> None: ...

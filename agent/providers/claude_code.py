@@ -2,15 +2,15 @@
 
 Each turn is one process, which gets the whole conversation and keeps no session. So a run can be resumed on
 any machine. The process has no access to the command's tools, settings or files. It starts in an empty
-directory and answers with text. The command adds to our prompt: the model's name, the platform, that
+directory and answers with text. To the prompt, the command adds the model's name, the platform, that
 directory and the date. ANTHROPIC_API_KEY is withheld, because the command would charge it instead of the
 subscription. The model uses the loop's tools by writing blocks of code in its text. So each request is a
 turn, with its own reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
 dollars. A turn that is killed or breaks off is charged at its reservation. The command's own retries are off;
-only our own patience retries. Two kinds of retry cannot be turned off: up to three continuations of an answer
-that was cut at its limit, and one of an empty answer. These requests are charged but not
+only ``patience`` retries. Two kinds of retry cannot be turned off: up to three continuations of an answer
+that was cut at its limit, and one repetition after an empty answer. These requests are charged but not
 reserved.
 """
 
@@ -132,7 +132,7 @@ class ClaudeCode:
             except OSError as error:
                 return _not_started(charge, str(error))
         if status is None:
-            remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
+            remedy = "resume the run to ask again, with a larger --time-limit if that was too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
         if status in (become.NOT_STARTED, become.NOT_FOUND) and not printed:
             return _not_started(charge, " ".join(words.split())[-WORDS:])
@@ -195,9 +195,9 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
         return ""
     shown = "\n\n".join(f"{tool.description}\n\n{_example(tool)}" for tool in offered)
     return (
-        "\n\n# Tools\n\nA message of yours that holds one or more of the following blocks, each as it stands"
-        " here and with nothing of another, uses tools: the next message says what they gave. A ```python"
-        f" block submits, as one of your attempts.\n\n{shown}\n"
+        "\n\n# Tools\n\nTo use tools, write a message with one or more of the following blocks. Write each"
+        " block as shown here, and do not mix two blocks. The next message gives the tools' results. A"
+        f" ```python block submits the kernel, as one of your attempts.\n\n{shown}\n"
     )
 
 
@@ -354,7 +354,7 @@ def _objection(model: str | None) -> str:
     """Why a dollar limit cannot be enforced for a model; "" if the model's price is known."""
     if is_priced(model):
         return ""
-    named = f"--model {model}" if model else "the command's own model"
+    named = f"--model {model}" if model else "the command's default model"
     return (
         f"--budget-dollars cannot be enforced: no price is known for {named}, so nothing can be reserved"
         " before a request; give --model a full name, such as claude-opus-5-5, or use --budget-tokens"

@@ -2,7 +2,7 @@
 
 Outages last from seconds to hours, and runs continue overnight without a person. So retries of a transient
 fault are limited by time, not by number. Permanent faults are raised at once. The time of a stream is limited
-too: the API sends pings, so a read timeout never ends a stream without content.
+too: the API sends pings, so a read timeout would never end a stream that has no content.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Asking:
         wished = retry_after or min(doubled, patience.longest) * random.uniform(0.75, 1.0)
         left, time_left = patience.total - self._taken(), self.time_left()
         seconds = max(0.0, min(wished, patience.longest, left, time_left))
-        ahead = f"asking again in {_duration(seconds)}, for {_duration(left)} at most"
+        ahead = f"asking again in {_duration(seconds)}; retries end within {_duration(left)}"
         if time_left <= seconds:
             ahead = f"the run's time ends in {_duration(seconds)}"
         say(f"\n[{why}; {ahead}]\n")
@@ -101,7 +101,7 @@ class Asking:
 def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
-    """Repeat ``attempt`` until it succeeds, and return its turn. It takes the seconds until the
+    """Repeat ``attempt`` until it succeeds, and return its turn. ``attempt`` takes the seconds until the
     deadline. Raises ProviderError for a permanent fault, when a fault's retries or patience are used up, and
     at the question's deadline. Raises OutOfBudget if an attempt returns it."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""

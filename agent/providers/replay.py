@@ -40,7 +40,7 @@ class Replay:
         if not 1 <= number <= len(self._turns):
             raise ProviderError(
                 f"{self._path} has {len(self._turns)} recorded answers, but the run asks for number {number}",
-                "a verdict differs from the recorded run's: look at the last report, or record a new run",
+                "a verdict differs from the recorded one: look at the last report, or record a new run",
             )
         turn = self._turns[number - 1]
         question.say(turn.text)

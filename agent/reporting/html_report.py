@@ -28,7 +28,7 @@ def write(name: str, out: Path | None = None) -> Path:
     """Write the page of a run to ``out``, by default RUN.html in the run's folder, and return its path. The
     run may still be running.
 
-    Raises JournalError if the run is missing or another version wrote it, and OSError if a file cannot be
+    Raises JournalError if the run is missing or another version wrote it. Raises OSError if a file cannot be
     read or written.
     """
     directory = folder(name)

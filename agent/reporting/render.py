@@ -107,8 +107,8 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
-    """A table of the measured cases. It has the candidate's time, and each arm's time over the candidate's
-    with a confidence interval."""
+    """A table of the measured cases. It has the candidate's time, and each arm's time divided by the
+    candidate's time, with a confidence interval."""
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
     )

@@ -153,8 +153,8 @@ def as_dict(name: str) -> dict[str, Any]:
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write a sweep's page and return its path; also write each run's page into the run's folder. ``out`` is
-    by default in the sweep's folder. Raises JournalError and OSError."""
+    """Write a sweep's page and return its path; also write each run's page into the run's folder. ``out``:
+    the path of the sweep's page, by default in the sweep's folder. Raises JournalError and OSError."""
     header, events = sweep.read(name)
     name = Path(name).name
     path = out or runs.runs_dir() / name / f"{name}.html"
@@ -187,7 +187,7 @@ def page(
         "runs": ", ".join(f"{number} {status}" for status, number in counted.items()),
         "budget": html_report.budget(header),
         "spent": str(spent),
-        "a spec with an accepted kernel": f"${spent.dollars / len(good):.2f}" if good else "none",
+        "cost per spec with an accepted kernel": f"${spent.dollars / len(good):.2f}" if good else "none",
         "time": duration(_wall(events)),
         "driver's processor time": duration(_driver(events)),
         "programs compiled": str(sum(event.kind == "compile" for event in events)),

@@ -59,8 +59,9 @@ class Tables:
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data. ``success`` maps a number of attempts to the success rate of all runs within it;
-        ``success_of_specs`` does the same for the runs of ``specs/``. Both are empty without runs."""
+        """The rows as data. ``success`` maps a number of attempts to the share of all runs that passed within
+        that number; ``success_of_specs`` does the same for the runs of ``specs/``. Both are empty without
+        runs."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -188,8 +189,9 @@ def _edited(tables: Tables) -> str:
         return table
     names = ", ".join(f"`{name}`" for name in tables.superseded)
     return (
-        f"{table}\nThe programs of {names} were measured again after their edits, and may be the faster ones "
-        "now; `coda-agent optimize NAME --provider replay` measures an edit beside its program of today.\n"
+        f"{table}\nThe programs of {names} were measured again after their edits, and may now be faster than "
+        "the edits. `coda-agent optimize NAME --provider replay` measures an edit against the current "
+        "program.\n"
     )
 
 
@@ -236,8 +238,8 @@ def _host(reports: Sequence[Accepted]) -> str:
     ]
     verdict = f"missed by {', '.join(missed)}" if missed else "met by all"
     return (
-        f"Host time of a call at {WIDTHS[0]}, device drained before each: {ours} us, of cuBLAS's bare "
-        f"matmuls {bare} us; the goal of at most {HOST_GOAL:.0f} us more is {verdict}.\n"
+        f"Host time of one call at {WIDTHS[0]}, with an idle GPU: {ours} us; of cuBLAS's bare matmuls: "
+        f"{bare} us. The goal of at most {HOST_GOAL:.0f} us more than cuBLAS is {verdict}.\n"
     )
 
 

@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from coda_agent.agent.cli.main import main
 main()
 """
-SPEAKER = "coda-agent: "  # how a line that states an error begins
+SPEAKER = "coda-agent: "  # the beginning of a line that states an error
 LOG = "log.txt"  # the file in a run's folder with its process's output
 GRACE = 20.0  # seconds that a candidate may take to stop after SIGINT
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best first

@@ -17,24 +17,24 @@ from coda_agent.verifier.report import CANDIDATE, Accepted, Timing
 from coda_agent.verifier.spec.model import Spec
 
 HOW = f"""\
-Change the program (other fusions, fewer or cheaper operations, values used twice) or its schedules, or both.
-Answer with the whole kernel file in one ```python block. Schedules are tuned for you unless you set them, in
-one ```json block that maps steps to fields, such as
+Change the program (fuse differently, use fewer or cheaper operations, compute a value once and reuse it), its
+schedules, or both. Answer with the whole kernel file in one ```python block. Schedules are tuned for you
+unless you set them, in one ```json block that maps steps to fields, such as
 {{"0": {{"tile_m": 128, "tile_n": 256, "pingpong": false}}}}:
 - tile_m, tile_n, pingpong together, one of {", ".join(str(tile) for tile in sorted(TILES))};
 - cluster_m, cluster_n, one of {", ".join(map(str, CLUSTERS))};
 - swizzle, one of {", ".join(map(str, SWIZZLES))};
-- evict_loads, evict_stores: what the epilogue loads or stores leaves the L2 first;
-- deep: shared memory from the epilogue for another stage of the mainloop;
-- split: with a cluster of four, which leaves some SMs idle, these get their share in a second launch.
-A change is kept only if it is measured to be faster in one case at least (the lower end of its interval above
-1, against the kernel that is kept now, in the same run) and slower in none.
+- evict_loads, evict_stores: mark the epilogue's loads or stores as the first to leave the L2;
+- deep: give some of the epilogue's shared memory to the mainloop, for one more stage;
+- split: clusters of four leave some SMs idle; a second launch gives these SMs their share of the work.
+A change is kept only if it is faster than the current kernel in at least one case and slower in none. Both
+are measured in the same run; faster means that the lower end of the speedup's interval is above 1.
 """
 
 
 BOUND = """\
-What bounds its steps, by the H100's datasheet. These are shares of the bound (the time that no version can
-beat), not of the time measured."""
+The bound of each step, by the H100's datasheet. Shares are of the whole bound (the time that no version can
+beat), not of the measured time."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
@@ -55,7 +55,7 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
         "\n".join(case_words(timing) for timing in report.timings),
         f"{BOUND}\n"
         + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
-        "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
+        "The compiler's report:\n" + "\n".join(_resources(k) for k in kernels),
     ]
 
 
@@ -70,7 +70,7 @@ def schedules(text: str) -> dict[int, Schedule]:
         return by_step(_objects(found))
     except (ValueError, RecursionError) as error:
         raise ProgramError(
-            "schedule", f"the ```json block maps steps to a schedule's fields: {error}"
+            "schedule", f"the ```json block must map steps to a schedule's fields: {error}"
         ) from None
 
 

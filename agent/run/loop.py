@@ -1,5 +1,5 @@
-"""The loop of a run: draft, verify and feed back. It ends when a kernel is accepted, or attempts or budget
-are used up.
+"""The loop of a run: draft, verify and feed back. It ends when a kernel is accepted, or when attempts or
+budget are used up.
 
 Every step goes through the journal. So a run that was killed continues where it stopped, and never asks again
 for an answer that it has received.

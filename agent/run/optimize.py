@@ -39,8 +39,9 @@ HOW = """\
 Answer with the whole edited module in one ```python block; its docstring says the idea in one sentence. Keep
 the classes' names and their arguments. Schedules are tuned again for your text unless you set them, in one
 ```json block that maps steps to fields, such as {"0": {"tile_m": 128, "tile_n": 256, "pingpong": false}}.
-It is kept only if every output is right, and if it is measured to be faster than the kernel above in one case
-at least (the lower end of its interval above 1, in the same run) and slower in none.
+Your edit is kept only if every output is right, and if it is faster than the kernel above in at least one
+case and slower in none. Both are measured in the same run; faster means that the lower end of the speedup's
+interval is above 1.
 """
 
 
@@ -68,7 +69,7 @@ class Original:
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
     """The accepted kernel of a spec, by default from generated_kernels/. An accepted edit of the kernel is
     preferred, unless the unedited kernel was measured later. ``afresh``: use the unedited kernel. Raises
-    Absent, and KernelError for damaged files."""
+    Absent if there is no accepted kernel, and KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
     edit = None if afresh else accept.read(spec, directory, edited=True)
@@ -84,7 +85,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
     """Text about the hardware counters; "" if there is no export, or if its schedule differs from the
-    report's."""
+    schedule in the report."""
     name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -171,6 +172,6 @@ class EditingTask:
         return usual
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        words = f"Accepted: it is right, and faster than before. {rounds} round(s) are left to go on."
+        words = f"Accepted: it is right, and faster than before. {rounds} round(s) are left."
         parts = [words, *improve.account(self.spec, report, program), HOW]
         return "\n\n".join(part.strip() for part in parts)

@@ -108,5 +108,5 @@ def _to_beat(program: Program) -> str:
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]
-    words = "A derived program computes this already, in these kernels. Yours has to be faster in one case at"
-    return f"{words} least, and slower in none:\n\n```text\n" + "\n".join(lines) + "\n```"
+    words = "A derived program computes this already. Yours has to be faster in at least one case, and slower"
+    return f"{words} in none. Its kernels:\n\n```text\n" + "\n".join(lines) + "\n```"

@@ -40,7 +40,7 @@ def _tool(name: str, description: str, **arguments: str) -> Tool:
 CHECK = _tool(
     "check",
     "Run a draft through the gates of this machine (trace, contract, numerics against PyTorch on the CPU, "
-    "compilation for sm_90a) in some seconds. Says what is wrong, or the compiler's resources. It submits "
+    "compilation for sm_90a) in some seconds. Returns what is wrong, or the kernel's resources. It submits "
     "nothing.",
     source="The whole kernel file.",
 )
@@ -52,14 +52,14 @@ SUBMIT = _tool(
 READ = _tool(
     "read",
     "Read a primitive's page, or a worked example.",
-    page="A primitive's name, such as per_row, or an example's, such as gemm_l1norm_gemm.",
+    page="The name of a primitive, such as per_row, or of an example, such as gemm_l1norm_gemm.",
 )
 PROPOSE_TIP = _tool(
     "propose_tip",
     "Propose one lesson for later authors of other kernels, learned from a rejection that you have since "
-    "mended. A person decides whether it is kept.",
+    "fixed. A person decides whether it is kept.",
     lesson=f"One line in the imperative, of use beyond this spec; at most {LONGEST_LESSON} characters.",
-    failed="The gate and reason that it was learned from.",
+    failed="The gate and reason of that rejection.",
     fix="What fixed it, in one line.",
 )
 TOOLS = (CHECK, SUBMIT, READ, PROPOSE_TIP)

@@ -152,7 +152,7 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
         if name not in options.shape and (part := cut(draft, found)):
             remedy = " ".join(f"--shape {n}={shape}" for n, shape in _multiplied(draft, *part).items())
             fraction = {2: "half", 3: "a third", 4: "a quarter"}[part[1]]
-            message = f"output {name} has {fraction} of {part[0]}, and a shape cannot divide a dim"
+            message = f"an axis of output {name} is {fraction} of {part[0]}, but a shape cannot divide a dim"
             raise draft.fail(f"{message}; give {remedy}")
         if name not in options.shape and not options.ask:
             raise draft.fail(

@@ -56,7 +56,7 @@ class TorchNames(ast.NodeTransformer):
         return self.visit_Assign(plain)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, which remains of a statement that only casts ``h``."""
+        """Drop ``h = h``, which ``h = h.float()`` becomes when its cast is removed."""
         new = self.generic_visit(node)
         idle = isinstance(new, ast.Assign) and [ast.unparse(new.value)] == list(map(ast.unparse, new.targets))
         return None if idle else new

@@ -61,8 +61,9 @@ def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Sch
 
 @dataclass(frozen=True)
 class Shown:
-    """A kernel and its description. The description always contains the steps. It contains ``resources``, and
-    the roofline at each case's ``sizes``, if these are given, and the CuTeDSL code if ``cutedsl`` is true."""
+    """A kernel and its description. The description always contains the steps. If given, it also contains the
+    ``resources``, and the roofline at each case's ``sizes``. If ``cutedsl`` is true, it contains the CuTeDSL
+    code."""
 
     kernel: KernelSource
     name: str = ""  # the spec's name
@@ -98,7 +99,7 @@ class Shown:
 
         parts: list[RenderableType] = [
             Text.assemble((self.title, "bold"), f"  program {self.program.hash[:12]}"),
-            Text("a name is a value in fp32 registers; its store rounds, other lines do not", style="dim"),
+            Text("each name is a value in fp32 registers; values are rounded only when stored", style="dim"),
         ]
         parts += [step_table(step) for step in steps(self.program)]
         parts += tables(self.resources, floors(self.program, self.sizes))

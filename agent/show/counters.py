@@ -121,10 +121,10 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 @dataclass(frozen=True)
 class Counters:
     """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
-    by the keys of METRICS. ``stalls``: by reason, largest first. ``floor``: the roofline at the export's
-    case. ``other_text``: whether the export is of different lowered code. ``schedule``: the schedule in the
-    export. ``tuned``: the schedule in the kernel's report for that case. Both schedules are texts from
-    ``spelled``; "" if unknown, None for a kernel without schedules."""
+    by the keys of METRICS. ``stalls``: the stalled warps at each issue, by reason, largest first. ``floor``:
+    the roofline at the export's case. ``other_text``: whether the export is of different lowered code.
+    ``schedule``: the schedule in the export. ``tuned``: the schedule in the kernel's report for that case.
+    Both schedules are texts from ``spelled``; "" if unknown, None for a kernel without schedules."""
 
     kernel: str
     launches: int
@@ -137,7 +137,7 @@ class Counters:
 
     @property
     def other_schedule(self) -> bool | None:
-        """Whether the counted schedule differs from the report's; None if unknown."""
+        """Whether the counted schedule differs from the schedule in the report; None if unknown."""
         return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
@@ -157,8 +157,8 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Read a CSV export of ncu. Raises InvalidInput if the file is not one, or if it is not of the given
-    ``case``."""
+    """Read a CSV export of ncu. Raises InvalidInput if the file is no such export, or if it measures another
+    case than ``case``."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -247,8 +247,8 @@ def _value(text: str, unit: str) -> float | None:
 def counters(
     source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """The figures of each kernel of ``source`` in an export, with its report's schedules, in launch order.
-    ``sizes``: the sizes of the export's case. Raises InvalidInput if the export contains no kernel of
+    """For each kernel of ``source``, in launch order: its figures in an export, and the schedules in its
+    report. ``sizes``: the sizes of the export's case. Raises InvalidInput if the export contains no kernel of
     ``source``."""
     program, edited = source.program, source.edited is not None
     name = program.signature.name + (".raw" if edited else "")
@@ -354,8 +354,8 @@ def _scheduled(c: Counters) -> str:
     if c.schedule is None:
         return MISSING
     if c.other_schedule:
-        return f"{c.schedule}: NOT the report's, {c.tuned}"
-    return c.schedule or "not in this export; it may differ from the report's"
+        return f"{c.schedule}: NOT as in the report: {c.tuned}"
+    return c.schedule or "not in this export; it may differ from the schedule in the report"
 
 
 def _figure(c: Counters, key: str) -> str:

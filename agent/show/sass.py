@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MEANING = (
     "Instructions in code order, by the line of lowered code from which they were traced. The "
-    "epilogue is unrolled whole: its counts are a thread's for one tile."
+    "epilogue is fully unrolled, so its counts are those of one thread for one tile."
 )
 
 

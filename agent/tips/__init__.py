@@ -35,8 +35,8 @@ FIELDS = ("spec", "failed", "fix", "versions")
 OPTIONAL = ("state", "level", "measured")
 VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # the two kinds of authors that read tips
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
-AND, OR_ELSE = ", ", " | "  # separators in merged tips' fields: OR_ELSE in fix, AND in the others
-ALIKE = 0.85  # difflib's ratio above which two lessons may mean the same
+AND, OR_ELSE = ", ", " | "  # separators in merged tips' fields: OR_ELSE in fix, AND in the other fields
+ALIKE = 0.85  # two lessons may mean the same if difflib's ratio for them exceeds this
 VERDICTS = ("hurts", "undecided", "helps")
 
 

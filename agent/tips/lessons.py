@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection for ``failed`` (gate/reason). ``fix``: the lines changed in a later source that passed that
-    gate, or else, for a change that was no faster, in the code to beat."""
+    """A rejection for ``failed`` (gate/reason). ``fix``: the difference to a later source that passed that
+    gate. If none did, and the failure is that a change was no faster: the difference to the code to beat."""
 
     spec: str
     failed: str
@@ -70,9 +70,9 @@ class RunLessons:
         if len(fitting) == 1:
             return fitting[0]
         known = ", ".join(failure.failed for failure in self.failures) or "none"
-        what = "no one failure" if failed is None else f"no one failure {failed!r}"
+        what = "no single failure" if failed is None else f"no single failure {failed!r}"
         raise TipsError(
-            f"run {self.run}: there is {what} that was fixed; name one by --failed; there are: {known}"
+            f"run {self.run}: there is {what} that was fixed; name one with --failed; there are: {known}"
         )
 
 

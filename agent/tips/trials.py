@@ -106,7 +106,7 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
     """Raise TipsError if there are no specs, or if a spec's prompt is the same with and without the tip."""
     with_tip, without = _arms(tip, known)
     if tip.level != VOCABULARY:
-        raise TipsError(f"{tip.id}: only prompts for CuTeDSL edits contain it; choose another")
+        raise TipsError(f"{tip.id}: only prompts for CuTeDSL edits contain it; choose another tip")
     if not specs:
         raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")
     for path in specs:

@@ -3,7 +3,7 @@ from primitives import abs, column_range, gemm, head_sums, in_columns, join, ker
 
 @kernel
 def gemm_shear_heads(x, w, shear, A, B, P):
-    """A head's statistic is final in its own step; a table [M, 2P] meets each head; ranges are cut last."""
+    """A head's statistic is final in its own step. A table [M, 2P] applies to each head. Cut ranges last."""
     z = gemm(x, w.mT)
     size = head_sums(abs(z), 2 * P) / (2 * P)
     u, v = pairs(z * per_head(1 / (1 + size)))

@@ -575,12 +575,12 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     bundle.pack([other], tmp_path / "other.json")
     results = measure(tmp_path / "other.json", tmp_path / "other-results.json")
     edit(results, lambda data: data["results"][0].update(run=name))
-    with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of a different"):
         bundle.take(results)
     # Nor with the identity of this run's kernel around another's figures.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
-    with pytest.raises(InvalidInput, match="the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match="the measurement is of a different kernel"):
         bundle.take(results)
     assert stands(name) == "checked"
 
@@ -588,7 +588,7 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
 def test_a_result_of_another_attempt(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(attempt=2))
-    with pytest.raises(InvalidInput, match="attempt 2: the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match="attempt 2: the measurement is of a different kernel"):
         bundle.take(results)
 
 
@@ -597,7 +597,7 @@ def test_a_second_measurement_does_not_replace_the_first(packed: tuple[str, Path
     gpu.verdict = lambda spec, program: slow(spec)
     bundle.take(measure(path))
     gpu.verdict = measured
-    with pytest.raises(InvalidInput, match="attempt 1 has another measurement, which stays"):
+    with pytest.raises(InvalidInput, match="attempt 1 already has a different measurement, which stays"):
         bundle.take(measure(path))
     assert stands(name) == "rejected"
 

@@ -125,7 +125,7 @@ def test_what_was_checked_without_a_number_is_not_merged(
     monkeypatch.setattr(proposal_gates, "_interpret", lambda *given: None)
     outcome, _ = author(begun, GOOD)
     assert isinstance(outcome.report, Checked)
-    with pytest.raises(InvalidInput, match="checked no arithmetic; again: coda-agent primitive"):
+    with pytest.raises(InvalidInput, match="checked no arithmetic; run it again: coda-agent primitive"):
         primitive.merge("softsign")
 
 

@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu: None) -> None:
     name, path, results = make_run(spec), tmp_path / "b.json", tmp_path / "r.json"
     done = command("bundle", name, "-o", path)
-    assert done == Done(0, f"{path}: 1 kernel(s). There: coda-agent measure {path}\n", "")
+    assert done == Done(0, f"{path}: 1 kernel(s). On the H100: coda-agent measure {path}\n", "")
     done = command("measure", path, "-o", results)
     assert (
         done.status == 0 and f"{name}: measured\n" in done.out and f"coda-agent import {results}" in done.out

@@ -43,9 +43,9 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
     assert program.signature.inputs == spec.signature().inputs
     assert program.signature.outputs == spec.signature().outputs
     assert len(cut(program).gemms) == products
-    assert done.out.count("step ") == products and f"in {products} products" in done.out
+    assert done.out.count("step ") == products and f"in {products} matmuls" in done.out
     assert (tmp_path / f"{name}_backward_head.program.json").exists() is head
-    assert ("without a product" in done.out) is head
+    assert ("without a matmul" in done.out) is head
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_packed_queries_keys_and_values_are_judged(command: Command, tmp_path: P
     spec = ROOT / "specs" / f"{name}.yaml"
     done = command("derive", path, "--spec", spec, "--of", "q,k,v", "--check", "--out", tmp_path)
     assert done.status == 0 and done.out.splitlines()[-1].startswith("right: "), done
-    assert "in 2 products" in done.out
+    assert "in 2 matmuls" in done.out
     assert "d_q_k_v" in load(tmp_path / f"{name}_backward.yaml").drawn
 
 

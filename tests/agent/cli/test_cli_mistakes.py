@@ -132,11 +132,11 @@ def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("toy.program.json", "the program of a kernel: coda-agent show generated_kernels/toy.program.json"),
+        ("toy.program.json", "which coda-agent show generated_kernels/toy.program.json shows"),
         ("toy.raw.program.json", "coda-agent show generated_kernels/toy.raw.program.json"),
-        ("toy.raw.py", "an edited text: coda-agent optimize toy verifies those"),
+        ("toy.raw.py", "edited CuTeDSL, which coda-agent optimize toy verifies"),
         ("toy.cutedsl.py", "the lowered text of a kernel"),
-        ("toy.report.json", "no Python"),
+        ("toy.report.json", "not Python"),
         ("toy.yaml", "a spec"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_is_no_kernel_is_not_shown(command: Command, place: Path, name: str
 def test_a_kernel_that_is_not_there(command: Command, place: Path, looking: str) -> None:
     wrong(command(looking, "toyy"), "toyy: no such kernel file; did you mean toy?")
     wrong(command(looking, "generated_kernels/tay.py"), "tay.py: no such kernel file; did you mean")
-    wrong(command(looking, "nothing"), "no such kernel file; give one, or an accepted kernel's name")
+    wrong(command(looking, "nothing"), "no such kernel file; give a file or an accepted kernel's name")
     (name,) = runs.names()
     wrong(command(looking, name), f"it is a run: coda-agent review {name}, or report {name}")
 
@@ -263,9 +263,8 @@ def test_half_of_a_dim_is_said_by_doubling_it(command: Command, tmp_path: Path) 
     out = tmp_path / "f.yaml"
     asked = ("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "-o", out)
     done = command(*asked, "--shape", "w=N,K", "--shape", "b=N")
-    wrong(
-        done, "output out has half of N, and a shape cannot divide a dim; give --shape w=2*N,K --shape b=2*N"
-    )
+    words = "an axis of output out is half of N, but a shape cannot divide a dim"
+    wrong(done, f"{words}; give --shape w=2*N,K --shape b=2*N")
     assert command(*asked, *done.err.strip().partition("give ")[2].split()).status == 0 and out.exists()
 
 

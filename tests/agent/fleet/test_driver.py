@@ -153,7 +153,7 @@ def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:
     assert history.past_of(run).status == "accepted"
     assert known == [{"gpu": "GPU-1", "stages": {"gpu"}}, {"gpu": "GPU-2", "stages": {"gpu"}}]
     (void,) = (e.payload for e in glance(runs.runs_dir() / run / runs.JOURNAL)[1] if e.kind == "void")
-    assert "it began on GPU-1 and now has GPU-2" in void["reason"]
+    assert "the measurement began on GPU-1 and now has GPU-2" in void["reason"]
 
 
 def test_a_gpu_on_which_alone_pieces_fail_stays_out(toy: Path) -> None:

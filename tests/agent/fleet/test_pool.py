@@ -132,7 +132,7 @@ def test_gpus_of_another_kind_and_those_left_out_before_stay_out() -> None:
         left_out={"GPU-3": "it failed its controls"},
     )
     assert [use.slot.name for use in pool.gpus] == ["GPU-1"] and pool.kind == "H100"
-    assert "its kind differs" in pool.left_out["GPU-2"]
+    assert "this sweep measures only on" in pool.left_out["GPU-2"]
     with pool.lease(True, "r measure") as gpu, pytest.raises(TimeoutError):
         assert gpu.name == "GPU-1"
         with pool.lease(True, "s measure", time.monotonic()):

@@ -77,7 +77,7 @@ def test_an_outage_of_most_of_two_hours_is_outlived() -> None:
     assert isinstance(result, Turn) and result.text == "here it is "
     assert 110 < len(server.requests) < 200
     assert night.waits[0] <= 1.0 and all(45.0 <= wait <= 60.0 for wait in night.waits[7:])
-    assert "529 overloaded_error: no; asking again in 1 s, for 120 min at most]" in streamed
+    assert "529 overloaded_error: no; asking again in 1 s; retries end within 120 min]" in streamed
 
 
 def test_a_run_s_deadline_ends_patience() -> None:

@@ -108,7 +108,7 @@ def test_the_author_is_shown_where_the_time_goes(toy: Path) -> None:
         "- large (M = 4096, K = 4096, N = 4096): 2.0000 ms, 7% of the roofline; 1.300x torch.compile" in told
     )
     assert "tuned to step 0: tile_m 256, tile_n 128, pingpong False" in told
-    assert "shares of the bound" in told and "not of the time measured" in told
+    assert "Shares are of the whole bound" in told and "not of the measured time" in told
     assert "gemm of step 0: 100% of the bound, bound by compute" in told and "137.4 GFLOP" in told
     assert "168 registers, 0 loads and 0 stores spilled, 16 HGMMA" in told
     assert told.endswith(improve.HOW.strip())
@@ -156,8 +156,8 @@ def test_a_schedule_before_the_first_acceptance_is_not_looked_at(toy: Path) -> N
         ('{"a": {}}', "invalid literal"),
         ('{"0": {"tile": 1}}', "schedule field 'tile'"),
         ('{"0": {"swizzle": 5}}', "swizzle one of"),
-        ("{", "maps steps to a schedule's fields"),
-        ("[" * 100_000, "maps steps to a schedule's fields"),
+        ("{", "must map steps to a schedule's fields"),
+        ("[" * 100_000, "must map steps to a schedule's fields"),
     ],
 )
 def test_schedules_that_are_none(block: str, words: str) -> None:

@@ -328,7 +328,7 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
         step, finish = json.loads(shown(kernel, "--json"))["counters"]
         assert step["other_schedule"] is other and step["schedule"] == counters.spelled(schedules[0])
         assert finish["other_schedule"] is None and finish["schedule"] is None  # it has none
-        assert ("NOT the report's" in " ".join(shown(kernel).split())) is other
+        assert ("NOT as in" in " ".join(shown(kernel).split())) is other
     path.write_text(raw(launched(ACCEPTED)))  # an older export
     assert "not in this export" in " ".join(shown(kernel).split())
     assert json.loads(shown(kernel, "--json"))["counters"][0]["other_schedule"] is None
@@ -343,7 +343,7 @@ def test_an_author_is_not_given_counters_of_another_schedule(path: Path, kernel:
     assert _counted(spec, KernelSource(ACCEPTED), path.parent) == ""
     path.write_text(raw(launched(ACCEPTED)))
     told = _counted(spec, KernelSource(ACCEPTED), path.parent)
-    assert "| schedule | not in this export; it may differ from the report's | – |" in told
+    assert "| schedule | not in this export; it may differ from the schedule in the report | – |" in told
 
 
 # ── Edited texts, and the command that counts ─────────────────────────────────────────────────────────────
