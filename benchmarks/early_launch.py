@@ -4,8 +4,8 @@
 A finishing kernel is a vector kernel after a GEMM. All accepted kernels that have one, or the named kernels,
 run on their reports' schedules. The two versions of a kernel are interleaved in one process, from a cold L2,
 and must give bitwise equal outputs; their GEMMs differ only in names. The table has the time of the ordinary
-version over that of the early version. As a control it also has a second arm of the early version over the
-first.
+version over that of the early version. As a control, the early version also runs as a second arm, whose time
+is compared with the first.
 """
 
 from __future__ import annotations

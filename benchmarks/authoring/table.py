@@ -45,7 +45,7 @@ def outcome(pack: str, run: Path) -> Outcome:
 
 
 def decided(outcomes: Iterable[Outcome], tries: int) -> list[Outcome]:
-    """The runs that passed within ``tries`` answers, or that gave so many answers. Unfinished runs are left
+    """The runs that passed within ``tries`` answers, or gave ``tries`` answers. Unfinished runs are left
     out."""
     return [run for run in outcomes if passed([run], tries) or len(run["tries"]) >= tries]
 

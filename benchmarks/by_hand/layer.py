@@ -55,8 +55,8 @@ Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tens
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream with the first part of the next norm: h and hg [tokens, D] in bf16, rstd [tokens]
-    in fp32."""
+    """The residual stream h [tokens, D], and what the next norm needs of it: hg = h * gamma [tokens, D] and
+    rstd [tokens]. h and hg are bf16, rstd is fp32."""
 
     h: Tensor
     hg: Tensor

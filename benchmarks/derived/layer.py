@@ -3,8 +3,8 @@
 ``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
 first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
 pass (``fused.pointwise.rotation``). The third has that pass and a backward derived from the forward
-(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. All samples of a width are
-added to FILE after the width. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. After each width, all its
+samples are added to FILE. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations

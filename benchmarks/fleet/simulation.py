@@ -177,8 +177,7 @@ def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> fl
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of the resource ``vary`` with at least NEAR times the throughput that ``most``
-    give."""
+    """The least number of the resource ``vary`` that gives at least NEAR times the throughput of ``most``."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:

@@ -347,8 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.two_gpus")
     commands = parser.add_subparsers(dest="command", required=True)
     compare = commands.add_parser("compare")
-    compare.add_argument("--results", type=Path, required=True, help="the folder, as of compare --out")
-    compare.add_argument("--alone", type=float, help="seconds on one GPU, to predict from")
+    compare.add_argument(
+        "--results", type=Path, required=True, help="the folder for results, as in compare --out"
+    )
+    compare.add_argument("--alone", type=float, help="seconds of the same run on one GPU, for the prediction")
     compare.add_argument("options", nargs="*", help="options of coda-agent compare")
     compare.set_defaults(run=compare_command)
     for name, run in (("measure", measure_command), ("faults", faults_command), ("disturb", disturb_command)):
@@ -359,17 +361,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--tries", type=int, default=TRIES)
             command.add_argument("--settle", type=float, default=10.0)
             continue
-        command.add_argument("--results", type=Path, required=True, help="the results, as of measure -o")
-        command.add_argument("--entries", type=int, help="measure only this number of entries, the last ones")
-        command.add_argument("--pieces", type=Path, help="simulate the leases in the JSON of another run")
+        command.add_argument(
+            "--results", type=Path, required=True, help="the file for results, as in measure -o"
+        )
+        command.add_argument(
+            "--entries", type=int, help="measure only this many entries, from the end of the bundle"
+        )
+        command.add_argument(
+            "--pieces", type=Path, help="predict from the leases in the JSON file of another run"
+        )
         command.add_argument("--arms", default=",".join(DEFAULT_ARMS))
         command.add_argument("--rounds", type=int, default=ROUNDS)
         if name == "faults":
             command.add_argument("--kill", type=float, default=10.0, help="seconds until a worker is killed")
             command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is removed")
     for name, command in commands.choices.items():
-        command.add_argument("--out", type=Path, required=True, help="the folder of the JSON")
-        command.add_argument("--name", default=name, help="the name of the JSON")
+        command.add_argument("--out", type=Path, required=True, help="the folder for the JSON file")
+        command.add_argument("--name", default=name, help="the name of the JSON file, without its suffix")
     asked = parser.parse_args(arguments)
     asked.run(asked)
 

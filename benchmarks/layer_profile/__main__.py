@@ -17,7 +17,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layer_profile")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure", help="profile both arms on this machine's H100")
-    measuring.add_argument("--widths", default="1B,7B,70B", help="widths, in this order")
+    measuring.add_argument("--widths", default="1B,7B,70B", help="layer sizes, measured in this order")
     measuring.add_argument("--seconds", type=float, default=480.0, help="time limit in seconds")
     measuring.add_argument("--out", type=Path, required=True, help="the JSON file, written after each stage")
     drawing = commands.add_parser("draw", help="a page with tables, and a chart for each width")

@@ -63,7 +63,8 @@ def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...], early: bool
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
-    only for the cache's key: 0.0 equals -0.0, and a proposed primitive changes the meaning of its name."""
+    used only in the cache's key: equal programs may differ in the sign of a zero, and a proposed primitive
+    changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)

@@ -52,11 +52,11 @@ class Argument:
     """One tensor or number that a kernel takes: a node of the program, under a generated name.
 
     The role says what the kernel does with it. ``load`` and ``store``: a tile that TMA moves. ``range``: a
-    further range of a store's columns. ``memory``: a tile that threads load and store themselves. ``table``:
-    a tile that each head reads again. ``row``, ``column``: a vector. ``index``: a vector of integers.
-    ``head``: the width of heads. ``scalar``: a number. ``pointer``: a number in memory. ``extent``,
-    ``count``: a tile's number of columns or of rows. ``bounds``: clamped offsets, which rise from 0 to the
-    number of rows.
+    column range of a tile that is stored together with another range of the tile, whose role is ``store``.
+    ``memory``: a tile that threads load and store themselves. ``table``: a tile that each head reads again.
+    ``row``, ``column``: a vector. ``index``: a vector of integers. ``head``: the width of heads. ``scalar``:
+    a number. ``pointer``: a number in memory. ``extent``, ``count``: a tile's number of columns or of rows.
+    ``bounds``: clamped offsets, which rise from 0 to the number of rows.
 
     ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: which of the two
     partial results, for a tile with twice the GEMM's columns. ``period``: the width of heads.
@@ -142,8 +142,8 @@ class GemmKernel:
 
     def narrow(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> bool:
         """Whether an epilogue would mix columns of several heads. ``columns``: the width of its subtiles. A
-        thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. TMA
-        loads a subtile's columns of a table, if a head is a multiple of SUBTILE."""
+        thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. If the
+        head width is a multiple of SUBTILE, TMA loads a table one subtile's width at a time."""
         heads = [(a.role, a.period(sizes)) for a in self.arguments if a.period]
         whole = [width for role, width in heads if role == "head" or width % SUBTILE == 0]
         mixed = any(width % columns for width in whole)

@@ -67,8 +67,8 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """Combinations of one probe per step (see ``probes``). There are as many as the step with the most probes
-    has."""
+    """Combinations of one probe per step (see ``probes``): as many as the largest number of probes of one
+    step."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]

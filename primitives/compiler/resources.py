@@ -67,8 +67,8 @@ class StepResources(Writer):
         return None
 
     def shared_ranges(self) -> dict[int, list[int]]:
-        """Group the ranges of one tile and dtype, because they share a pipeline stage. Each key is a group's
-        first range."""
+        """Group stored column ranges (``column_range``) by their tile and dtype, because the ranges of a
+        group share a pipeline stage. Each key is a group's first range."""
         found: dict[tuple[int, str], list[int]] = {}
         for index in self.step.stores:
             if self.steps.types[index].kind == "range":
@@ -125,8 +125,8 @@ class StepResources(Writer):
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Numbers that must divide a tile's columns, because of pairs, or of heads that are summed or loaded
-        by TMA."""
+        """Numbers that must divide a tile's number of columns: the widths of heads that are summed or that
+        TMA loads, and PAIR_GRAIN if a tile of half the GEMM's width is stored."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))

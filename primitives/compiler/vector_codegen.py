@@ -70,10 +70,10 @@ class FinishWriter(Writer):
 
     ``early``: launch it by programmatic dependent launch. Its blocks start when the GEMM's blocks have no
     more tiles, and each thread waits for the end of the GEMM before it touches memory. Since every thread
-    waits, the kernel ends after the GEMM, which itself ends after all that it waited for, so a successor of
-    this kernel needs no further wait. It never signals its own successor. The next kernel on the stream, also
-    the next call's GEMM, therefore starts when all blocks of this one have ended, and cannot overwrite
-    partial results that they still read.
+    waits, this kernel ends after the GEMM, and the GEMM ends after everything that it waited for. So a
+    successor of this kernel needs no further wait. This kernel never signals its successor. So the next
+    kernel on the stream, such as the next call's GEMM, starts only when all blocks of this kernel have ended,
+    and cannot overwrite partial results that they still read.
     """
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):

@@ -48,7 +48,10 @@ def derive(
     wanted, whole = _inputs_to_differentiate(program, wrt), joined(program)
     for name in accumulate:
         if name not in wanted:
-            raise ProgramError("accumulate", f"no gradient of {name!r} is asked for; {', '.join(wanted)} are")
+            raise ProgramError(
+                "accumulate",
+                f"the gradient of {name!r} is not requested; only those of {', '.join(wanted)} are",
+            )
     request = BackwardRequest(
         whole.program, wanted, _incoming(whole, of, behind), behind, tuple(positive), tuple(accumulate)
     )

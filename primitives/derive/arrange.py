@@ -25,13 +25,13 @@ class Derived(NamedTuple):
     """A backward.
 
     ``head`` and ``program``: see ``derive``. ``same``: gradients that equal an input or another gradient.
-    ``folds``: gradients that the caller must sum from an output, over all its elements for a scalar, over
-    heads otherwise. ``stored``: the forward's inputs, outputs and saved values that the backward reads.
-    ``saves``: stored values that the forward does not return yet, with their nodes. ``recomputed``: the
-    forward's matmuls, sums and outputs that the backward computes again, with their nodes. ``left``: inputs
-    without a derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of several.
-    ``widths``: new dims, for sizes of the forward that the backward's shapes do not determine. ``bound``: the
-    fewest bytes and FLOPs of all compared plans.
+    ``folds``: gradients that the caller must sum from an output, over all its elements if the gradient is a
+    scalar, otherwise over heads. ``stored``: the forward's inputs, outputs and saved values that the backward
+    reads. ``saves``: stored values that the forward does not return yet, with their nodes. ``recomputed``:
+    the forward's matmuls, sums and outputs that the backward computes again, with their nodes. ``left``:
+    inputs without a derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of
+    several. ``widths``: new dims, for sizes of the forward that the backward's shapes do not determine.
+    ``bound``: the fewest bytes and FLOPs of all compared plans.
     """
 
     program: Program | None
@@ -252,8 +252,8 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The vectors computed from sums without a matmul, where a value of another kind reads them. Also the
-        outputs that depend on no matmul."""
+        """The vectors that are computed from sums and depend on no matmul, if a value of another kind reads
+        them. Also the outputs that depend on no matmul."""
         summed: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(summed[a] for a in node.args)
@@ -290,8 +290,8 @@ class PlannedBackward:
     def products(
         self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
     ) -> Program | None:
-        """The program of matmuls: it computes the outputs that are not among ``roots``, which the head
-        computes. Raises ProgramError if no kernel can run it."""
+        """The program of matmuls. It computes all outputs except ``roots``, which the head computes. Raises
+        ProgramError if no kernel can run it."""
         mine = {n: i for n, i in outputs.items() if i not in roots}
         program = self.part(trace, trace.signature.name, mine, roots)
         if program:

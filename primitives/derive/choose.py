@@ -143,7 +143,7 @@ class Search:
     def weighed(self, derived: Derived) -> Cost:
         """The costs, most important first: bytes per row above the limit; FLOPs; recomputed sums over rows or
         columns; all bytes; number of nodes. Without a limit, the first cost is the bytes per row that the
-        forward stores for the backward alone."""
+        forward stores only for the backward."""
         traffic = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
         self.traffic.append(traffic)
         extra = self.stored_bytes(derived, derived.saves)

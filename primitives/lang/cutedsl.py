@@ -19,9 +19,10 @@ class Reduction(NamedTuple):
     ``fold``: maps the code of the running value and of new values to the code of the next running value, lane
     by lane. It is None if the resource takes a subtile's whole fragment. ``spoils``: whether the resource
     overwrites that fragment. ``identity``: the value of a lane beyond a ragged edge. ``finish``: the code
-    that computes a value from its partial results, one per CTA tile. It uses ``{partial}``, or ``{partials}``
-    with a comma after each. ``{half}`` says whether the tile is half as wide as its GEMM. ``said``: a
-    description of ``finish`` for people, with ``{kept}`` for the partial results.
+    that computes a value from its partial results, one per CTA tile. It uses ``{partial}``, or
+    ``{partials}``: all partial results, each followed by a comma. ``{half}`` says whether the tile is half as
+    wide as its GEMM. ``said``: a description of ``finish`` for people, with ``{kept}`` for the partial
+    results.
 
     A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
     Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: for a

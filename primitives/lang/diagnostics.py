@@ -106,9 +106,9 @@ WIDE_HEADS = (
 )
 ROWS = "a kernel cannot move values between rows: use a PyTorch op before or after the kernel"
 WIDTH = (
-    "a thread holds two adjacent columns, so there is no quarter and no fourfold width, not even for an "
-    "intermediate tile. Change the spec: give the weight as two inputs, for a gemm each, or an input or "
-    "output as two of half its width"
+    "a thread holds two adjacent columns, so no tile, not even an intermediate one, can be a quarter or "
+    "four times as wide as its gemm. Change the spec: split the weight into two inputs, with one gemm each, "
+    "or split an input or output into two of half its width"
 )
 WIDE_REPEAT = (
     "meets a tile wider than its gemm, where threads do not know a column's place in its head. Change the "

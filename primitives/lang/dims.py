@@ -174,8 +174,8 @@ Shapes = Mapping[str, Sequence[Dim]]
 def solving_order(
     shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """An order in which to solve for dims, as (dim, tensor, axis). That axis, the ``given`` dims and the
-    earlier dims determine each dim. Raises Unsolvable if there is no order."""
+    """An order in which to solve for dims, as (dim, tensor, axis). Each dim is determined by
+    its axis, the ``given`` dims and the dims before it. Raises Unsolvable if there is no order."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
     known = set(given)

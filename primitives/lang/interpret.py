@@ -173,7 +173,8 @@ class _Run:
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Compute a value of the epilogue or of the sweep, unless the sweep has already computed it."""
+        """Compute a value of the epilogue, or of the sweep (the pass over the accumulator before the
+        epilogue, which computes head statistics). Skip it if ``values`` has it already."""
         import torch
 
         node = self.nodes[index]

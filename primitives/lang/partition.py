@@ -418,7 +418,7 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """Give a value that is repeated for each head the width of the tile that reads it."""
+        """Set the width of a value that is repeated for each head to the width of the tile that reads it."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )
@@ -433,7 +433,9 @@ class _Cutter:
                 self.finish(source)
             elif self.nodes[source].op != "input":
                 raise self.fail(
-                    "argument", "per_head of a tile takes an input: compute with it once it is spread", index
+                    "argument",
+                    "per_head takes a tile only if it is an input: compute with the spread tile instead",
+                    index,
                 )
 
     def static(self, period: Dim | None, index: int) -> None:

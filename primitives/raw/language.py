@@ -1,4 +1,4 @@
-"""Check that an edited module uses only a subset of Python, from its syntax tree, before the module runs.
+"""Check, in its syntax tree and before it runs, that an edited module uses only a subset of Python.
 
 The check gives authors errors with a line and a remedy. If the check misses something, confinement
 (``primitives.raw.confine``) still protects the machine. The rules: names come from listed modules; nothing is

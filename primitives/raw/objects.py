@@ -230,7 +230,7 @@ class _Object:
     def _read_symbols(self) -> list[_Symbol]:
         tables = [s for s in self._sections if s.kind == _SYMTAB]
         if len(tables) != 1 or tables[0].link >= len(self._sections):
-            _refuse(f"the object has {len(tables)} symbol tables, of 1")
+            _refuse(f"the object has {len(tables)} symbol tables; it must have 1")
         names = self._bytes(self._sections[tables[0].link])
         return [
             _Symbol(_text(names, name), info >> 4, info & 15, section, value, size)
@@ -303,7 +303,7 @@ class _Object:
                     found.append((symbol.section, symbol.value + addend))
         ends = sum(s.kind == _FINI_ARRAY for s in self._sections)
         if ends and not (len(known) == ends == 1 and found == known):
-            _refuse(f"at unloading {ends} functions run, at {found} (section, address), of only {_END}")
+            _refuse(f"at unloading {ends} functions run, at {found} (section, address); only {_END} may")
 
     def _check_relocation(
         self, section: _Section, target: _Section, offset: int, info: int, addend: int
@@ -334,7 +334,7 @@ class _Object:
     def _binary(self) -> _Symbol:
         found = [s for s in self._symbols if s.name == _BINARY]
         if len(found) != 1 or not 0 < found[0].section < len(self._sections):
-            _refuse(f"the object has {len(found)} symbols {_BINARY}, of 1")
+            _refuse(f"the object has {len(found)} symbols {_BINARY}; it must have 1")
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:

@@ -57,7 +57,7 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
         ("gemm_rmsnorm", ("--wrt", "q"), "no input 'q'; it has x, w, rstd"),
         ("gemm_row_abs_max", ("--of", "amax"), "no differentiable path"),
         ("gemm_partial_cross_entropy", ("--save-bytes", "1"), "at most 1 bytes a row"),
-        ("gemm_swiglu", ("--accumulate", "y"), "no gradient of 'y' is asked for"),
+        ("gemm_swiglu", ("--accumulate", "y"), "the gradient of 'y' is not requested"),
         ("gemm_swiglu", ("--save", "y"), "no output or node 'y'"),
         ("gemm_swiglu", ("--behind", "down"), "no output 'down'; it has preact, act"),
         ("gemm_swiglu", ("--out", "nowhere"), "no such folder"),

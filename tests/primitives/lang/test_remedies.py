@@ -143,7 +143,7 @@ TILES = {
         {"o": TILE},
         ("t = gemm(x, w4.mT)", "a, c = pairs(t)", "e, f = pairs(a)", "return {'o': e * f}"),
         7,
-        ("there is no quarter and no fourfold", "the weight as two inputs, for a gemm each"),
+        ("can be a quarter or four times as wide", "the weight into two inputs, with one gemm each"),
         ("a, c = pairs(gemm(x, w2.mT))", "e, f = pairs(gemm(x, u.mT))", "return {'o': a * c * e * f}"),
     ),
     "a fourfold": Case(
@@ -258,7 +258,7 @@ HEADED = {
         {"o": TURNED},
         (T, "o = t * per_head(cs * 2)", "return {'o': o}"),
         5,
-        ("per_head of a tile takes an input: compute with it once it is spread",),
+        ("per_head takes a tile only if it is an input: compute with the spread tile instead",),
         (T, "return {'o': t * (per_head(cs) * 2)}"),
     ),
     "statistics from memory": Case(

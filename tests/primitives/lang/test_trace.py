@@ -344,7 +344,7 @@ MISUSES: list[tuple[str, str, int, str]] = [
         5,
         "per_head of [2*P] and per_head of [M, 2*P]",
     ),
-    ("t * per_head(cos_sin * 2)", "argument", 5, "per_head of a tile takes an input"),
+    ("t * per_head(cos_sin * 2)", "argument", 5, "per_head takes a tile only if it is an input"),
     ("t * per_head(r)", "static", 5, "heads of 2*H*P columns: the spec must declare H static"),
     ("pairs(join(t, t) * per_head(gamma))[0]", "width", 5, "meets a tile wider than its gemm"),
     ("join(pairs(t)[0] * per_head(freq), pairs(t)[1]) * per_head(freq)", "width", 5, "tiles of two widths"),
