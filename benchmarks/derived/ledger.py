@@ -107,8 +107,8 @@ def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
     return ledger.size(kept, all_sizes(made, sizes)) // first
 
 
-OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes a row", "computed again",
-             "moved, GB", "least, GB", "error beside autograd"]  # fmt: skip
+OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes per row", "computed again",
+             "moved, GB", "least, GB", "error"]  # fmt: skip
 
 
 # Comparison with the backwards arranged by hand
@@ -303,7 +303,8 @@ def layer_rows() -> list[list[str]]:
     return found
 
 
-LAYER = ["width", "backward", "moved, GB", "fewer than by hand", "widths a token without weights", "fewer"]
+LAYER = ["width", "backward", "moved, GB", "less than by hand", "widths per token, without weights",
+         "less than by hand, without weights"]  # fmt: skip
 
 
 # The page
@@ -353,8 +354,9 @@ The table counts the backward of the comparison's Transformer layer, without att
 - *By hand*: people arranged accepted kernels (`benchmarks/by_hand/layer.py`); the rotation's transpose is one
   pass.
 - `torch.compile`: the tensors of its kernels in [the profile](layer_backward.md) of an H100.
-- *Without weights*: the bytes that remain if each weight is read once and its gradient is written once for
-  free, because no arrangement can avoid these.
+- *Without weights*: the bytes, minus one read of each weight and one write of its gradient, which every
+  backward needs.
+- *Widths per token*: the bytes per token, in units of a bf16 vector of the model's width.
 
 {layer}"""
 

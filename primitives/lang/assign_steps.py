@@ -1,8 +1,8 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM that it needs. The expression may also read a reduced
-vector that is complete only after that GEMM. Then it is pending: it waits for a later GEMM. This module needs
-only the standard library, because the jail imports it.
+A tile expression's *home* is the last GEMM that it needs. The expression may also read a reduced vector that
+is complete only after that GEMM. Then the expression is *pending*: it waits for a later GEMM. This module
+needs only the standard library, because the jail imports it.
 """
 
 from __future__ import annotations
