@@ -183,7 +183,7 @@ class Summary:
             return f"Against {self.column}: no row has both."
         kinds, totals = self.kinds, self.totals
         apart = [total for total in totals if total.name == LAYERS] if kinds else totals
-        told = " and ".join([*map(self._of_kind, kinds), *map(str, apart)])
+        told = "; ".join([*map(self._of_kind, kinds), *map(str, apart)])
         rule = "A row is a win or a loss only if its whole interval is on one side of 1"
         if marks := doubts(row for total in totals for row in total.rows):
             why = " or ".join(_WHY[mark] for mark in marks)

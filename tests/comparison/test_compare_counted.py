@@ -212,7 +212,7 @@ def test_whole_layers_are_summed_apart_from_operators() -> None:
     ]
     told = against(made, COMPILE)
     assert "1 win, 0 ties and 0 losses in 1 row of 1 operator (geometric mean 2.000 [" in str(told)
-    assert " and 0 wins, 0 ties and 2 losses in 2 rows of whole layers (geometric mean 0.500 [" in str(told)
+    assert "; 0 wins, 0 ties and 2 losses in 2 rows of whole layers (geometric mean 0.500 [" in str(told)
     names = ["gemm_rope", "all operators", LAYER_FORWARD, LAYER_BOTH, "all layers"]
     assert [name for name, *_ in summed(told)] == names
     people = against(made, HUMAN)
@@ -291,7 +291,7 @@ def test_the_human_summary_keeps_the_librarys_own_kernels_apart() -> None:
     assert [own.count(o) for o in ("win", "tie", "loss")] == [0, 0, 2]
     assert own.mean.estimate == pytest.approx(0.5) and ours.mean.estimate == pytest.approx(2.0)
     assert "0 wins, 0 ties and 2 losses in 2 rows of 1 operator (geometric mean 0.500 [" in str(told)
-    assert "whose kernel is QuACK's own and 1 win, 0 ties and 0 losses in 1 row" in str(told)
+    assert "whose kernel is QuACK's own; 1 win, 0 ties and 0 losses in 1 row" in str(told)
     assert "whose kernel we composed from QuACK's operators (gemm_rmsnorm)." in str(told)
     assert "3 rows" not in str(told)
     plain = against(made, COMPILE)
@@ -311,7 +311,7 @@ def test_what_codas_package_leaves_to_pytorch_is_kept_apart() -> None:
     told = against(made, UPSTREAM)
     own, shared = told.kinds
     assert [own.mean.estimate, shared.mean.estimate] == pytest.approx([1.0, 2.0])
-    assert "(geometric mean 1.000 [0.900, 1.100]) whose kernel is CODA's own and 1 win, 0 ties" in str(told)
+    assert "(geometric mean 1.000 [0.900, 1.100]) whose kernel is CODA's own; 1 win, 0 ties" in str(told)
     assert "for which its package leaves a part to PyTorch (gemm_swiglu_bwd)." in str(told)
     assert [name for name, *_ in summed(told)][2:] == [own.name, shared.name, "all operators"]
     words = drawn_words(made)

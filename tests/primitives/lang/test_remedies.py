@@ -150,7 +150,7 @@ TILES = {
         {"o": tensor("M, 4*N")},
         (H, "d = join(h, h * 2)", "return {'o': join(d, d)}"),
         6,
-        ("an input or output as two of half its width",),
+        ("split an input or output into two of half its width",),
         (H, "return {'o': join(h, h * 2), 'p': join(h, h)}"),
         {"o": PAIR, "p": PAIR},
     ),
@@ -158,7 +158,7 @@ TILES = {
         {"o": PAIR},
         ("t = gemm(x, w2.mT)", "a, _ = pairs(wide)", "c, _ = pairs(a)", "return {'o': t * c}"),
         5,
-        ("a tile [M, 8*N] in the epilogue of a gemm [M, 2*N]", "an input or output as two of half its width"),
+        ("a tile [M, 8*N] in the epilogue of a gemm [M, 2*N]", "into two of half its width"),
         ("t = gemm(x, w2.mT)", "return {'o': t * wide_a * wide_b}"),
     ),
     "sum of inputs": Case(
