@@ -293,9 +293,9 @@ class _Cutter:
             if nodes:
                 raise self.fail(
                     "sweep",
-                    "head_sums of what is loaded or uses column_index, per_head, another head statistic or a "
-                    "vector of another width: the sweep sees the accumulator, its vectors and scalars alone; "
-                    + diagnostics.SWEEP[why],
+                    "head_sums of a value that is loaded, or that uses column_index, per_head, another head "
+                    "statistic or a vector of another width: the pass before the epilogue, which computes "
+                    "head_sums, has only the accumulator, its vectors and scalars; " + diagnostics.SWEEP[why],
                     next(i for i in sorted(step.statistics) if self.made_of(i, nodes)),
                 )
 

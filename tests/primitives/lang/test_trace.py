@@ -271,7 +271,7 @@ def test_rope_is_made_of_other_primitives() -> None:
 
 
 SUMS = "a size is made of static dims (parameters of the kernel) and whole numbers by + and *"
-SWEEP = "the sweep sees the accumulator, its vectors and scalars alone"
+SWEEP = "has only the accumulator, its vectors and scalars"
 MISUSES: list[tuple[str, str, int, str]] = [
     # statement on line 5, after "t = gemm(x, w.mT)" on line 4; if it is no "return", its value is returned
     ("head_sums(t)", "python", 5, "TypeError"),
