@@ -116,10 +116,15 @@ def _run_child(request: str) -> str:
     with _turn:
         child = _child()
         try:
-            return child.answer(request)
+            answer = child.answer(request)
         except BaseException:  # never reuse a child that failed or was interrupted
             child.end()
             raise
+        if isinstance(answer, list):
+            return json.dumps(answer)
+        if "code" not in answer:  # an exception stopped its compiler, which may not work any more
+            child.end()
+    raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
 
 
 def _child() -> _Child:
@@ -157,14 +162,13 @@ class _Child:
     def usable(self) -> bool:
         return self.origin == self._settings() and not subprocesses.ended(self.process)
 
-    def answer(self, request: str) -> str:
+    def answer(self, request: str) -> Any:
+        """The resources of each kernel, or an error as a dict. Raises CompileError if the child dies or takes
+        too long."""
         limit = deadline.within(COMPILE_SECONDS)
         line = subprocesses.ask(self.process, request.encode() + b"\n", limit)
         if line:
-            answer = json.loads(line)
-            if isinstance(answer, list):
-                return json.dumps(answer)
-            raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
+            return json.loads(line)
         if time.monotonic() >= limit:
             deadline.check(limit)
             raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
@@ -204,8 +208,9 @@ def _serve(scratch: Path) -> None:
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)
-        except CompileError as error:
+        except CompileError as error:  # from a confined child, or from reading a cubin
             answer = {"error": str(error), "code": error.code, "line": error.line}
+            raw.child.empty(scratch)
         except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

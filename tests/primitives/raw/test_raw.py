@@ -20,6 +20,7 @@ from coda_agent.primitives.compiler.lowered import Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.raw import child
 from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import compile_gemm, report
 from coda_agent.primitives.runtime.sass import disassemble
 from coda_agent.primitives.runtime.tune import compile_all
@@ -240,6 +241,20 @@ def test_a_refusal_names_the_line_and_the_reason(
     assert error.line == line_of(text, place)
     if code:
         assert error.code == code
+
+
+def test_a_refused_edit_costs_no_new_compiler(built: Lowered) -> None:
+    """Only its confined child ends; what it left in the compiler's folder is gone."""
+    refused(edited(LOOP, f"        raise SystemExit\n{LOOP}"))
+    compiler = compiling._running
+    assert compiler is not None
+    refused(edited(LOOP, f"        raise ValueError\n{LOOP}"))
+    report(KernelSource(PROGRAM), SIZES, (ONE[0]._replace(swizzle=4),))
+    assert (
+        compiling._running is compiler
+        and compiler.usable()
+        and not any(Path(compiler.scratch.name).iterdir())
+    )
 
 
 def test_arguments_keep_their_order() -> None:
