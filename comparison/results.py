@@ -89,7 +89,7 @@ class Session(_ResultsModel):
         rounds = {len(arm.milliseconds) for arm in self.arms.values()}
         if self.arms and self.reference_arm not in self.arms or len(rounds) > 1:
             raise ValueError(
-                f"a session needs its reference arm, {self.reference_arm!r}, and each arm as many rounds"
+                f"a session needs its reference arm, {self.reference_arm!r}, and equally many rounds per arm"
             )
         return self
 

@@ -104,8 +104,8 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
         if t.processes < PROCESSES or t.rounds < FEWEST or not t.cold:
             raise InvalidMeasurement(
                 f"case {t.case}: {t.processes} process(es), {t.rounds} rounds, "
-                f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {PROCESSES} of at least "
-                f"{FEWEST} rounds from a cold L2",
+                f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {PROCESSES} processes, "
+                f"with at least {FEWEST} rounds each and a cold L2",
                 timings=[x.model_dump(exclude={"samples"}) for x in rows],
             )
 

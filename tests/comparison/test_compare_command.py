@@ -129,7 +129,7 @@ def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., A
             f"{PROGRAM}.milliseconds.3: Input should be a valid number",
         ),
         (("arms", PROGRAM, "milliseconds"), [1.0] * 7, "at least 8 items after validation, not 7"),
-        (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "as many rounds"),
+        (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "equally many rounds"),
         (("arms", PROGRAM, "losses", "y", "relative"), -0.1, "should be greater than or equal to 0"),
         (("anchor",), "nobody", "a session needs its reference arm"),
     ],

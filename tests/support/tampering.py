@@ -143,7 +143,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report of another spec": (
         lambda k: edit(k, lambda r: r["identity"].update(spec="other")),
-        "the report is for spec other, here it is toy",
+        "the report is for spec other, but here it is toy",
     ),
     "report of another spec hash": (
         lambda k: edit(k, lambda r: r["identity"].update(spec_hash="0" * 64)),
@@ -294,11 +294,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a process replaced for no fault": (
         lambda k: edit(k, lambda r: r["controls"].insert(1, r["controls"][0] | {"attempt": 1})),
-        "process 0 was replaced 1 times, once for no fault or too often",
+        "process 0 was replaced 1 times, once without a fault, or too often",
     ),
     "report, a process replaced too often": (
         lambda k: edit(k, lambda r: replaced(r, 3)),
-        "process 0 was replaced 3 times, once for no fault or too often",
+        "process 0 was replaced 3 times, once without a fault, or too often",
     ),
     "report, controls that do not say their process": (
         lambda k: edit(k, lambda r: r["controls"][2].pop("process")),
@@ -322,7 +322,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, another against itself": (
         lambda k: edit(k, lambda r: itself(r, estimate=1.0005)),
-        "gate benchmark says 1.0005 [0.999, 1.001] of the kernel against itself, its processes' controls 1.0",
+        "1.0005 [0.999, 1.001] of the kernel against itself, but its processes' controls give 1.0",
     ),
     "report, an interval beside itself": (
         lambda k: edit(k, lambda r: itself(r, low=1.0001)),

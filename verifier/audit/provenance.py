@@ -75,7 +75,7 @@ def _identity(name: str, spec: Spec, report: Accepted, program: Program) -> list
         "program hash": (claimed.program_hash, program.hash),
     }
     found = [
-        f"{name}: the report is for {what} {there[:40]}, here it is {here[:40]}: measure again"
+        f"{name}: the report is for {what} {there[:40]}, but here it is {here[:40]}: measure again"
         for what, (there, here) in pairs.items()
         if there != here
     ]
@@ -136,7 +136,7 @@ def _beaten(name: str, report: Accepted) -> list[str]:
     found = [r for r in ratios.values() if r is not None]
     held = [no_slower(t.samples[KEPT], t.samples[CANDIDATE]) for t in report.timings]
     if not all(held) or not any(r.low > 1 for r in found):
-        return [f"{name}: by its samples it is faster than {KEPT} in no case, or may be slower in one"]
+        return [f"{name}: by its samples, no case is faster than {KEPT}, or one may be slower"]
     if not report.rival or not all(t.kept_schedules for t in report.timings):
         return [f"{name}: {UNTOLD}: measure again"]
     return []

@@ -230,7 +230,9 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
-        found.append(f"process {process} was replaced {len(replaced)} times, once for no fault or too often")
+        found.append(
+            f"process {process} was replaced {len(replaced)} times, once without a fault, or too often"
+        )
     if not all(_encloses(interval) for c in attempts for interval in (c.same, c.planted)):
         found.append(f"process {process}'s controls have an interval that is not around its estimate")
     return found
@@ -290,6 +292,6 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
     if any(not abs(a - b) <= ROUNDED for a, b in agree) or not told.low <= told.estimate <= told.high:
         return [
             f"gate benchmark says {told.estimate} [{told.low}, {told.high}] of the kernel against itself, "
-            f"its processes' controls {made.estimate}"
+            f"but its processes' controls give {made.estimate}"
         ]
     return []

@@ -91,10 +91,10 @@ class Proposal(Model):
         if not 1 <= self.ulps <= 1024:
             raise fault(f"ulps is {self.ulps}; it must be between 1 and 1024", "ulps")
         if self.derivative_of is not None and self.derivative_of not in OPERATIONS:
-            raise fault(f"there is no operation {self.derivative_of!r} to derive", "derivative_of")
+            raise fault(f"there is no operation {self.derivative_of!r} to differentiate", "derivative_of")
         for key in ("summary", "reference", "example"):
             if "\n" in getattr(self, key).strip() or "`" in getattr(self, key):
-                raise fault(f"{key} is one line, without backquotes", key)
+                raise fault(f"{key} must be one line, without backquotes", key)
         return self
 
     # The meaning

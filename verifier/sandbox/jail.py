@@ -142,7 +142,7 @@ def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str
         said = ending.output[-2000:].decode("utf-8", "replace").strip()
         why = "it was too slow to start" if ending.late else _death(ending.status)
         raise JailUnavailable(
-            f"the jail's child did not come up ({why}): {said or 'it said nothing'}; "
+            f"the jail's child did not start ({why}): {said or 'it said nothing'}; "
             f"check that {sys.executable} starts with -I -S and can read {ROOT}"
         ) from None
 

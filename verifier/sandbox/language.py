@@ -396,7 +396,7 @@ class _KernelChecker:
 
     def _identifier(self, name: str) -> None:
         if (name.startswith("_") and name != "_") or "__" in name:
-            self._refuse(f"{name!r}: no name starts with _ or holds __ here")
+            self._refuse(f"{name!r}: a name must not start with _ or contain __")
 
     def _attribute(self, node: ast.Attribute) -> None:
         if node.attr not in diagnostics.ATTRIBUTES or isinstance(node.ctx, ast.Store):

@@ -120,7 +120,9 @@ class Spec(Declared):
         input and axis that disagree."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
-                raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
+                raise ValueError(
+                    f"input {name!r} has {len(shapes[name])} axes; it is declared as {describe(tensor)}"
+                )
         return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes, given)
 
 

@@ -144,7 +144,7 @@ def _check_init(name: str, tensor: TensorSpec) -> None:
             message = f"input {name} is {tensor.dtype}: give init {{integers: [0, V]}}, {{count: 8192}} or"
             raise fault(f"{message} {{offsets: T}}", *place)
         if form == "offsets" and (len(tensor.shape), tensor.dtype) != (1, "int32"):
-            raise fault(f"input {name} has offsets: it is a vector of int32", *place, "offsets")
+            raise fault(f"input {name} has offsets: it must be a vector of int32", *place, "offsets")
     elif form in ("integers", "offsets"):
         message = f"input {name} is {tensor.dtype}: {form} are for {' and '.join(INDICES)}"
         raise fault(f"{message}; use normal or uniform", *place, form)

@@ -20,7 +20,7 @@ OFFSETS = "dtype: int32, init: {offsets: T}, domain: [0, T]"
 WRONG = [
     (OFFSETS, "dtype: int32, init: {integers: [0, 2]}", 6, "w has 3 axes: a matrix for each expert"),
     (OFFSETS, "dtype: int32, init: {offsets: -T}", 7, "it must be at least 1"),
-    (OFFSETS, "dtype: int64, init: {offsets: T}", 7, "it is a vector of int32"),
+    (OFFSETS, "dtype: int64, init: {offsets: T}", 7, "it must be a vector of int32"),
     (OFFSETS, "dtype: fp32, init: {offsets: T}", 7, "offsets are for int32"),
     ("shape: [E, 2*F, D], dtype: bf16", "shape: [E, 2*F, D], dtype: fp32", 6, "may be bf16, fp16"),
     ("shape: [E, 2*F, D], dtype: bf16", "shape: [E, 2, F, D], dtype: bf16", 6, "at most three"),
