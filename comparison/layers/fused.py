@@ -1,7 +1,7 @@
 """The layer as the package ``fused`` computes it under torch.compile: the forward and the derived backward.
 
-The layer's input includes its first norm without the row scaling, and the layer computes the next layer's
-norm likewise (``fused.stack``). Weights are packed once, as ``fused`` would pack them in each call.
+The layer gets its first norm without the row scaling, and returns the next layer's norm in the same form
+(``fused.huggingface.stack``). Weights are packed once, as ``fused`` would pack them in each call.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Make fused parts compute Hugging Face models: whole models, decoder layers, the last norm and the loss."""
+"""Run Hugging Face models with fused parts: whole models, decoder layers, the last norm and the loss."""

@@ -96,7 +96,7 @@ STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
     "mixed": _mixed,
     "ends": _ends,
 }
-SEARCHED = "searched"  # inputs that ``verifier.numerics.search`` found
+SEARCHED = "searched"  # inputs that ``verifier.numerics.strength.search`` found
 BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 

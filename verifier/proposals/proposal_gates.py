@@ -1,6 +1,6 @@
 """The gates of a proposed primitive: form, interpret and compile, and on a GPU also numerics and stability.
 
-``verifier.proposal`` defines the primitive's meaning and judges outputs.
+``verifier.proposals.proposal`` defines the primitive's meaning, and ``proposal_points`` judges outputs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Test the tests: do the tried inputs need every part of a program, and does every mutant of a spec fail?"""
+"""Test the numerical checks: each choice in a program must matter on some tried input, and each mutant of a
+spec must fail."""
