@@ -27,7 +27,7 @@ from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.sandbox import CPU_SECONDS
 from coda_agent.verifier.report import Rejected
-from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
+from coda_agent.verifier.sandbox.syntax_tree import MAX_SOURCE_BYTES
 
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.kernel_file import BUILTINS
+from coda_agent.verifier.sandbox.syntax_tree import MAX_DEPTH, bindings, parse, texts, too_deep
 
-MAX_SOURCE_BYTES = 64 << 10
-MAX_DEPTH = 100  # limit on nested syntax; a sum of n terms is n deep
 MAX_ITERATIONS = 4096
 MAX_INTEGER = 10**15
 MAX_EXPONENT = 64
-
-_BEYOND = re.compile(r"[^\x00-\x7f]")
-_UNLIKE = "zq7"  # a string that NFKC normalisation never produces from one letter
 
 _PLAIN = (
     ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
@@ -76,55 +71,13 @@ def check(source: str, allowed: Collection[str]) -> ast.Module:
     Raises ProgramError with code ``too_large``, ``syntax``, ``language``, ``vocabulary`` or ``kernel``, the
     line, and a message with the remedy.
     """
-    tree = _parse(source)
-    _refuse_letters(source, tree)
+    tree = parse(source)
     checker = _KernelChecker(tree, frozenset(allowed))
     try:
         checker.check()
     except RecursionError:
-        raise _too_deep(checker.line) from None
+        raise too_deep(checker.line) from None
     return tree
-
-
-def _parse(source: str) -> ast.Module:
-    if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
-        raise ProgramError("too_large", f"the file is over {MAX_SOURCE_BYTES} bytes: shorten it")
-    try:
-        return ast.parse(source)
-    except SyntaxError as error:
-        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
-    except ValueError as error:  # for example NUL bytes and lone surrogates
-        raise ProgramError("syntax", f"the file is not text that Python reads: {error}") from None
-    except (RecursionError, MemoryError):
-        raise _too_deep() from None
-
-
-def _refuse_letters(source: str, tree: ast.Module) -> None:
-    """Check that names are written in ASCII. Python normalises names by NFKC, which turns fullwidth letters
-    into plain ones. So the file is parsed again with all non-ASCII letters replaced, and no name may
-    change."""
-    if source.isascii():
-        return
-    other = _parse(_BEYOND.sub(_UNLIKE, source))
-    for node, changed in zip(ast.walk(tree), ast.walk(other), strict=True):
-        for name, again in zip(_names(node), _names(changed), strict=True):
-            if name != again:
-                words = f"name {name!a} is written with letters beyond ASCII, which can look like others"
-                raise ProgramError("language", f"{words}: spell it out", getattr(node, "lineno", None))
-
-
-def _names(node: ast.AST) -> list[str]:
-    """All names in a node itself; a constant's text is not a name."""
-    if isinstance(node, ast.Constant):
-        return []
-    fields = [value for _, value in ast.iter_fields(node)]
-    # lists of names, as in ``global``
-    listed = [part for value in fields if isinstance(value, list) for part in value]
-    return [name for name in (*fields, *listed) if isinstance(name, str)]
-
-
-def _too_deep(line: int | None = None) -> ProgramError:
-    return ProgramError("syntax", f"expressions are nested over {MAX_DEPTH} deep: name the parts", line)
 
 
 class _KernelChecker:
@@ -139,9 +92,9 @@ class _KernelChecker:
         self._iterations = 1  # the product over all loops around the node
         self._inside: str | None = None  # the function around the node
         self._imported: set[str] = set()
-        self._bound = Counter(_bindings(tree))
+        self._bound = Counter(bindings(tree))
         self._constants: dict[str, ast.expr] = {}
-        self._texts = frozenset(map(id, _texts(tree)))
+        self._texts = frozenset(map(id, texts(tree)))
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.Module: self._module,
             ast.ImportFrom: self._import,
@@ -171,7 +124,7 @@ class _KernelChecker:
     def _visit(self, node: ast.AST) -> None:
         self.line = getattr(node, "lineno", self.line)
         if self._depth >= MAX_DEPTH:
-            raise _too_deep(self.line)
+            raise too_deep(self.line)
         self._depth += 1
         visitor = self._visitors.get(type(node))
         if visitor is not None:
@@ -434,31 +387,6 @@ class _KernelChecker:
         if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
             self._visit(ast.copy_location(ast.Slice(), node))  # this refuses it, with a remedy
         self._children(node)
-
-
-def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Yield every name that the file binds, except by import; a name bound twice is yielded twice."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
-                yield name
-
-
-def _texts(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the expressions that are allowed to be strings."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Dict(keys=keys):
-                yield from (key for key in keys if key is not None)
-            case ast.DictComp(key=key):
-                yield key
-            case ast.Call(args=arguments, keywords=keywords):
-                yield from arguments
-                yield from (k.value for k in keywords)
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                yield from parts
-            case ast.Subscript(slice=index):
-                yield index
 
 
 def _calls(node: ast.expr) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from coda_agent import primitives
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.verifier.sandbox import language
+from coda_agent.verifier.sandbox.syntax_tree import MAX_SOURCE_BYTES
 
 HEAD = "from primitives import gemm, kernel, pairs, rsqrt, where\n"
 
@@ -185,8 +186,8 @@ def test_what_is_refused_names_its_line_and_a_remedy(line: str, said: str) -> No
         ("x = " + "+".join(["x"] * 20000), "syntax", None, "nested"),
         ("x = " + "+".join(["x"] * 500), "syntax", 1, "nested"),
         ("x = " + "9" * 5000, "syntax", 1, "integer"),
-        ("#" * (language.MAX_SOURCE_BYTES + 1), "too_large", None, "shorten"),
-        ("#" + "\u03b3" * (language.MAX_SOURCE_BYTES // 2), "too_large", None, "shorten"),
+        ("#" * (MAX_SOURCE_BYTES + 1), "too_large", None, "shorten"),
+        ("#" + "\u03b3" * (MAX_SOURCE_BYTES // 2), "too_large", None, "shorten"),
     ],
 )
 def test_whole_files_are_refused_cleanly(source: str, code: str, line: int | None, said: str) -> None:
