@@ -19,7 +19,8 @@ from coda_agent.primitives.compiler.vector_codegen import FinishWriter, finish_w
 from coda_agent.primitives.lang.assign_steps import untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction, sizes_named
-from coda_agent.primitives.lang.partition import GemmStep, cut
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.steps import GemmStep
 
 Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 

@@ -14,8 +14,8 @@ from coda_agent.primitives.compiler.resources import StepResources
 from coda_agent.primitives.lang.assign_steps import untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
-from coda_agent.primitives.lang.partition import GemmStep, Steps
 from coda_agent.primitives.lang.signature import EIGHTS
+from coda_agent.primitives.lang.steps import GemmStep, Steps
 
 Values = dict[int, list[str]]  # the code of a node's values (one, two or four) in one pair of lanes
 

@@ -10,9 +10,9 @@ from typing import Literal
 from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction
-from coda_agent.primitives.lang.partition import Steps
 from coda_agent.primitives.lang.schedule import TILES, Schedule
 from coda_agent.primitives.lang.signature import EIGHTS
+from coda_agent.primitives.lang.steps import Steps
 
 CUTE_DTYPES = {
     "bf16": "cutlass.BFloat16",

@@ -10,8 +10,8 @@ from typing import Literal
 from coda_agent.primitives.compiler.lowered import PAIR_GRAIN, Argument, Writer
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Program, sizes_named
-from coda_agent.primitives.lang.partition import GemmStep, Steps
 from coda_agent.primitives.lang.signature import EIGHTS
+from coda_agent.primitives.lang.steps import GemmStep, Steps
 
 HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile, by the tile's relative width
 

@@ -18,9 +18,10 @@ from coda_agent.primitives.compiler.vector_codegen import FinishWriter, finish_w
 from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Program, reduction
-from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
+from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import TILES
 from coda_agent.primitives.lang.signature import OPERANDS
+from coda_agent.primitives.lang.steps import GemmStep, Steps
 from coda_agent.primitives.target import TARGET, Machine
 
 ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from coda_agent.primitives.compiler.lowered import Argument, VectorKernel, Writer, literal
 from coda_agent.primitives.lang.assign_steps import rows_by_expert
 from coda_agent.primitives.lang.ir import Program, reduction
-from coda_agent.primitives.lang.partition import Steps
+from coda_agent.primitives.lang.steps import Steps
 
 WAIT = (
     "        # It starts before its predecessor ends, and waits for that here: "

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.lang.dims import Dim, solve
 from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, sizes_named
-from coda_agent.primitives.lang.partition import GemmStep, cut
+from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import EIGHTS, Signature
+from coda_agent.primitives.lang.steps import GemmStep
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.assign_steps import (
@@ -23,37 +22,10 @@ from coda_agent.primitives.lang.assign_steps import (
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction, sizes_named
-from coda_agent.primitives.lang.signature import DTYPES, EIGHTS, Type
+from coda_agent.primitives.lang.signature import DTYPES, EIGHTS
+from coda_agent.primitives.lang.steps import GemmStep, Steps, read_elsewhere
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # a tile's width relative to its step's N
-
-
-class GemmStep:
-    """One fused GEMM: the program's nodes, grouped by their use in the kernel."""
-
-    def __init__(self, index: int, gemm: int):
-        self.index, self.gemm = index, gemm
-        self.stores: list[int] = []  # tiles and head statistics
-        self.reductions: list[int] = []
-        self.statistics: list[int] = []  # head_sums and similar, computed in a sweep before the epilogue
-        self.loads: list[int] = []
-        self.repeats: list[int] = []  # per_head of vectors and tiles in memory
-        self.vectors: list[int] = []  # row and column nodes: vectors that the step spreads
-        self.scalars: list[int] = []
-        self.sweep: list[int] = []  # all tile nodes that statistics need, in order
-        self.body: list[int] = []  # all tile nodes of the epilogue, in order
-
-
-class Steps(NamedTuple):
-    """The steps of a program. ``gemms``: the GEMM steps in order. ``finishes[k]``: the vectors to store after
-    step k (-1: before all steps). ``width``: the width of a tile by (step, node), as a multiple (0.5, 1 or 2)
-    of the step's N. ``dtypes``: the dtypes of values that leave their step."""
-
-    gemms: tuple[GemmStep, ...]
-    finishes: dict[int, tuple[int, ...]]
-    width: dict[tuple[int, int], float]
-    types: tuple[Type, ...]
-    dtypes: dict[int, str]
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,9 +76,17 @@ class _Cutter:
             self.check_grouped(step)
         if not self.steps:
             raise ProgramError("homeless", "the kernel calls no gemm, so there is no epilogue to fuse into")
-        self.check_updates()
         finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
-        return Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
+        steps = Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
+        for output, name in self.program.signature.updates.items():
+            if (reader := read_elsewhere(self.program, self.placed, steps, output, name)) is not None:
+                raise self.fail(
+                    "updates",
+                    f"output {output!r} overwrites input {name!r}, which is also read elsewhere: use it "
+                    "element by element where that output is computed, and nowhere else",
+                    reader,
+                )
+        return steps
 
     # Values that leave a step
 
@@ -205,58 +185,6 @@ class _Cutter:
                 if given and given.dtype in DTYPES:
                     return given.dtype
         return "bf16"
-
-    def check_updates(self) -> None:
-        """Check the use of an overwritten input: only the kernel that computes the output may read it."""
-        for output, name in self.program.signature.updates.items():
-            target = self.program.outputs[output]
-            readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
-            apart = [
-                i
-                for i in readers
-                if self.nodes[i].op in ("gemm", "transpose", "per_row", "per_column", "per_head")
-            ]
-            if self.types[target].kind in ("tile", "range"):
-                home = self.placed.home[target]
-                apart += [
-                    s.gemm
-                    for s in self.steps
-                    if s.index != home
-                    for i in s.loads
-                    if self.reads_input(i, name)
-                ]
-            else:
-                apart += [
-                    root
-                    for stage, roots in self.finishes.items()
-                    if stage != self.placed.after[target]
-                    for root in roots
-                    if self.finishes_from(root, name)
-                ]
-            if apart:
-                raise self.fail(
-                    "updates",
-                    f"output {output!r} overwrites input {name!r}, which is also read elsewhere: use it "
-                    "element by element where that output is computed, and nowhere else",
-                    apart[0],
-                )
-
-    def finishes_from(self, root: int, name: str) -> bool:
-        """Whether the kernel that computes a vector reads this input directly, and not through a stored
-        vector."""
-        stored = {i for roots in self.finishes.values() for i in roots}
-        seen, pending = set[int](), [root]
-        while pending:
-            index = pending.pop()
-            if self.reads_input(index, name):
-                return True
-            if not reduction(self.nodes[index]):
-                pending += [a for a in self.nodes[index].args if a not in seen | stored]
-                seen.update(self.nodes[index].args)
-        return False
-
-    def reads_input(self, index: int, name: str) -> bool:
-        return self.nodes[index].op == "input" and self.nodes[index].attribute == name
 
     # Values that a step computes
 

@@ -22,8 +22,9 @@ from kernels import (
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import MAX_NODES, Node, Program
 from coda_agent.primitives.lang.kernel_file import trace_source
-from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
+from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Signature, TensorType
+from coda_agent.primitives.lang.steps import GemmStep, Steps
 
 INPUTS = {
     "x": tensor("M, K"),
