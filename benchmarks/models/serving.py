@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.training import SAID, command, model, sharing
+from benchmarks.models.arms import model, sharing
+from benchmarks.models.training import SAID, command
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic

@@ -27,7 +27,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.models.training import FUSED, PACKAGES, PLAIN, RATE, model
+from benchmarks.models.arms import FUSED, PACKAGES, PLAIN, RATE, model
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.models import training
+from benchmarks.models import arms, training
 from coda_agent import fused
 from coda_agent.fused import ahead, launching, schedules
 from coda_agent.primitives.compiler.lower import lower
@@ -55,12 +55,12 @@ class TrainingStep:
     def __init__(self, kind: str, times: Times):
         self.trainer = training.Trainer(kind, "cuda")
         with torch.device("meta"):
-            model = training.model(kind)
+            model = arms.model(kind)
         fused.patch(model)
-        self.bounds = ahead.called(ahead.training(model, training.BATCH, training.LENGTH))
+        self.bounds = ahead.called(ahead.training(model, arms.BATCH, arms.LENGTH))
         self.times, self.gpu = times, torch.cuda.get_device_name()
         self.texts = [self.trainer.text(seed) for seed in range(HEATING)]
-        self.arm = training.arm(training.FUSED, self.trainer.source, kind)
+        self.arm = arms.arm(arms.FUSED, self.trainer.source, kind)
 
     def places(self) -> Iterator[tuple[Place, str]]:
         """The place and the name of each kernel of the step."""

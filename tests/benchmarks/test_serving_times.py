@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models import serving, training
+from benchmarks.models import arms, serving
 
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY |= {"intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512}
 
 
 def test_a_decoder_computes_what_the_model_does() -> None:
-    model = training.model("llama", **TINY).float().eval()
+    model = arms.model("llama", **TINY).float().eval()
     decoder = serving.Decoder(model, model.config, 2, "cpu")
     prompt = torch.randint(0, 512, (2, serving.PROMPT))
     with torch.no_grad():
