@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # workers side by side: PyTorch's threads would wait in turn
+    # in the process itself: a pool would import PyTorch first, for kernels of a few lines
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Tests kill the heads of clusters. Ray would end this process a minute later.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
     _watch_candidates(session / "audit")

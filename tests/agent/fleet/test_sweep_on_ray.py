@@ -1,5 +1,5 @@
 """A sweep on a real Ray cluster: a second driver is refused, the first is killed, then the cluster's head;
-everyone is refused by the provider; thirty requests reach the budget. Nothing is paid twice."""
+everyone is refused by the provider; fifteen requests reach the budget. Nothing is paid twice."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ def test_a_provider_that_refuses_everyone_costs_nothing(
     assert all(history.past_of(name).spent.tokens == 0 for name in runs.names())
 
 
-def test_a_budget_that_thirty_requests_under_way_reach(
+def test_a_budget_that_fifteen_requests_under_way_reach(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget has room for 30 requests at once. They use less than they reserve, so that five more and
+    """The budget has room for 15 requests at once. They use less than they reserve, so that two more and
     then one more begin. A larger budget ends every run."""
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
-    runs_at_once, most = 30, 1024
+    runs_at_once, more, most = 15, 3, 1024
     together = threading.Barrier(runs_at_once, timeout=PATIENCE)
     wrong, right = answer(fenced(BROKEN)), answer(fenced(TOY_KERNEL))
 
@@ -130,22 +130,22 @@ def test_a_budget_that_thirty_requests_under_way_reach(
 
     used = USAGE["input_tokens"] + USAGE["cache_creation_input_tokens"] + USAGE["cache_read_input_tokens"] + 7
     budget = runs_at_once * (COUNTED + most)
-    with FakeMessages(*[waiting] * runs_at_once, *[wrong] * 6) as api, cluster(1) as made:
+    with FakeMessages(*[waiting] * runs_at_once, *[wrong] * more) as api, cluster(1) as made:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
         many = ("--candidates", runs_at_once, "--at-once", runs_at_once, "--ray", made.address)
         limits = ("--max-tokens", most, "--budget-tokens", budget)
         with driving("sweep", write_toy(tmp_path), *AUTHOR, *many, *limits) as driver:
             _, errors = driver.communicate(timeout=PATIENCE)
-        assert driver.returncode == 3 and len(api.requests) == runs_at_once + 6, errors
-        assert _tokens() == used * (runs_at_once + 6) <= budget
+        assert driver.returncode == 3 and len(api.requests) == runs_at_once + more, errors
+        assert _tokens() == used * (runs_at_once + more) <= budget
         api.script.extend([right] * runs_at_once)
         larger = ("--budget-tokens", 2 * budget, "--no-gpu", "--ray", made.address)
         with driving("resume", _the_sweep(), *larger) as driver:
             _, errors = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 0, errors
-        assert len(api.requests) == 2 * runs_at_once + 6 and not api.script
+        assert len(api.requests) == 2 * runs_at_once + more and not api.script
     assert [history.past_of(name).status for name in runs.names()] == ["checked"] * runs_at_once
-    assert _tokens() == used * (2 * runs_at_once + 6)
+    assert _tokens() == used * (2 * runs_at_once + more)
     assert sweep_view.as_dict(_the_sweep())["compiled"] == 1
 
 
