@@ -35,7 +35,7 @@ Gpu = Annotated[
     typer.Option("--gpu/--no-gpu", help="Require a GPU, or use none. Default: use one if present."),
 ]
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file, or a name in specs/.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for other software.")]
 WeakJail = Annotated[
     bool, typer.Option("--weak-jail", help="Trace even if this machine has neither seccomp nor Landlock.")
 ]

@@ -47,7 +47,7 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
         return f"its program no longer lowers to the accepted code: {again}"
     then, now = (", ".join(f"{n} {number}" for n, number in each.items()) for each in (made, here))
     wanted = " ".join(f"{name}=={number}" for name, number in made.items())
-    return f"accepted as lowered by {then}, but this is {now}: pip install {wanted}, or {again}"
+    return f"it was accepted with {then}, but {now} is installed: pip install {wanted}, or {again}"
 
 
 def written(spec: Spec) -> Program:

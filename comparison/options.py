@@ -90,4 +90,6 @@ class Drawing:
         Path | None,
         typer.Option(metavar="FILE", help="Write the ratios into FILE, after <!-- table: comparison -->."),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for programs.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for other software.")] = (
+        False
+    )

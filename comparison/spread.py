@@ -85,7 +85,9 @@ class _Spread:
     def row(self, request: ComparisonRequest) -> None:
         """Complete a row on one GPU; if that GPU is lost, repeat it on another."""
         name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
-        label = " ".join(row.operator for row in request.rows)  # cases of an operator share objects
+        label = " ".join(
+            row.operator for row in request.rows
+        )  # an operator's cases share compiled object files
         for _ in range(LOSSES):
             try:
                 with self.pool.lease(True, f"{name} measure") as slot:

@@ -1,14 +1,15 @@
 """Compute the summed cross-entropy of an output head, and in the same forward its gradients.
 
 Rows are processed in blocks. A block's first matmul stores the exponentials of its logits. Two more matmuls
-read the exponentials, for the gradients of the stream and of the head's weight. A derived backward would
-compute all logits again.
+read the exponentials, for the gradients of the stream and of the head's weight. A backward that
+``primitives.derive`` derives would compute all logits again.
 
 A row's exponentials are relative to a shift that is known before the matmul: ``SHIFT`` above the target's
-logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the exact factor
-between the two scales the row's results in fp32. The target's own term is exact too: its exponential is left
-out, and softmax - 1 times the target's weight is added in fp32. A row's exponentials overflow if its loss
-exceeds 120. Then everything is computed again, with exponentials relative to the log-sum-exp.
+logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the row's results
+are multiplied, in fp32, by the exact ratio of the two. The target's own term is exact too: its exponential is
+left out, and (softmax - 1) times the target's row of the weight is added in fp32. A row's exponentials
+overflow if its loss exceeds 120. Then everything is computed again, with exponentials relative to the
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ def _factors(
 
 @fused_on_gpu
 def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``h`` times each factor, and the row of the weight's gradient to which each is
-    added."""
+    """Return the rows of ``h`` times ``scale``, the rows of ``h`` times ``pull``, and for each of the latter
+    the row of the weight's gradient to which it is added."""
     return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
 
 

@@ -52,8 +52,8 @@ def check(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Verdict:
-    """Trace a source in the jail, then run the gates contract, interpret and compile. Compiling for sm_90a
-    needs no GPU. ``schedules``: the author's schedules by step."""
+    """Trace a source in the jail, then run the gates ``contract``, ``interpret`` and ``compile``. Compiling
+    for sm_90a needs no GPU. ``schedules``: the author's schedules by step."""
     found = examine(spec, source, schedules=schedules, weak_jail=weak_jail, progress=progress)
     return (
         Verdict(found, None)
@@ -78,7 +78,7 @@ def examine(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Examined | Rejected:
-    """Trace a source in the jail, then run the gates contract and interpret."""
+    """Trace a source in the jail, then run the gates ``contract`` and ``interpret``."""
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
@@ -110,12 +110,11 @@ def check_edited(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """Run the gates on lowered code that an author edited: the gate edit in place of trace, then the other
-    gates of ``check``. The code is compiled in confinement, also on the ``tuned`` schedules. Its results can
-    be checked only on a GPU."""
-    sys.audit(
-        "coda_agent.verifier.verify.check_edited", text
-    )  # for the audit hook: this code must not run anywhere else
+    """Run the gates on lowered code that an author edited: the gate ``edit`` in place of ``trace``, then the
+    other gates of ``check``. The code is compiled in confinement, also on the ``tuned`` schedules. Its
+    results can be checked only on a GPU."""
+    # An audit hook of the tests watches that the edited code runs nowhere but in confinement.
+    sys.audit("coda_agent.verifier.verify.check_edited", text)
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
@@ -191,7 +190,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Run only the gates contract and interpret on an existing program. Returns None if it passes both."""
+    """Run only the gates ``contract`` and ``interpret`` on an existing program. Return None if it passes."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:

@@ -67,7 +67,7 @@ def show(
         Path | None, typer.Option(help="The kernel's spec. Default: NAME.yaml next to NAME.py, or in specs/.")
     ] = None,
     weak_jail: WeakJail = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other software.")] = False,
 ) -> None:
     """Show a kernel: steps, resources on sm_90a and roofline. Options add its machine code and hardware
     counters."""

@@ -56,7 +56,7 @@ class Total(BudgetOptions):
 @tips.callback(invoke_without_command=True)
 def listing(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other software.")] = False,
 ) -> None:
     """List all tips with their state, measured verdict, lesson and evidence."""
     if context.invoked_subcommand:

@@ -43,8 +43,8 @@ Training = Annotated[bool, typer.Option("--training", help="Only the kernels tha
 
 
 def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
-    """Find the fastest schedules on this GPU for the kernels that fused calls at these sizes, and store them
-    for fused. Each program's schedules are stored as soon as they are found."""
+    """Find the fastest schedules on this GPU for the kernels that coda_agent.fused calls at these sizes, and
+    store them for it. Each program's schedules are stored as soon as they are found."""
     wanted = _wanted(what, sizes, stack, training)
     if not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; tune on a machine with an H100, or run build, which needs none")
@@ -63,8 +63,8 @@ def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = Fa
 
 
 def build(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
-    """Compile the kernels that fused calls at these sizes, so that the first call only loads them. Needs no
-    GPU."""
+    """Compile the kernels that coda_agent.fused calls at these sizes, so that the first call only loads them.
+    Needs no GPU."""
     wanted = _wanted(what, sizes, stack, training)
     from coda_agent.fused import ahead
     from coda_agent.primitives.runtime.launchable import LaunchError

@@ -75,7 +75,7 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
 
 
 def as_dict(given: Sequence[str]) -> dict[str, Any]:
-    """The comparison as data, for programs."""
+    """The comparison as data, for other software."""
     return {"runs": [_run_fields(run_summary.read(folder(name))) for name in members(given)]}
 
 

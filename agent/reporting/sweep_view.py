@@ -126,7 +126,7 @@ def _slots_now(driver: Driver) -> Iterable[str]:
 
 
 def as_dict(name: str) -> dict[str, Any]:
-    """A sweep as data, for programs."""
+    """A sweep as data, for other software."""
     header, events = sweep.read(name)
     accounts = _accounts(events)
     pasts = [history.past_of(run) if account is None else account.past for run, account in accounts.items()]

@@ -1,5 +1,5 @@
-"""Build the layer arranged by hand, with kernels on known schedules, to measure it with the comparison's
-variants."""
+"""Build the layer that calls accepted kernels one by one, on known schedules. It is timed alongside the
+comparison's variants of the layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
 
 def known_kernels(width: str) -> dict[KernelCall, Kernel]:
     """The accepted kernels of a layer of this width, by call. Raises LookupError if some operator has no
-    kernel that these versions can use."""
+    kernel that the installed versions of its packages can use."""
     found = {}
     for call in calls(WIDTHS[width]).values():
         spec = _spec(call)
@@ -67,7 +67,7 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # the best of each tile is included, because a search with too few tiles times all tiles
+        # The best schedule of each tile is included: a search over too few tiles would time every tile.
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)

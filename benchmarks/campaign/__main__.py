@@ -48,7 +48,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first candidates")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--only", action="append", help="a program or a kind; may be repeated")
-    parser.add_argument("--json", type=Path, help="results, one per line; continues this file")
+    parser.add_argument(
+        "--json", type=Path, help="file of results, one per line; those that it has are not judged again"
+    )
     return parser.parse_args()
 
 

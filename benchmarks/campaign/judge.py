@@ -18,7 +18,9 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 3  # factor on the number of aimed draws before an accepted mutant counts as equivalent
+# An accepted mutant counts as equivalent only after this many times the usual number of draws that aim at its
+# condition.
+MORE = 3
 Result = dict[str, Any]
 
 

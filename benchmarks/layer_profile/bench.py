@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and the limit on their seconds
-KEPT, SETTLE = 20, 1.0  # rounds of a profile that count, and seconds of warm-up before them
+KEPT, SETTLE = 20, 1.0  # profiled rounds that are kept, and seconds of warm-up before them
 SUSTAINED = 3.0  # seconds of repetition that NVML records, after an equally long warm-up
 HEAD_START = 200_000  # cycles of the marker kernel before a region, so that the host can run ahead
 

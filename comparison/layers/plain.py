@@ -43,7 +43,8 @@ def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
-    """A layer that is a function of x and ``parameters``; autograd computes its backward. Its stream is x."""
+    """A layer that is a function of x and ``parameters``; autograd computes its backward. Layers pass
+    only x, the residual stream, to each other."""
 
     def __init__(self, shape: Shape, parameters: Mapping[str, Tensor], next_norm: Tensor):
         self.shape, self.next_norm = shape, next_norm

@@ -110,7 +110,7 @@ def _read(request: Mapping[str, Any]) -> dict[str, Any]:
                 machine = Interpreter(read)
                 found = machine.call(name, tensors)
                 if isinstance(found, tuple) or np.asarray(found).dtype.kind == "b":
-                    raise RawError("form", f"{name} returns one value of fp32", read.functions[name].lineno)
+                    raise RawError("form", f"{name} must return one fp32 value", read.functions[name].lineno)
                 whole = np.broadcast_to(np.asarray(found, np.float32), tensors[0].shape)
                 values.append(_packed(whole.tobytes()))
     except Beyond as error:

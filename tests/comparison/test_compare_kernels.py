@@ -19,9 +19,9 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 
 DSL, QUACK = (version(name) for name in lowering.PACKAGES)
 ELSEWHERE = (
-    f"accepted as lowered by nvidia-cutlass-dsl {DSL}, quack-kernels {QUACK}, but this is nvidia-cutlass-dsl "
-    f"9.9, quack-kernels {QUACK}: pip install nvidia-cutlass-dsl=={DSL} quack-kernels=={QUACK}, or measure "
-    "and accept it again"
+    f"it was accepted with nvidia-cutlass-dsl {DSL}, quack-kernels {QUACK}, but nvidia-cutlass-dsl "
+    f"9.9, quack-kernels {QUACK} is installed: pip install nvidia-cutlass-dsl=={DSL} quack-kernels=={QUACK}, "
+    "or measure and accept it again"
 )
 
 

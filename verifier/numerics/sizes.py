@@ -16,17 +16,17 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-Rows = Sequence[tuple[Dim, int]]  # the extent of a tensor's rows, and the bytes of an element
+Rows = Sequence[tuple[Dim, int]]  # for each tensor: the length of a row, and the bytes of an element
 TILE = 128  # the rows and columns of a kernel's tile are multiples of this
 HALF_TILE = TILE // 2
 LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
 SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
-MEDIUM = 120  # like SHORT, if the long dim is itself short: a few values make poor statistics
-ELEMENTS = 1 << 21  # most elements of a tensor with a long extent; 0.1 s on a CPU
+MEDIUM = 120  # in place of SHORT if the long dim is at most LARGEST_ON_CPU: a few values make poor statistics
+ELEMENTS = 1 << 21  # limit on the elements of a tensor with a long extent; takes 0.1 s on a CPU
 HEADS = 8
-EXPERTS = 12  # most experts in hidden sizes
+EXPERTS = 12  # limit on the experts in hidden sizes
 HEAD = 16  # columns of the narrowest head
 TRIES = 400  # draws before LARGEST counts as too small for the spec's static dims
 DOUBLINGS = 8  # LARGEST is then doubled at most this often
@@ -51,13 +51,13 @@ def hidden(
 
     All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
     all cases are aligned here too. Dims that are not static are no multiples of 64, and none equals its size
-    in a case. Static dims have the sizes of one case. ``rows`` sets the row dims; ``least`` is the smallest
-    fraction of its largest size that a dim may have.
+    in a case. Static dims have the sizes of one case. ``rows`` sets the row dims. A dim is at
+    least ``least`` times the largest size that it may have.
     """
     random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    # by static dims: for each dim, the largest number by which an extent multiplies it
+    # for each choice of the static dims: each dim's largest coefficient in any extent
     reaches: dict[tuple[int, ...], dict[str, int]] = {}
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
@@ -232,9 +232,9 @@ def _short_sizes(
 
 
 def row_dims(spec: Spec) -> frozenset[str]:
-    """The dims that only count rows, in more than one tensor (M in the cases). Inputs with such a dim as
-    their first axis are activations; other matrices are weights. A backward has the row dims of its forward,
-    because the first axis of a weight's gradient does not count rows."""
+    """The dims that are the first axis of at least two tensors, and no other axis of any tensor (M in the
+    cases). Inputs with such a dim as their first axis are activations; other matrices are weights. For a
+    backward these are its forward's row dims: else the first axis of a weight's gradient would be one."""
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}

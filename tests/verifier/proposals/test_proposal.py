@@ -132,7 +132,7 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
         ('"""``x / (1 + abs(x))``. One division."""', '"\\\\n"', "form", "docstring"),
         ("return x * _softsign_weight(x)", "return x * ", "syntax", "syntax error"),
         ("_softsign_weight(x)\n", "_softsign_weight(x, x)\n", "form", "takes 1 argument(s), not 2"),
-        ("return x * _softsign_weight(x)", "return x > 0.0", "form", "one value of fp32"),
+        ("return x * _softsign_weight(x)", "return x > 0.0", "form", "one fp32 value"),
         ("weight = 1.0", "weight = 1.0 / 0 ", "arithmetic", "division by zero"),
         ("x * _softsign_weight(x)", "cute.math.absf(x) * 7.0 - 3.0", "arithmetic", "cute.math.absf: this"),
     ],
