@@ -118,8 +118,9 @@ def forget(*of: Tensor) -> None:
 
 
 class _Stored(NamedTuple):
-    """What a backward needs. ``wrt``: the inputs whose gradients it computes. ``scalars`` and ``tensors``:
-    the values that it reads, by name, with their positions among the operator's inputs and outputs."""
+    """The inputs and outputs that a backward uses. ``wrt``: the inputs whose gradients it computes.
+    ``scalars`` and ``tensors``: the values that it reads, by name, with their positions among the operator's
+    inputs and outputs."""
 
     wrt: tuple[str, ...]
     scalars: dict[str, int]

@@ -1,5 +1,5 @@
-"""Whole-stack mode: the last kernel of a layer also computes the next layer's norm without its row scaling,
-which saves a pass.
+"""Whole-stack mode. The last kernel of a layer also computes the next layer's norm, except for its row
+scaling. This saves a pass.
 
 This norm is an attribute of the residual stream that the layer returns. The next layer removes the attribute,
 and uses it if it belongs to that layer's own norm. If the attribute is missing, for example because a hook
