@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ class Order(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def accepted() -> dict[str, tuple[Program, Order]]:
+@cache  # parsing the specs takes a second
+def accepted() -> Mapping[str, tuple[Program, Order]]:
     """Every accepted kernel's program and ``Order``, by name."""
     texts = {path.name.removesuffix(".program.json"): path for path in KERNELS.glob("*.program.json")}
     return {

@@ -3,6 +3,7 @@ ear in every process that hears whether a candidate's source runs outside the ja
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import importlib
@@ -116,7 +117,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # else nanobind takes what is left at the end for leaks
+    # Else nanobind takes what is left for leaks. At the end: pytest collects garbage five times before.
+    atexit.register(gc.unfreeze)
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
 

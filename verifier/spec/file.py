@@ -105,7 +105,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
     return tree
 
 
-@lru_cache(32)  # a command loads its spec from several places, and parsing takes most of the time
+@lru_cache(128)  # a command loads a spec from several places, and parsing takes most of the time
 def _parsed(text: str) -> Any:
     yaml = YAML()
     yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
