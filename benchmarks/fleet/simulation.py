@@ -291,7 +291,7 @@ def _compared_page(runs: Sequence[dict[str, Any]]) -> str:
     return f"""
 ## Compared with real runs
 
-A simulation takes the seconds of each piece of work from the real run on one node or GPU. If there was no
+The simulation of a run takes the seconds of each task from the real run on one node or GPU. If there was no
 such run, it takes them from the compared run itself.
 
 {table}"""
@@ -312,7 +312,7 @@ Simulated by `python -m benchmarks.fleet.simulation`; no fleet of this size was 
 phase come from the {found["kernels"]} committed reports, each from one NVIDIA H100 80GB HBM3. On average it
 takes {mean_of["examine"]:.1f} s to examine a source, {mean_of["compile"]:.1f} s to compile it, and
 {mean_of["measure"]:.0f} s to measure it. There is one core per GPU, in addition to the cores that tuning uses
-on the GPU's host. The driver works {driver:.0f} ms before each piece of work.
+on the GPU's host. The driver works {driver:.0f} ms before each task.
 
 ![share of linear scaling by the number of GPUs](fleet_simulation.svg)
 
@@ -322,11 +322,12 @@ GPUs.
 
 {table}
 - **The limit.** A sweep cannot end before its longest measurement, of up to {found["longest"]:.0f} s. So if
-  each GPU has few kernels, GPUs are idle at the end. The driver is one process; with {FLEET} GPUs it is busy
-  {usual["driver"]:.1%} of the time.
+  each GPU has few kernels to measure, GPUs are idle at the end. The driver is one process; with {FLEET} GPUs
+  it is busy {usual["driver"]:.1%} of the time.
 - **Cores.** {NEAR:.0%} of the highest throughput needs {cores}.
 - **Runs in progress.** With {FLEET} GPUs and {WORK:,} specs, {NEAR:.0%} of the highest throughput needs
-  {places}. The command's default is {PLACES} runs per core and GPU.
+  {places}. By default a sweep has
+  at most {PLACES} runs in progress for each core, and {PLACES} for each GPU.
 - **Cost.** With {FLEET} GPUs and {WORK:,} specs a kernel takes {usual["gpu_seconds_a_kernel"]} GPU
   seconds, of which {usual["idle"]:.1%} are idle, and {usual["core_seconds_a_kernel"]} core seconds. The
   sweep takes {usual["seconds"] / 60:.0f} minutes.

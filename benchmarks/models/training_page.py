@@ -98,8 +98,9 @@ rounds. Times are medians; ratios have 95% intervals.
 
 - Arms with *recompute* use activation checkpointing, without `torch.compile`.
 - The other fused arms keep reordered weights from the forward to the backward (`keep_reordered=True`).
-- All arms call PyTorch's causal attention without a mask. Otherwise, with PyTorch before 2.14, transformers
-  would make a mask under `torch.compile`, and attention would lose its fast kernel.
+- In [*whole stack* mode](fused.md#whole-stack-mode) a layer also prepares the next layer's norm.
+- All arms call PyTorch's causal attention without a mask. With PyTorch before 2.14, transformers would
+  otherwise make a mask under `torch.compile`, and attention would lose its fast kernel.
 
 {table}
 Peak memory is the most that PyTorch allocated in a step, including parameters and optimizer.
@@ -108,9 +109,8 @@ Peak memory is the most that PyTorch allocated in a step, including parameters a
 
 The unpatched and the fused model start from the same parameters, and train on the same {short:,} tokens per
 step. Each seed has other parameters and another text. AdamW's learning rate rises to {rate} over the first
-steps ({warm_up}). The two models agree until their losses differ by more than {parted}. Small differences
-grow when a model begins to learn the rule of this text. A *risen* step has a loss that is more than {risen}
-above the lowest loss before it.
+steps ({warm_up}). *Agree for* counts the steps before the losses of the two models differ by more than
+{parted}. A *risen* step has a loss that is more than {risen} above the lowest loss before it.
 
 {losses}
 {failures}"""
