@@ -317,8 +317,8 @@ on the GPU's host. The driver works {driver:.0f} ms before each task.
 ![share of linear scaling by the number of GPUs](fleet_simulation.svg)
 
 The share of linear scaling is the throughput of the fleet, divided by the number of GPUs times the throughput
-of one GPU. Each row is for a number of specs and a median time of an author's answer, each column for a number
-of GPUs.
+of one GPU. Each row is for a number of specs and a median time of an author's answer. Each column is for a
+number of GPUs.
 
 {table}
 - **The limit.** A sweep cannot end before its longest measurement, of up to {found["longest"]:.0f} s. So if
