@@ -67,14 +67,14 @@ class Shared:
 
 SHARED = {
     HUMAN: Shared(
-        Kind("QuACK's own kernels", "whose kernel is QuACK's own"),
-        Kind("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
+        Kind("QuACK's own kernels", "where the kernel is QuACK's own"),
+        Kind("composed by us from QuACK's operators", "where we composed the kernel from QuACK's operators"),
         composed,
         "we composed the kernel from QuACK's operators",
     ),
     UPSTREAM: Shared(
-        Kind("CODA's own kernels", "whose kernel is CODA's own"),
-        Kind("CODA's kernels with passes of PyTorch's", "for which its package leaves a part to PyTorch"),
+        Kind("CODA's own kernels", "where the kernel is CODA's own"),
+        Kind("CODA's kernels with passes of PyTorch's", "where CODA's package leaves a part to PyTorch"),
         helped,
         "its kernels leave passes over whole matrices to PyTorch",
     ),
@@ -188,14 +188,14 @@ class Summary:
         if marks := doubts(row for total in totals for row in total.rows):
             why = " or ".join(_WHY[mark] for mark in marks)
             rule += f"; it is undecided if {why}, and a mean over such a row has no interval"
-        return f"Against {self.column} the LLM's kernels have {told}. {rule}."
+        return f"Against {self.column} (wins are the LLM's): {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """A tally as text, which says whose kernels it counts."""
+        """A tally as text, after the kind of operators that it counts."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
-            return f"{tally} {shared.own.told}"
-        return f"{tally} {shared.other.told} ({', '.join(tally.operators)})"
+            return f"{shared.own.told}, {tally}"
+        return f"{shared.other.told} ({', '.join(tally.operators)}), {tally}"
 
 
 @dataclass(frozen=True)

@@ -291,8 +291,8 @@ def test_the_human_summary_keeps_the_librarys_own_kernels_apart() -> None:
     assert [own.count(o) for o in ("win", "tie", "loss")] == [0, 0, 2]
     assert own.mean.estimate == pytest.approx(0.5) and ours.mean.estimate == pytest.approx(2.0)
     assert "0 wins, 0 ties and 2 losses in 2 rows of 1 operator (geometric mean 0.500 [" in str(told)
-    assert "whose kernel is QuACK's own; 1 win, 0 ties and 0 losses in 1 row" in str(told)
-    assert "whose kernel we composed from QuACK's operators (gemm_rmsnorm)." in str(told)
+    assert "where the kernel is QuACK's own, 0 wins, 0 ties and 2 losses in 2 rows" in str(told)
+    assert "; where we composed the kernel from QuACK's operators (gemm_rmsnorm), 1 win, 0 ties" in str(told)
     assert "3 rows" not in str(told)
     plain = against(made, COMPILE)
     assert plain.kinds == () and "3 wins, 0 ties and 0 losses in 3 rows of 2 operators" in str(plain)
@@ -311,8 +311,8 @@ def test_what_codas_package_leaves_to_pytorch_is_kept_apart() -> None:
     told = against(made, UPSTREAM)
     own, shared = told.kinds
     assert [own.mean.estimate, shared.mean.estimate] == pytest.approx([1.0, 2.0])
-    assert "(geometric mean 1.000 [0.900, 1.100]) whose kernel is CODA's own; 1 win, 0 ties" in str(told)
-    assert "for which its package leaves a part to PyTorch (gemm_swiglu_bwd)." in str(told)
+    assert "where the kernel is CODA's own, 0 wins, 1 tie and 0 losses in 1 row" in str(told)
+    assert "; where CODA's package leaves a part to PyTorch (gemm_swiglu_bwd), 1 win, 0 ties" in str(told)
     assert [name for name, *_ in summed(told)][2:] == [own.name, shared.name, "all operators"]
     words = drawn_words(made)
     assert "upstream CODA: for swiglu_bwd, its kernels leave passes over whole matrices to PyTorch." in words
