@@ -270,7 +270,7 @@ process, from a cold L2:
 - *torch.compile*: the plain layer under `torch.compile`.
 - *By hand*: people arranged the backward from accepted kernels.
 - *By hand, one-pass rotation*: the same, but one Triton kernel (`fused/pointwise/rotation.py`) computes the
-  rotation's transpose, in place of Inductor's two.
+  rotation's transpose together with the row sums that the norm before it needs. Inductor makes two kernels.
 - *Derived*: `primitives/derive` derives the backward from the forward, as two programs: one of four matmuls
   for the MLP, and one of two for the projection. They were tuned for this measurement; no model edited them.
 
