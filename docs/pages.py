@@ -46,7 +46,7 @@ def _leaves(group: Any, path: str) -> list[tuple[str, Any]]:
 
 def _parameter(parameter: Any) -> tuple[str, str]:
     if parameter.param_type_name == "argument":
-        words = f"`{(parameter.metavar or parameter.name).upper()}`"
+        words = f"`{(parameter.metavar or parameter.name).upper().replace('|', ' or ')}`"
     else:
         words = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     default = parameter.default if isinstance(parameter.default, (int, float, str)) else None
