@@ -1,7 +1,8 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.fleet.two_gpus COMMAND``.
 
-``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``. It also records
-every lease, and the time that ``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare --
+``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``, or with ``--here``
+the same as without Ray. It also records every lease, and the time that ``benchmarks.fleet.simulation``
+predicts from the leases' seconds. ``compare --
 OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``; its prediction assumes that all rows
 take equally long. ``faults`` measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb``
 times the controls of a measurement on the first GPU, while the second GPU idles, while other cores compile,
@@ -33,6 +34,7 @@ from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts import bundle_measuring
 from coda_agent.agent.fleet.bundles import measure
 from coda_agent.agent.fleet.executor import environment, usable_gpus
+from coda_agent.agent.fleet.local import Local
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 from coda_agent.primitives.system import workers
@@ -145,7 +147,7 @@ def predicted(seconds: Sequence[float], gpus: int) -> float:
 
 def measure_command(asked: argparse.Namespace) -> None:
     record, gpus = PoolEvents(), len(usable_gpus())
-    executor = OnRay("auto", cores=False)
+    executor = Local(cpus=0) if asked.here else OnRay("auto", cores=False)
     try:
         pool = Pool(executor, record)
         joined(pool, gpus)
@@ -372,7 +374,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         command.add_argument("--arms", default=",".join(DEFAULT_ARMS))
         command.add_argument("--rounds", type=int, default=ROUNDS)
-        if name == "faults":
+        if name == "measure":
+            command.add_argument("--here", action="store_true", help="measure without Ray")
+        else:
             command.add_argument("--kill", type=float, default=10.0, help="seconds until a worker is killed")
             command.add_argument("--take", type=float, default=30.0, help="seconds until a GPU is removed")
     for name, command in commands.choices.items():
