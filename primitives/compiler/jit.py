@@ -6,6 +6,7 @@ layouts, and the names of the lowered module and class, which contain the code's
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,18 @@ REFUSED = ".refused"  # suffix of a file next to an object; it records that the 
 def import_quack() -> None:
     """Import QuACK's GEMM but not QuACK's own operators, whose tuner would import TorchDynamo. That import
     takes a third of the start-up time of a process that only compiles. A later import of such an operator
-    works normally."""
+    works normally. Garbage collection pauses meanwhile, because nearly all objects that an import makes
+    stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        _import_quack()
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _import_quack() -> None:
     if "quack" not in sys.modules:
         operators = "rmsnorm", "softmax", "cross_entropy"
         for name in operators:

@@ -201,10 +201,8 @@ def _serve(scratch: Path) -> None:
     """Read one request per line; write one answer per line, the resources or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
-    gc.disable()
     import_quack()
     gc.freeze()  # the compiler's modules stay: no collection needs to look at their objects
-    gc.enable()
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)

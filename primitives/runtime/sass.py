@@ -10,6 +10,7 @@ Compilation needs no GPU. It happens in a child process, which runs this module 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -268,5 +269,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answer
     import_quack()
+    gc.freeze()  # as in ``compile``
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()
