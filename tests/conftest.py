@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import gc
 import importlib
 import itertools
@@ -92,8 +93,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All modules are imported, and stay: no garbage collection looks at their millions of objects."""
+    if "typer" in sys.modules:
+        _parse_commands_once()
     gc.freeze()
     gc.enable()
+
+
+def _parse_commands_once() -> None:
+    """Typer reads the signatures of all commands at each call, which takes longer than most commands."""
+    import typer.main
+    import typer.testing
+
+    once = functools.cache(typer.main.get_command)
+    typer.main.get_command = typer.testing._get_command = once  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)
