@@ -45,6 +45,15 @@ def cluster(cores: int) -> Iterator[Any]:
         made.shutdown()
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Any]:
+    """One cluster for the sweeps that lose no node."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CODA_AGENT_VERSION", "as tested")  # someone may edit the project meanwhile
+        with cluster(1) as made:
+            yield made
+
+
 @contextmanager
 def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, which alone has the key."""
@@ -60,7 +69,7 @@ def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
-    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # someone may edit the project meanwhile
     toy, said = write_toy(tmp_path), ""
@@ -84,12 +93,12 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
                 out, errors = driver.communicate(timeout=PATIENCE)
             said += out + errors
             assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
-        with cluster(1) as second:
-            logs.append(Path(second.head_node.get_session_dir_path()))
-            with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
-                out, errors = driver.communicate(timeout=PATIENCE)
-            said += out + errors
-            assert driver.returncode == 0, errors
+        second = request.getfixturevalue("lasting")  # begins now, after the first
+        logs.append(Path(second.head_node.get_session_dir_path()))
+        with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
+            out, errors = driver.communicate(timeout=PATIENCE)
+        said += out + errors
+        assert driver.returncode == 0, errors
         assert len(api.requests) == 2
     assert {history.past_of(run).status for run in runs.names()} == {"checked"} and len(runs.names()) == 2
     told = sweep_view.as_dict(name)
@@ -98,13 +107,13 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
 
 
 def test_a_provider_that_refuses_everyone_costs_nothing(
-    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: Any
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
     limited = status(429, "rate_limit_error", "slow down")
-    with FakeMessages(*[limited] * 500) as api, cluster(1) as made:
+    with FakeMessages(*[limited] * 500) as api:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
-        more = (*AUTHOR, "--candidates", 3, "--budget-seconds", 8, "--ray", made.address)
+        more = (*AUTHOR, "--candidates", 3, "--budget-seconds", 8, "--ray", lasting.address)
         with driving("sweep", write_toy(tmp_path), *more) as driver:
             _, errors = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 3 and f"coda-agent resume {_the_sweep()}" in errors
@@ -115,7 +124,7 @@ def test_a_provider_that_refuses_everyone_costs_nothing(
 
 
 def test_a_budget_that_fifteen_requests_under_way_reach(
-    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: Any
 ) -> None:
     """The budget has room for 15 requests at once. They use less than they reserve, so that two more and
     then one more begin. A larger budget ends every run."""
@@ -130,16 +139,16 @@ def test_a_budget_that_fifteen_requests_under_way_reach(
 
     used = USAGE["input_tokens"] + USAGE["cache_creation_input_tokens"] + USAGE["cache_read_input_tokens"] + 7
     budget = runs_at_once * (COUNTED + most)
-    with FakeMessages(*[waiting] * runs_at_once, *[wrong] * more) as api, cluster(1) as made:
+    with FakeMessages(*[waiting] * runs_at_once, *[wrong] * more) as api:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
-        many = ("--candidates", runs_at_once, "--at-once", runs_at_once, "--ray", made.address)
+        many = ("--candidates", runs_at_once, "--at-once", runs_at_once, "--ray", lasting.address)
         limits = ("--max-tokens", most, "--budget-tokens", budget)
         with driving("sweep", write_toy(tmp_path), *AUTHOR, *many, *limits) as driver:
             _, errors = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 3 and len(api.requests) == runs_at_once + more, errors
         assert _tokens() == used * (runs_at_once + more) <= budget
         api.script.extend([right] * runs_at_once)
-        larger = ("--budget-tokens", 2 * budget, "--no-gpu", "--ray", made.address)
+        larger = ("--budget-tokens", 2 * budget, "--no-gpu", "--ray", lasting.address)
         with driving("resume", _the_sweep(), *larger) as driver:
             _, errors = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 0, errors
