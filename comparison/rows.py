@@ -155,8 +155,8 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
-        """The programs that ``fused`` runs, with the schedules that it chooses on this machine, and their
-        sizes."""
+        """The programs that ``fused`` runs, with their sizes and the schedules that it chooses on this
+        machine."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
         from coda_agent.primitives.runtime.launch import Kernel

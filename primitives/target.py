@@ -36,7 +36,7 @@ class Target(NamedTuple):
     machine. ``elf``: its number in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a
     pattern for its tensor-core instructions. ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop,
     as (tile_m, tile_n, pingpong). ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a
-    rasterisation group. ``probes``: the schedules that every kernel is compiled on, each a tile and a
+    rasterisation group. ``probes``: the schedules at which every kernel is compiled, each a tile and a
     cluster. The first probe is the default schedule.
     """
 

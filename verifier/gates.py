@@ -1,4 +1,4 @@
-"""Functions that all gates share: run a gate, leave it early, identify evidence, and explain wrong
+"""Functions that all gates share: run or leave a gate, collect the hashes for reports, and explain wrong
 numbers."""
 
 from __future__ import annotations

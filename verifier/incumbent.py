@@ -45,7 +45,7 @@ class Incumbent:
 
     @property
     def proved(self) -> Known:
-        """The incumbent's tuned schedules for all cases; its results were checked on these."""
+        """The incumbent's tuned schedules for all cases. Its results were checked with these schedules."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Exclude other processes that are ``alone`` or ``together`` in this directory. Raises OSError."""
+    """Lock the directory exclusively: no other process holds it ``alone`` or ``together``. Raises OSError."""
     with _locked(directory, fcntl.LOCK_EX):
         yield
 
 
 @contextmanager
 def together(directory: Path) -> Iterator[None]:
-    """Exclude processes that are ``alone`` in this directory; other processes may also be ``together`` in it.
+    """Take a shared lock on the directory: other processes may hold it ``together``, but none ``alone``.
     Raises OSError."""
     with _locked(directory, fcntl.LOCK_SH):
         yield

@@ -12,8 +12,8 @@ from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 
 class QuietView:
-    """A listener of loops that shows only the current step, on one line. ``speaks``: also print the
-    provider's messages, which say where the provider waits for an answer."""
+    """Show only a loop's current step, on one line. ``speaks``: also print the provider's messages, which say
+    where the provider waits for an answer."""
 
     def __init__(self, console: Console, speaks: bool):
         self.console, self.speaks = console, speaks

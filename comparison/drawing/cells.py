@@ -162,8 +162,8 @@ class _Row:
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions that have only the reference arm, or also an arm that is current. If no session
-        qualifies, all timed sessions."""
+        """The timed sessions that have a current arm besides the reference arm, or only the reference arm. If
+        there are none, all timed sessions."""
         found = [
             s
             for s in self.timed

@@ -39,8 +39,8 @@ def refusal(words: str) -> str:
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """The reason after a traceback's last frame. Before it comes the last line of lowered code in the
-    traceback, unless the reason already quotes that line. Only the last ``limit`` characters are kept."""
+    """Shorten a traceback to its last line of lowered code and its reason, the text after the last frame. The
+    line is left out if the reason quotes it. Only the last ``limit`` characters are kept."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]

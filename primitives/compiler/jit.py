@@ -104,7 +104,7 @@ def numeric(dtype: str) -> Any:
 
 
 def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
-    """The key of a resource's argument in QuACK's compile (``host_arg_key``)."""
+    """The key of an epilogue argument in QuACK's compile (``host_arg_key``)."""
     dtype = _cute_dtype(argument)
     match argument.role:
         case "load" | "store" | "range":
@@ -217,8 +217,8 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compile_object(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """Whether a step compiles at one schedule, with all vector kernels: False for a refused schedule, None if
-    no process with this cache has tried.
+    """Look up in the cache whether a step compiles at one schedule, with all vector kernels. False: the
+    schedule was refused. None: no process with this cache has tried it.
 
     Asking the cache avoids starting a worker, which takes longer than loading an object. The result is always
     None for edited code, because a worker inspects the stack of such an object every time.

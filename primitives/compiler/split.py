@@ -44,8 +44,8 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 def ordered(schedule: Schedule) -> Iterator[None]:
     """Within the ``with`` block, trace a kernel of a ``split`` schedule. Without the patch, QuACK's GEMM
     waits for its predecessor on the stream before its first load. It lets its successor start when a block
-    has no more tiles. With this patch, the first launch lets the second start as soon as its own wait has
-    ended. The second waits for the first when a block has no more tiles."""
+    has no more tiles. With this patch, the first launch waits for that predecessor and then lets the second
+    start at once. The second waits for the first when a block has no more tiles."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield
 

@@ -1,10 +1,10 @@
 """Chains of a Transformer as graphs, from which backwards are derived.
 
-A chain begins and ends with a matmul, so that the epilogues of matmuls can compute its gradients. The forward
-of a chain with a norm takes several kernels. Weights have the layout of ``torch.nn.Linear``. The rows of gate
-and up weights are interleaved, and the two rows of each rotated pair are adjacent. A chain's outputs are its
-results, and the values that the forward stores for the backward. Numbers such as ``eps`` are scalars, passed
-to each launch.
+A chain is a part that begins and ends with a matmul, so that the epilogues of matmuls can compute its
+gradients. The forward of a chain with a norm takes several kernels. Weights have the layout of
+``torch.nn.Linear``. The rows of gate and up weights are interleaved, and the two rows of each rotated pair
+are adjacent. A chain's outputs are its results, and the values that the forward stores for the backward.
+Numbers such as ``eps`` are scalars, passed to each launch.
 """
 
 from __future__ import annotations

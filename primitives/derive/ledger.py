@@ -26,7 +26,8 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The traffic of a pointwise head, in one pass, and of the program of matmuls after it."""
+    """The traffic of ``program`` (the backward's matmuls) and of ``head`` (its pointwise start, in one
+    pass)."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}

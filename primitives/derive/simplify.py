@@ -123,8 +123,8 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape, an input if possible. It replaces an argument of which an operation uses
-        only the shape."""
+        """A tile of the same shape, an input if possible. It replaces an argument if only the argument's
+        shape matters."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -341,8 +341,8 @@ class Simplifier(Trace):
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
     def turn(self, *groups: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """Rebuild the values of each group. Where possible, compute sums over one matmul from another matmul
-        (``turned``)."""
+        """Rebuild the values of each group, a dict of nodes. Where possible, compute sums over one matmul
+        from another matmul (``turned``)."""
         needed, pending = set[int](), [i for group in groups for i in group.values()]
         while pending:
             index = pending.pop()

@@ -1,5 +1,5 @@
 """Check the functions of a module that an author edited. Every name in them must be known, and no attribute
-may lead out of the kernel's values."""
+may reach an object that is not a value of the kernel."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FEWEST = 4  # least number of rounds, for long calls; the last comparison has at
 PER_ROUND = 3.5  # milliseconds; a longer call gets proportionally fewer rounds
 WARM_UP = 0.7  # seconds of load before timing, until clock rates settle
 LAST_WARM_UP = 2.0  # seconds before the last comparison, to get as near the power limit as a benchmark
-COOLING = 2.0  # seconds of load whose effect one second of rest cancels
+COOLING = 2.0  # one second of rest cancels the effect of this many seconds of load
 HEAD_START = 1_000_000  # cycles that the GPU idles before a short call, to hide the call's launch time
 SHORT = 0.2  # milliseconds; the GPU does not idle between longer calls
 

@@ -37,7 +37,6 @@ def within(seconds: float) -> float:
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late if the deadline has passed. ``moment`` is the planned end of a wait: raise Late if the
-    deadline was earlier."""
+    """Raise Late if the deadline is before ``moment``, the planned end of a wait; by default, before now."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

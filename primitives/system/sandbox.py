@@ -62,7 +62,7 @@ def hide() -> None:
 
 
 def renounce_privileges() -> None:
-    """Give up gaining privileges, as Landlock and seccomp require."""
+    """Give up the right to gain privileges, as Landlock and seccomp require."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

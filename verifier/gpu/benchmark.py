@@ -134,9 +134,9 @@ def milliseconds(samples: timing.Samples) -> list[float]:
 
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
-    """The milliseconds of each part of the candidate when it runs alone; empty for a candidate of one part.
-    They help authors to make the candidate faster. The parts may add up to more than the whole candidate's
-    time, because the candidate's launches overlap."""
+    """The milliseconds of each part of the candidate when the part runs alone; empty for a candidate of one
+    part. They help authors to make the candidate faster. The parts may add up to more than the whole
+    candidate's time, because the candidate's launches overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
         return {}

@@ -60,7 +60,7 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
-    """Overwrite each of these results of ``words`` with poison.
+    """Overwrite tensors with poison. ``rows``: the results of ``words`` for these tensors.
 
     The poison is drawn anew each time and resembles a result: as a 16-bit or 32-bit float it is finite and
     between 0 and 2. So a kernel that writes nothing leaves poison, and cannot pass off the old values as its

@@ -25,7 +25,7 @@ OCTAVES = (-150, 128)  # exponents of all fp32 values
 # of larger ones, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-# if values cancel, fp32 may leave this many times as much as fp64: its roundings are 2**29 times as large
+# if values cancel, fp32's error may be this many times fp64's: its roundings are 2**29 times as large
 REST = 2.0**32
 # a loss above this fraction of an output's RMS is more than the final rounding (to a dtype wider than fp8)
 LOST = 2.0**-8
@@ -66,9 +66,9 @@ def compare(
     cores than on a CPU. For each output, the gate compares three errors of the candidate with the
     yardstick's, and limits their ratios: the RMS error, the largest error, and the RMS error of the worst
     128x128 tile. For outputs narrower than fp32, it also limits the slope of the output regressed on the
-    truth. A value must be finite if the truth is finite and fits the output's dtype. In each row, as many
-    values may break this rule as break it in the yardstick. The reason is that an intermediate fp32 overflow
-    may hit one value in the candidate, and its neighbour in the yardstick.
+    truth. A value must be finite if the truth is finite and fits the output's dtype. In each row, the
+    candidate may break this rule in as many values as the yardstick does. The reason is that an intermediate
+    fp32 overflow may hit one value in the candidate, and its neighbour in the yardstick.
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
     two independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +

@@ -12,11 +12,11 @@ from coda_agent.verifier.numerics.sizes import TILE
 
 # Elements compared at once. They take 2 GB of fp64 temporaries on a GPU, and fit a core's cache on a CPU.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
-EXACT_BITS = 22  # of fp32's 24 bits; two are spare, for sums in another order than the reference's
+EXACT_BITS = 22  # fp32 has 24 bits; two are spare, because a kernel may sum in another order
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
-    """The outputs that a kernel must compute exactly on the family "integers".
+    """The outputs that a kernel must compute exactly on inputs of the family "integers".
 
     ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if its
     values equal the fp64 ``truth`` in every element, and are multiples of one power of two that fit in
@@ -49,8 +49,8 @@ def matrix(tensor: Tensor) -> Tensor:
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """The number of values that differ from the truth rounded once to their dtype, and a description of the
-    first one."""
+    """Count the values that differ from the truth, rounded once to their dtype. Also describe the first such
+    value."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):
         part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)

@@ -102,7 +102,8 @@ def largest(value: str) -> Callable[[str, Sequence[str]], str]:
 
 
 def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
-    """The sides of an extremum: it lies in the first half along an axis, or in the second half."""
+    """``Operation.sides`` of an extremum, which lies in the first half along an axis or in the second
+    half."""
 
     def sides(torch: Any, t: Any) -> Sides:
         first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)

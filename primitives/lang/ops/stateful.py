@@ -47,7 +47,8 @@ def _select(torch: Any, t: Any, index: Any) -> Any:
 
 
 def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
-    """The sides of a selection: the index lies in the first half of the columns, or in the second."""
+    """``Operation.sides`` of a selection: the index lies in the first half of the columns, or in the
+    second."""
     value, middle, columns = _select(torch, t, index), (t.shape[1] + 1) // 2, t.shape[1]
     first, second = (index >= 0) & (index < middle), (index >= middle) & (index < columns)
     return (first, value.where(first, 0.0)), (second, value.where(second, 0.0))
@@ -62,7 +63,8 @@ def _head_abs_max(torch: Any, t: Any, width: int) -> Any:
 
 
 def _head_halves(torch: Any, t: Any, width: int) -> Sides:
-    """The sides of a head's largest magnitude: it lies in the head's first half, or in its second."""
+    """``Operation.sides`` of a head's largest magnitude, which lies in the head's first half or in its
+    second."""
     first, second = t.unflatten(1, (-1, width)).tensor_split([(width + 1) // 2], dim=-1)
     a, b = (half.abs().amax(dim=-1) for half in (first, second if second.numel() else first))
     return (a > b, a), (b > a, b)
