@@ -139,10 +139,11 @@ def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
     are dropped first; of equally helpful tips, the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
+    left = sum(sizes.values())
     for least in sorted(tips, key=lambda tip: tip.help):
-        if sum(sizes.values()) <= length:
+        if left <= length:
             break
-        del sizes[least.id]
+        left -= sizes.pop(least.id)
     return [tip for tip in tips if tip.id in sizes]
 
 
