@@ -1,9 +1,9 @@
 """Write a spec for a derived backward. The spec contains the references of the backward and the forward, and
 the forward's sizes.
 
-The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward. Its reference
-computes the tensors that the backward reads. The backward's results are compared with the gradient that
-autograd derives from the forward's reference.
+The ordinary gates then judge forward and backward as a pair. Inputs are drawn for the forward. The forward's
+reference computes the tensors that the backward reads. The backward's results are compared with the gradient
+that autograd derives from the forward's reference.
 """
 
 from __future__ import annotations

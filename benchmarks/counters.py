@@ -1,12 +1,12 @@
 """Read a kernel's hardware counters: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
-It runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the
-export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in generated_kernels/, or,
-for FILE (the kernel's edited code), NAME.raw.counters.csv in the folder of FILE. Without ``--ncu``, the
-module is the program that ncu profiles: it launches an accepted kernel ``--times`` times (default 3), on
-normal inputs at a case of its spec (default: the first case). The schedules are those that the kernel's
-report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
-from ncu.
+The command runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and
+writes the export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in
+generated_kernels/, or, for FILE (the kernel's edited code), NAME.raw.counters.csv in the folder of FILE.
+Without ``--ncu``, the module is the program that ncu profiles: it launches an accepted kernel ``--times``
+times (default 3), on normal inputs at a case of its spec (default: the first case). The schedules are those
+that the kernel's report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the
+metrics to request from ncu.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure the error gate on right and wrong results: ``python -m benchmarks.separation [--json] [SPEC ...]``.
 
 The benchmark runs on an H100, for every accepted kernel or the named ones, on all families of inputs, at the
-``decode`` case and at hidden sizes. It computes the largest ratio of an error to its limit, for the kernel
-and for each mutant of the reference. A mutant has one mistake: in an output, in a matmul or in the
-reference's text. It prints the kernel's ratio and the smallest ratio of a mutant.
+spec's case ``decode`` and at hidden (random) sizes. It computes the largest ratio of an error to its limit,
+for the kernel and for each mutant of the reference. A mutant has one mistake: in an output, in a matmul or in
+the reference's text. The benchmark prints the kernel's ratio and the smallest ratio of a mutant.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def separation(name: str) -> dict[str, Any]:
 
 
 def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
-    """The largest ratio of an output's error to its limit. It is infinite if an exact output, a value that is
-    not finite, or a shape is wrong. ``spoken``: a program could express the mutant, so the error of the
-    interpreter's unrounded outputs counts too."""
+    """The largest ratio of an output's error to its limit. The ratio is infinite if a shape, a value that is
+    not finite, or an output that must be bit-exact is wrong. ``spoken``: a program could express the mutant,
+    so the errors of unrounded outputs count too."""
     if got is None:
         return math.inf
     factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0

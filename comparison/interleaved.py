@@ -48,8 +48,8 @@ class SessionArms(Protocol):
         """One function per arm, which lists the jobs that compile its objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """One function per arm that lacks schedules for these sizes. It tunes the arm and stores the result
-        on disk."""
+        """One function per arm that lacks schedules for these sizes. The function tunes the arm and stores
+        the result on disk."""
 
 
 class WrongOutput(Exception):
@@ -58,9 +58,9 @@ class WrongOutput(Exception):
 
 class PreparedArm(NamedTuple):
     """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
-    truth, relative to the truth and to the yardstick. It is NaN or infinite if the output has such values
-    where the truth has none. ``arranged``: the bytes of prepared copies of inputs, which do not count for a
-    call."""
+    truth, relative to the truth and to the yardstick (the error that every kernel must make). A loss is NaN
+    or infinite if the output has such values where the truth has none. ``arranged``: the bytes of prepared
+    copies of inputs, which do not count for a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]

@@ -1,4 +1,4 @@
-"""Keys of arms: an arm's figures are valid as long as its key is the same."""
+"""Keys of arms (competing implementations): an arm's figures are valid as long as its key is the same."""
 
 from __future__ import annotations
 

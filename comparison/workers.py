@@ -21,8 +21,8 @@ APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "c
 @dataclass
 class Workers:
     """A new worker for each session, because a used worker holds memory. ``coming``: the environments of the
-    next sessions (None is the current one). The first READY workers for each environment import modules
-    during a session."""
+    next sessions (None is the current one). Up to READY workers for each environment import their modules
+    while an earlier session runs."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Workers:
         return Worker()
 
     def begin(self) -> None:
-        """Start those next workers that are not running yet."""
+        """Start the missing workers for the next sessions."""
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
             ready += [_start(python) for _ in range(min(wanted, READY) - len(ready))]

@@ -179,9 +179,9 @@ def before_attention_apart(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return two things: the parts [tokens, n] of ``sizes`` columns into which the result of
-    ``before_attention`` is split, and ``x``. If later uses of the stream read the returned ``x``, one kernel
-    of the backward adds all gradients of the stream."""
+    """Split the result of ``before_attention`` into parts [tokens, n] of ``sizes`` columns. Return the parts
+    and ``x``. If later uses of the stream read the returned ``x``, one kernel of the backward adds all
+    gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)

@@ -167,8 +167,8 @@ def _factors(
 
 @fused_on_gpu
 def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``h`` times ``scale``, the rows of ``h`` times ``pull``, and for each of the latter
-    the row of the weight's gradient to which it is added."""
+    """Return the rows of ``h`` times ``scale``, and the rows of ``h`` times ``pull``. Also return the rows of
+    the weight's gradient to which the latter are added."""
     return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
 
 

@@ -2,7 +2,7 @@
 the gates before them.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
-(``verifier.gpu.worker``). It is divided into stages whose results are stored, so an interrupted measurement
+(``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted measurement
 can continue. One worker tunes and checks the kernel. Then several fresh workers time it, each on its own
 inputs.
 """
@@ -58,13 +58,13 @@ from coda_agent.verifier.stages import Checkpoint, StageRunner
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # at most, per process
-FEW_FLOPS = 5e10  # up to here the fp64 oracle is fast, so every family of inputs is tried
+FEW_FLOPS = 5e10  # up to here the fp64 reference is fast, so every family of inputs is tried
 ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
-HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
+HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 # the family of inputs for a single row, where exact results say more than statistics
 SINGLE_ROW = ("integers",)
-# The controls run on the case whose time is nearest to this: long enough that a launch is a small part of it,
-# and short enough for many rounds.
+# The controls (the candidate again, without and with a planted delay) run on the case whose time is nearest
+# to this: long enough that a launch is a small part of it, and short enough for many rounds.
 CONTROL_SECONDS = 1e-3
 RETRIES = 2  # how many processes may fail their controls before the measurement is invalid
 
@@ -99,8 +99,9 @@ def measure(
 
     ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel). The
     decision compares the candidate with it as well as with the baseline. If the kernel is edited code without
-    known schedules, tuning tries only the finalists of ``kept``'s tuning. ``quack``: known schedules of
-    QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has started; this function closes them.
+    known schedules, tuning tries only the schedules of the last round of ``kept``'s tuning. ``quack``: known
+    schedules of QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has started; this function
+    closes them.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -300,7 +301,7 @@ class _Session:
 
     def _job(self, case: Case) -> KernelCase:
         """The job of a measured case on its tuned schedules. It covers every family of inputs if the fp64
-        oracle is fast enough."""
+        reference is fast enough."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.kernel.program, case.sizes).flops
@@ -380,8 +381,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists of those QuACK arms for which all processes agree. They differ if QuACK's cache was
-    emptied between two processes."""
+    """The finalists (schedules of the last tuning round) of those QuACK arms for which all processes agree.
+    Processes disagree if QuACK's cache was emptied between them."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

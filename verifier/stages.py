@@ -102,7 +102,7 @@ class StageRunner:
             worker.close()
 
     def seeds(self) -> dict[str, int]:
-        """The seeds of all inputs and hidden sizes, by stage."""
+        """The seeds of all inputs and of the hidden (random) sizes, by stage."""
         return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
 
     def rounded(self) -> dict[str, float]:
@@ -131,9 +131,9 @@ class StageRunner:
         return self.workers[process]
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. That is the case if
-        the worker died while preparing another arm. It is also the case if memory ran out during timing, when
-        the candidate allocates none."""
+        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. This applies if the
+        worker died while preparing another arm, or if memory ran out during timing, when the candidate
+        allocates none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(

@@ -19,7 +19,7 @@ from typing import Any
 MIN_ROUNDS = 8
 RESAMPLES = 2000
 CONFIDENCE = 0.95  # of every interval
-POWER = 0.8  # the probability with which a measurement finds a difference that counts as detectable
+POWER = 0.8  # a difference counts as detectable if a measurement finds it with this probability
 # fraction of rounds dropped at each end (Yuen's choice), so that a few delays of the host do not decide
 TRIM = 0.2
 

@@ -30,8 +30,8 @@ class FilePieces:
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of one measurement. The kernel's identity, the options and the other
-        dependencies in ``more`` identify the store."""
+        """The store for the stages of one measurement, identified by the kernel's identity, the options, and
+        the other dependencies in ``more``."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")

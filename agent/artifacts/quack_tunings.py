@@ -12,8 +12,8 @@ from coda_agent.verifier.spec.model import Spec
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
     """Map each case to the tuned schedules of QuACK's arms, from the report of this spec's accepted kernel or
-    of its edited code. Only reports with the installed version of QuACK are used; without one, the result is
-    empty."""
+    of its edited code. Only reports with the installed version of QuACK are used; if there is none, the
+    result is empty."""
     for edited in (False, True):
         with suppress(accept.KernelError):  # another version wrote the report
             found = accept.read(spec, edited=edited)

@@ -389,7 +389,7 @@ def _why(measurement: dict[str, Any]) -> str:
 
 
 def _skip_last_collection() -> None:
-    if "triton" not in sys.modules:  # its nanobind would report all remaining objects as leaks
+    if "triton" not in sys.modules:  # Triton's nanobind would report all remaining objects as leaks
         gc.freeze()
 
 

@@ -1,4 +1,5 @@
-"""Drive a sweep: author its runs in threads, and lease slots for their checks and measurements.
+"""Drive a sweep: author its runs in threads, and lease slots (cores and GPUs) for their checks and
+measurements.
 
 An author mostly waits for the network, so one process can drive many runs. A run that loses its slot
 continues like a run that was killed: from its journal and its stored stages. So no answer, verdict or

@@ -1,4 +1,5 @@
-"""The interface of an executor. It provides slots, which run pieces of work on this machine or on others.
+"""The interface of an executor, which provides slots. A slot runs pieces of work on this machine or on
+another.
 
 ``local`` provides the slots of this machine, ``on_ray`` those of a Ray cluster. The pool and the driver work
 with either.

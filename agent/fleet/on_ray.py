@@ -1,10 +1,11 @@
 """The executor of a Ray cluster. It starts one actor per core and one per GPU, on each node whose software
 versions equal the driver's.
 
-Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. If a slot is
-lost, the result of its work is discarded, and the driver runs the work again under the same key. An actor
-gives its work to a separate process. While that process works, the actor sends heartbeats ("beat"); then it
-sends the answer. The driver times the beats with its own clock, so the nodes' clocks do not matter.
+Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. If a slot
+(the core or GPU of an actor) is lost, the result of its work is discarded, and the driver runs the work again
+under the same key. An actor gives its work to a separate process. While that process works, the actor sends
+heartbeats ("beat"); then it sends the answer. The driver times the beats with its own clock, so the nodes'
+clocks do not matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pieces of work that slots run: examine a source, compile a program, measure a kernel.
+"""The pieces of work that slots (cores and GPUs) run: examine a source, compile a program, measure a kernel.
 
 Each piece is a task of ``verifier.gpu.worker``. It takes plain data and returns JSON. An author's Python runs
 only in the sandbox, as everywhere in this project.

@@ -1,4 +1,5 @@
-"""Lease the slots of an executor. Each piece of work gets one slot, and each slot has one piece at a time.
+"""Lease the slots (cores and GPUs) of an executor. Each piece of work gets one slot, and each slot has one
+piece at a time.
 
 If a slot is lost, its piece starts over on another slot. Leases are recorded by the driver's clock, so the
 clocks of other machines do not matter.

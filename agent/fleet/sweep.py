@@ -1,9 +1,9 @@
 """A sweep: many runs under one budget, on the slots of an executor.
 
-A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease.
-Answers, verdicts and costs are in the runs' own journals. Only the driver writes journals; a slot returns
-results and writes nothing of a run. So if the driver is killed, a node is lost or the cluster is replaced,
-only the work in progress is lost.
+A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease of a
+slot (a core or a GPU). Answers, verdicts and costs are in the runs' own journals. Only the driver writes
+journals; a slot returns results and writes nothing of a run. So if the driver is killed, a node is lost or
+the cluster is replaced, only the work in progress is lost.
 """
 
 from __future__ import annotations

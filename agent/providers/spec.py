@@ -1,7 +1,7 @@
 """The description that each provider's file exports as ``SPEC``.
 
 The command line, the budgets, ``doctor``, ``--provider auto`` and the header of the journal take all that
-they need from this description. So a new provider takes only one file in this package. ``--help`` imports
+they need from this description. So a new provider needs only one file in this package. ``--help`` imports
 that file, so the file must import its SDK inside the functions that need it.
 """
 

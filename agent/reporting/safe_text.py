@@ -1,7 +1,7 @@
 """Make text from files safe to print. Every command prints through ``echo`` or ``Console``.
 
-Journals, bundles, results, recordings and answers contain text by others. Its control characters must not
-reach the terminal.
+Journals, bundles, results, recordings and answers contain text by others. That text's control characters must
+not reach the terminal.
 """
 
 from __future__ import annotations

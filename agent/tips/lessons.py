@@ -37,8 +37,8 @@ class FixedFailure:
     level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
-        """The lesson in these words, with this failure as evidence. Raises TipsError for words that must not
-        enter a prompt."""
+        """A lesson with the text ``lesson`` and with this failure as evidence. Raises TipsError for a text
+        that must not enter a prompt."""
         return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 

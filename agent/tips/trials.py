@@ -123,8 +123,8 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An ``Author`` that starts real runs. It continues runs of an interrupted measurement of the same tip
-    that have the same spec, prompt and options. ``options``: header fields of the runs, as for
+    """An ``Author`` that starts real runs. It continues a run of an interrupted measurement of the same tip,
+    if the run has the same spec, prompt and options. ``options``: header fields of the runs, as for
     ``generate``."""
 
     tip: Tip

@@ -1,9 +1,9 @@
 """Tabulate the authoring experiment: ``python -m benchmarks.authoring.table [--collect PACK=FOLDER ...]``.
 
-``--collect`` reads the journals of finished runs (a folder of runs for each pack) into ``outcomes.json``,
-with every answer's code and verdict. Then the tables are written to the end of docs/authoring_experiment.md.
-They show how many runs passed all gates that need no GPU at the first answer and within three answers, with
-Wilson's 95 % intervals, and why the rejected answers failed.
+``--collect`` reads the journals of finished runs (a folder of runs for each version of the prompt, called a
+pack) into ``outcomes.json``, with every answer's code and verdict. Then the tables are written to the end of
+docs/authoring_experiment.md. They show how many runs passed all gates that need no GPU at the first answer
+and within three answers, with Wilson's 95 % intervals, and why the rejected answers failed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
 AIMED = 24  # the most draws whose nodes come near the thresholds in a mutant's conditions
-INTEGERS = ("integers", "offsets")  # the init of inputs that hold positions
+INTEGERS = ("integers", "offsets")  # forms of init for inputs that are indices or row offsets
 STEPS = 4  # the most times that a draw is rescaled to come near a threshold
 
 

@@ -19,7 +19,7 @@ from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-WIDE = 16  # a dim that counts blocks of more than this many columns is kept small
+WIDE = 16  # a dim stays small if it counts blocks of more than this many columns
 SCALED = 90  # number of draws at other magnitudes
 MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
@@ -47,7 +47,7 @@ def draws(spec: Spec, seed: int) -> Iterator[Draw]:
 
 
 def small(spec: Spec, random: Random) -> dict[str, int]:
-    """Random sizes, at most a few dozen. Static dims have their sizes from one of the spec's cases."""
+    """Random sizes, at most a few dozen. Static dims take their sizes from one case of the spec."""
     static = random.choice(spec.cases).sizes
     few, rows = _few(spec), row_dims(spec)
     found = {}
@@ -113,7 +113,7 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> Tensor:
     """The first row of each expert, and the number of rows. Experts begin at a random number of distinct
-    rows; if there are few, most experts have no rows."""
+    rows; if there are few distinct rows, most experts have no rows."""
     places = torch.randint(0, rows + 1, (experts,), generator=generator)
     few = int(torch.randint(1, experts + 1, (), generator=generator))
     inner = places[torch.arange(experts - 1) % few].sort().values

@@ -1,13 +1,13 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.fleet.two_gpus COMMAND``.
 
 ``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``, or with ``--here``
-the same as without Ray. It also records every lease, and the time that ``benchmarks.fleet.simulation``
-predicts from the leases' seconds. ``compare --
-OPTIONS`` does the same for ``coda-agent compare --ray auto OPTIONS``; its prediction assumes that all rows
-take equally long. ``faults`` measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb``
-times the controls of a measurement on the first GPU, while the second GPU idles, while other cores compile,
-and while the second GPU measures. Each command writes FOLDER/NAME.json. ``benchmarks.models.sharded`` tests
-training on a host with several GPUs.
+the same as without Ray. The command also records every lease of a slot, and the time that
+``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare -- OPTIONS`` does the same for
+``coda-agent compare --ray auto OPTIONS``; its prediction assumes that all rows take equally long. ``faults``
+measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times a measurement's controls
+(a kernel against itself, without and with a planted delay) on the first GPU, while the second GPU idles,
+while other cores compile, and while the second GPU measures. Each command writes FOLDER/NAME.json.
+``benchmarks.models.sharded`` tests training on a host with several GPUs.
 """
 
 from __future__ import annotations

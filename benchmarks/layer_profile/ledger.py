@@ -1,5 +1,4 @@
-"""Attribute each kernel of the layer's backward to a part of the backward; give the part's FLOPs, bytes,
-group.
+"""Attribute each kernel of the layer's backward to a part, and give the part's FLOPs, bytes and group.
 
 D is the model's width, F the FFN's; other names are as in ``benchmarks.by_hand.layer``. Bytes are compulsory:
 each operand and output counts once. This module needs only the standard library.
@@ -110,8 +109,8 @@ def _calls(
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
     """Map the position of each of our kernels to its place in the layer and its kind. One program may run at
-    several places, in the order of ``parts``. So a matmul that follows the program's finishing kernel belongs
-    to the program's next place."""
+    several places, in the order of ``parts``. So a matmul that follows the program's last vector kernel
+    belongs to the program's next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -166,8 +165,8 @@ def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Map
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of the backward of causal attention: five matmuls over half of the pairs. It reads q,
-    k, v, the output and its gradient, and writes three gradients."""
+    """FLOPs and bytes of the backward of causal attention: five matmuls over half of the pairs. Attention's
+    backward reads q, k, v, the output and its gradient, and writes three gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 

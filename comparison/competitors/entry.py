@@ -15,7 +15,7 @@ __all__ = ["Implementation", "Given", "Prepared", "followed", "gated_mlp"]
 
 
 class Prepared(NamedTuple):
-    """A prepared arm.
+    """A prepared arm (one library's implementation of a spec).
 
     ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``
     converts the call's result into the outputs of the spec that the library computes, by name; it is not

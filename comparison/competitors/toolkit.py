@@ -21,8 +21,8 @@ BUILD = "Ninja build failed"
 @cache
 def prepare() -> None:
     """Prepare the environment before FlashInfer is imported. FlashInfer takes the folder above the first nvcc
-    as the toolkit, which is wrong if that nvcc is a wrapper. It also asks the linker for a libcuda.so that
-    may be elsewhere."""
+    as the toolkit, which is wrong if that nvcc is a wrapper. FlashInfer also asks the linker for a
+    libcuda.so, which may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     # ninja comes with a Python package, whose environment may not be active
     os.environ["PATH"] = os.pathsep.join(

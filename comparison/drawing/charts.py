@@ -104,8 +104,9 @@ def _figures(lines: Sequence[TableRow], measured: str) -> dict[str, Figure]:
 
 
 def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """Draw one bar per row and rival, starting at 1. It goes right if the LLM's kernel is faster, and left if
-    the rival is. The axis is logarithmic, so twice as fast and half as fast are equally far from 1."""
+    """Draw one bar per row and rival, starting at 1. The bar goes right if the LLM's kernel is faster, and
+    left if the rival is. The axis is logarithmic, so twice as fast and half as fast are equally far from
+    1."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]

@@ -77,8 +77,8 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
 
     ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
     reorders them. Without gradients, copies are kept until ``unpatch``, and take nearly as much memory as the
-    layers' weights. They are renewed if a weight changes, but in-place changes of its ``data`` are not
-    noticed. In training, a step keeps its copies from the forward to the backward. Under activation
+    layers' weights. A copy is renewed if its weight changes, but in-place changes of the weight's ``data``
+    are not noticed. In training, a step keeps its copies from the forward to the backward. Under activation
     checkpointing, both still reorder the weights. Copies of weights that FSDP shards are never kept.
 
     The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8  # heads at a time
-PROGRAMS = 1056  # of the backward, 8 per SM; each sums its own tokens' gradients of the norms' weights
+PROGRAMS = 1056  # the backward's Triton programs, 8 per SM; each sums its tokens' gradients of norms' weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]

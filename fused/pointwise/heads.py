@@ -29,8 +29,8 @@ class RowSums(NamedTuple):
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
     """The pointwise part of the backward of the chain ``attention_in``. Return the gradient of the chain's
-    result, and the factor of each row of the stream in the norm's gradient. Return None if the gradient
-    carries no row sums, or if it changed after they were computed."""
+    result, and each row's factor: the norm's gradient contains the stream's row times this factor. Return
+    None if the gradient carries no row sums, or if it changed after they were computed."""
     d, rstd = known["d_qkv"], known["rstd_in"]
     found: RowSums | None = getattr(d, _ATTRIBUTE, None)
     if found is None or found.changes != d._version:

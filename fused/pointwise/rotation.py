@@ -1,9 +1,9 @@
 """Rotate attention's gradients back in one pass, into the gradient of packed queries, keys and values.
 
 Attention returns three gradients in its own layout. One Triton kernel reads them in place, rotates them back
-and scales rows. It also sums dz * z over each row, where z is the projection's result and dz its gradient:
-the norm before the projection needs these sums. Inductor generates two kernels for this, and its rotation
-reaches only a fifth of an H100's memory bandwidth.
+and scales rows. The kernel also sums dz * z over each row, where z is the projection's result and dz its
+gradient: the norm before the projection needs these sums. Inductor generates two kernels for this, and its
+rotation reaches only a fifth of an H100's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the rotated chain ``attention_in``. Return dz * rstd, and the
-    factor of each row of the stream in the norm's gradient. The incoming gradient ``d_qkv`` is one matrix, or
-    three: of q, k and v. Return None unless q, k and v consist of whole heads and v has as many columns as
-    k."""
+    """The pointwise part of the backward of the rotated chain ``attention_in``. Return dz * rstd, and each
+    row's factor: the norm's gradient contains the stream's row times this factor. The incoming gradient
+    ``d_qkv`` is one matrix, or three: of q, k and v. Return None unless q, k and v consist of whole heads and
+    v has as many columns as k."""
     d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
     width, turned = table.shape[1], int(known["turned"])
     rest = z.shape[1] - turned

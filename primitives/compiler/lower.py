@@ -27,7 +27,7 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 def lower(program: Program, *, early: bool = False) -> Lowered:
     """Lower a checked program. ``early``: each kernel after a GEMM starts before the GEMM ends, and waits for
-    its end. Raises ProgramError if QuACK's resources cannot express the program."""
+    its end. Raises ProgramError if QuACK's epilogue operators cannot express the program."""
     return _lowered(program, early=early)
 
 

@@ -1,5 +1,5 @@
-"""Choose schedules on which to try a program before tuning. They must leave the mainloop enough shared
-memory.
+"""Choose schedules on which to try a program before tuning. These schedules must leave the mainloop enough
+shared memory.
 
 Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA leave fewer
 pipeline stages for the operands. QuACK divides the memory only while it compiles. This module predicts the
@@ -23,12 +23,12 @@ from coda_agent.primitives.target import TARGET
 
 PROBES = tuple(Schedule(*probe) for probe in TARGET.probes)
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
-ALIGNMENT = 1024  # bytes that the alignment of a resource may take from the operands
+ALIGNMENT = 1024  # bytes that the alignment of an epilogue's buffer may take from the operands
 ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
 LOAD_STAGES = (4, 2)  # QuACK's first choice, and its second for fewer than three operand stages
 FEWEST = 2  # least operand stages: with one stage, the mainloop waits for its own loads
 
-Kind = Literal["once", "load", "store"]  # whether a resource exists once, or once per load or store stage
+Kind = Literal["once", "load", "store"]  # whether a buffer exists once, or once per load or store stage
 
 
 def probes(

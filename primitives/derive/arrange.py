@@ -263,7 +263,8 @@ class PlannedBackward:
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The values that depend on no matmul, and are outputs or arguments of a value that does."""
+        """The values that depend on no matmul, and are outputs or arguments of a value that depends on
+        one."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:

@@ -1,5 +1,5 @@
 """Write a program as straight-line PyTorch, one line per value. The text becomes the reference of a derived
-spec, or the code of a backward's pointwise head."""
+spec, or the code of a backward's pointwise head (the part before its matmuls)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A tile expression's *home* is the last GEMM that it needs. The expression may also read a reduced vector that
 is complete only after that GEMM. Then the expression is *pending*: it waits for a later GEMM. This module
-needs only the standard library, because the jail imports it.
+needs only the standard library, because the jail (the process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each primitive's file declares its code templates, which ``gemm_codegen`` and ``vector_codegen`` use. In a
 template, ``resource`` is the constructor call of an epilogue's helper object, with ``{name}`` for the
 object's name. The object's class is QuACK's or from ``primitives.device``. This module needs only the
-standard library, because the jail imports it.
+standard library, because the jail (the process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations

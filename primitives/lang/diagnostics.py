@@ -1,7 +1,8 @@
 """Suggestions for a rejected kernel: what to write instead, or what to change outside the kernel.
 
 ``tests/primitives/lang/test_remedies.py`` has a rejected program for each suggestion, and runs each
-suggestion. This module needs only the standard library, because the jail imports it.
+suggestion. This module needs only the standard library, because the jail (the process that traces a kernel
+file) imports it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
 Types compare these polynomials and not numbers, which may be equal by chance. For example, a tile ``[M,
-2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. The jail imports this module, so it needs only
-the standard library.
+2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. The jail (the process that traces a kernel file)
+imports this module, so it needs only the standard library.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 A node is an operation over earlier nodes. The operation's typing rule derives a node's type from its
 arguments' types, so building a program from untrusted JSON also checks it. The partition into steps is
-computed and not stored. This module needs only the standard library, because the jail imports it for each
-trace. It uses tuples because dataclasses would take a third of the jail's time.
+computed and not stored. This module needs only the standard library, because the jail (the process that
+traces a kernel file) imports it. The module uses tuples because dataclasses would take a third of the jail's
+time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue. It also
+"""Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue. The step also
 includes the vector arithmetic that becomes possible once its reductions are final.
 
 If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores it once and the later
 step reads it back. This module refuses programs that no kernel can run, and names the line of the kernel
-file. It needs only the standard library, because the jail imports it.
+file. The module needs only the standard library, because the jail (the process that traces a kernel file)
+imports it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class _Cutter:
                 home = self.ready(node.args[0], diagnostics.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
                 if how.selects:
-                    # The finishing kernel clears the buffer of partial results, so later readers read the
-                    # vector.
+                    # The vector kernel after the step clears the buffer of partial results, so later readers
+                    # read the vector.
                     self.finish(index)
         # Later steps first, because an earlier step must store the tiles that a later step reads back.
         for step in reversed(self.steps):
@@ -379,7 +380,7 @@ class _Cutter:
             )
 
     def check_own_width(self, index: int, step: GemmStep) -> None:
-        """Check that the tile of a selection or head statistic is as wide as the accumulator."""
+        """Check that the tile of a ``row_select`` or head statistic is as wide as the accumulator."""
         operation = OPERATIONS[self.nodes[index].op]
         how = operation.reduction or operation.statistic
         if how and how.own_width:

@@ -1,6 +1,7 @@
 """The types of values and tensors, and the signature that a kernel must match.
 
-This module needs only the standard library, because the jail imports it for each trace.
+This module needs only the standard library, because the jail (the process that traces a kernel file) imports
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The steps of a program, as ``partition.cut`` returns them.
 
-This module needs only the standard library, because the jail imports it.
+This module needs only the standard library, because the jail (the process that traces a kernel file) imports
+it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Steps(NamedTuple):
 
 
 def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: str, name: str) -> int | None:
-    """Find a node that reads the input ``name``, which ``output`` overwrites, in another kernel than the one
-    that computes ``output``, or not element by element. Return None if there is no such node."""
+    """Find a faulty read of the input ``name``, which ``output`` overwrites: a node that reads it in another
+    kernel than the one that computes ``output``, or not element by element. None if there is no such node."""
     for index, node in enumerate(program.nodes):
         if node.op in NOT_ELEMENTWISE and any(_is_input(program, a, name) for a in node.args):
             return index

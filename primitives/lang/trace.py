@@ -1,6 +1,7 @@
 """Symbolic tensors: their operations add nodes to a trace. Nothing is computed.
 
-This module needs only the standard library, because the jail imports it.
+This module needs only the standard library, because the jail (the process that traces a kernel file) imports
+it.
 """
 
 from __future__ import annotations

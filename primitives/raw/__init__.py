@@ -111,8 +111,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Store on this machine what ``packed`` returned on another, after checking each file. Notes are stored
-    last, because a note means that its object is complete. Raises CompileError."""
+    """Check the files that ``packed`` returned on another machine, and store them on this one. Notes are
+    stored last, because a note means that its object is complete. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -144,7 +144,8 @@ def _build(wanted: Wanted) -> bool:
 
 def build(wanted: Wanted, scratch: Path) -> Built:
     """Compile in a confined child, unless the object is cached. Call this in a process that compiles and uses
-    no GPU, and whose compiler writes its files to the empty folder ``scratch``. Raises CompileError."""
+    no GPU. The process's compiler must write its files to the empty folder ``scratch``. Raises
+    CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
     if not notes.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RawError(Exception):
-    """Edited code or its object is refused. It has a code, a message with the remedy, and the line if
+    """Edited code or its object is refused. The error has a code, a message with the remedy, and the line if
     known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):

@@ -2,8 +2,8 @@
 
 The loader resolves symbols, relocates, and runs registered functions. So an object may contain only those
 kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
-that, and trusts no offset. It cannot tell whether the host code does what the launcher asks. Therefore GPU
-workers are disposable processes.
+that, and trusts no offset. But no parser can tell whether the host code does what the launcher asks.
+Therefore GPU workers are disposable processes.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # A selection's buffer must hold -inf before each call; the finishing kernel resets it. It is not part
-        # of the workspace, where another plan may have left its own bytes.
+        # The buffer of a ``row_select`` must hold -inf before each call; the vector kernel after the step
+        # resets it. The buffer is not part of the workspace, where another plan may have left its own bytes.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -360,8 +360,7 @@ class Plan:
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Launch one step's GEMM and the vector kernels after it. They read the results of an earlier
-        ``run``."""
+        """Launch one step's GEMM and the vector kernels after it, on the results of an earlier ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -370,7 +369,7 @@ class Plan:
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Launch the ``wanted`` parts, in order. They read the results of an earlier ``run``."""
+        """Launch the ``wanted`` parts in order, on the results of an earlier ``run``."""
         for output, name in self._added:
             if outputs[output] is not inputs[name]:  # the kernel adds to the output's contents
                 outputs[output].copy_(inputs[name])

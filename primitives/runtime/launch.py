@@ -168,7 +168,7 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """The schedules, by step, on which the report beside the file measured this edited code. Empty if there
+    """The schedules by step with which the report next to the file measured this edited code. Empty if there
     is no such report."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:

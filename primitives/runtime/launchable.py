@@ -101,7 +101,8 @@ def check_tensors(
 
 
 def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """The inputs that hold the experts' row offsets, and for each the number of rows that it divides."""
+    """The inputs that hold the experts' row offsets, each with the number of rows that it divides among
+    experts."""
     types = program.types()
     for gemm, node in enumerate(program.nodes):
         if node.offsets is not None:
@@ -110,7 +111,7 @@ def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 
 
 def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """The inputs that index rows, and for each the number of rows from which it gathers."""
+    """The inputs that index rows, each with the number of rows that can be gathered."""
     types = program.types()
     for node in program.nodes:
         if node.row_index is not None:

@@ -114,9 +114,9 @@ _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 
 def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
-    """Restrict the process with Landlock. It may read under the ``readable`` paths, and read and write under
-    the ``writable`` directories. Landlock denies every other right that it knows. A missing path grants
-    nothing."""
+    """Restrict the process with Landlock. The process may read under the ``readable`` paths, and read and
+    write under the ``writable`` directories. Landlock denies every other right that it knows. A missing path
+    grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
     # a kernel accepts unknown fields if they are zero

@@ -24,7 +24,8 @@ _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Errors(BaseModel):
-    """One output's worst ratios to the yardstick's error, over families and schedules."""
+    """The worst ratios of one output's errors to those of the yardstick (the reference in fp32), over
+    families of inputs and schedules."""
 
     rms_ratio: _Statistic
     tile_ratio: _Statistic
@@ -47,8 +48,8 @@ class _Steady(BaseModel):
 
 
 def proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden sizes, with the same families,
-    schedules and repeats as the gates."""
+    """Check that numerics and stability cover every case and the hidden (random) sizes, with the same
+    families of inputs, schedules and repeats as the gates."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]
@@ -121,7 +122,8 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
 
 
 def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
-    """The error gate's limits (see ``error_gate.compare``), with the slack for the output's smallest tile."""
+    """The error gate's limits (see ``error_gate.compare``), with slack for the few elements of the output's
+    smallest tile."""
     from coda_agent.verifier.numerics.error_gate import FEW
     from coda_agent.verifier.numerics.limits import ErrorLimits
 

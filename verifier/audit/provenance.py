@@ -2,7 +2,8 @@
 
 The kernel is traced and lowered again, and every hash is compared. If the kernel, program, lowered code or
 spec was edited later, the report says nothing about it. ``report_audit`` checks a report's figures against
-each other. This needs the jail, but no GPU, because nothing is timed again.
+each other. This check needs the jail (the process that traces a kernel file), but no GPU, because nothing is
+timed again.
 """
 
 from __future__ import annotations

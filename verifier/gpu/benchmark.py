@@ -36,7 +36,7 @@ HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
 FEWEST_SETS = 2  # sets of inputs in rotation, so that no call finds its predecessor's inputs in the L2
-MOST_SETS = 8  # the limit, since each set is checked against the fp64 oracle
+MOST_SETS = 8  # the limit, since each set is checked against the fp64 reference
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
 PLANTED = 0.02  # the planted delay that a process must detect, as a fraction of the candidate's time
@@ -135,7 +135,7 @@ def milliseconds(samples: timing.Samples) -> list[float]:
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
     """The milliseconds of each part of the candidate when the part runs alone; empty for a candidate of one
-    part. They help authors to make the candidate faster. The parts may add up to more than the whole
+    part. These times help authors to make the candidate faster. The parts may add up to more than the whole
     candidate's time, because the candidate's launches overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
@@ -339,8 +339,8 @@ def _spin(cycles: int) -> None:
 
 
 def _cycles_per_second() -> float:
-    """The frequency of the counter that ``_spin`` reads, in Hz. It is the difference between two spins, which
-    cancels their launch times."""
+    """The frequency of the counter that ``_spin`` reads, in Hz. The time of a short spin is subtracted from
+    that of a long one, which cancels their launch times."""
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -129,9 +129,9 @@ class InputDraw:
 
 
 def tune(job: KernelCase) -> dict[str, Any]:
-    """Tune; return the fastest schedules by step, the finalists, and the seconds that tuning took. A cached
-    result is reused unless the job is ``afresh``. The inputs are discarded, because the benchmark draws its
-    own."""
+    """Tune; return the fastest schedules by step, all schedules of the last round, and the seconds that
+    tuning took. A cached result is reused unless the job is ``afresh``. The inputs are discarded, because the
+    benchmark draws its own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
 
@@ -153,8 +153,8 @@ def tune(job: KernelCase) -> dict[str, Any]:
 
 
 def numerics(job: KernelCase) -> dict[str, Any]:
-    """Compare outputs with the fp64 truth by the error gate, for every family of inputs on every plan. The
-    outputs hold NaN before each run.
+    """Compare outputs with the fp64 truth by the error gate, for every family of inputs on every plan (the
+    kernel with one choice of schedules). The outputs hold NaN before each run.
 
     Stretched inputs go beyond the typical values. Other limits apply to them, so their figures are separate,
     under ``beyond``.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 GUARD = 4096  # bytes before and after a tensor; this many keep the tensor as aligned as an allocation
-# The two poisons, as byte values. Every float filled with the first is NaN; filled with the second it is an
+# The two poisons, as byte values. A float filled with the first byte is NaN; filled with the second, it is an
 # ordinary number. So a result that depends on poison differs between the two.
 POISONS = (0xFF, 0x7B)
 

@@ -20,8 +20,8 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in the variable's order; empty without NVML.
 
-    Numbers in the variable are taken as NVML's numbers, which equal CUDA's unless the host has several kinds
-    of GPUs.
+    Numbers in the variable are read as NVML's device numbers, which equal CUDA's unless the host has several
+    kinds of GPUs.
     """
     found, visible = _all(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,7 +1,7 @@
 """Run GPU work in an expendable process. A kernel that hangs or writes out of bounds then kills only a
 worker.
 
-The user's command itself holds no CUDA context. It gives tasks to a ``Worker``. If that worker is lost, the
+The user's command itself holds no CUDA context, but gives tasks to a ``Worker``. If that worker is lost, the
 candidate is rejected with the reason, and a fresh worker starts on a clean GPU. A worker runs this module
 with ``python -m``. It reads one task per line, and writes lines of progress and one line with the answer.
 """

@@ -3,8 +3,8 @@ sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
 second judgement detects formulas that are almost right (another GELU formula, a piecewise sigmoid): rounding
-to 16 bits hides their error. It gives small values as much weight as large ones, so an activation's tail must
-also be right.
+to 16 bits hides their error. The second judgement also gives small values as much weight as large ones, so an
+activation's tail must be right.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class InputSettings(NamedTuple):
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
-    Each family runs at its own hidden sizes, and each stretched family at several such sizes. The first
-    family also runs at each case's sizes scaled down; every family does if the program computes with sizes or
-    column numbers. In addition, the first family runs at the fixed small sizes, at each extent that a dim has
-    in a case, at extents between those, and with all dims longer at once. Runs with few rows use integers: a
-    few values make poor statistics, but most results on integers are exact.
+    Each family of inputs runs at its own hidden sizes (drawn at random), and each stretched family (inputs
+    beyond the typical ones) at several such sizes. The first family also runs at each case's sizes scaled
+    down; every family does if the program computes with sizes or column numbers. In addition, the first
+    family runs at the fixed small sizes, at each extent that a dim has in a case, at extents between those,
+    and with all dims longer at once. Runs with few rows use integers: a few values make poor statistics, but
+    most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):

@@ -72,7 +72,7 @@ def compare(
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
     two independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +
-    4/sqrt(n), where n counts the elements of the output or tile. That is 3% for a full tile, and almost
+    4/sqrt(n), where n counts the elements of the output or tile. This slack is 3% for a full tile, and almost
     nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
     sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
     says little, so limits are 2**(10/n) times as wide. At M = 1, a row's sum is then rejected if it is wrong

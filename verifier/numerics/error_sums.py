@@ -1,4 +1,5 @@
-"""Sums of an output's errors and of its yardstick's errors, from which the error gate decides."""
+"""Sums of the errors of an output and of the yardstick (the reference in fp32). The error gate decides from
+these."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-# Elements compared at once. They take 2 GB of fp64 temporaries on a GPU, and fit a core's cache on a CPU.
+# Elements compared at once. On a GPU they take 2 GB of fp64 temporaries; on a CPU they fit a core's cache.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
 EXACT_BITS = 22  # fp32 has 24 bits; two are spare, because a kernel may sum in another order
 

@@ -223,7 +223,8 @@ def routing(family: str) -> str:
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU, from which its stretched values are computed."""
+    """An input's typical values on a CPU. Its stretched values, which go beyond these, are computed from
+    them."""
     own = _generator(f"{seed}/{name}", "cpu")
     values = values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own)
     return _typical(tensor, values, sizes, own, seed)

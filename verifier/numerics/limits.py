@@ -14,7 +14,8 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The error gate's limits: ratios to the yardstick's error, and the slope's distance from 1."""
+    """The error gate's limits: ratios to the error of the yardstick (the reference in fp32), and the slope's
+    distance from 1."""
 
     rms: float = 1.25
     tile: float = 1.5

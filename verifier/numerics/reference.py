@@ -151,8 +151,8 @@ def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None
 def row_dim(spec: Spec) -> RowDim | None:
     """The dim along which the reference may run in blocks, or None.
 
-    It is the first axis of every tensor that has it. A trial at tiny sizes checks that blocks give the same
-    result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
+    This dim is the first axis of every tensor that has it. A trial at tiny sizes checks that blocks give the
+    same result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
     sizes, inputs = tiny_inputs(spec)

@@ -234,7 +234,8 @@ def _short_sizes(
 def row_dims(spec: Spec) -> frozenset[str]:
     """The dims that are the first axis of at least two tensors, and no other axis of any tensor (M in the
     cases). Inputs with such a dim as their first axis are activations; other matrices are weights. For a
-    backward these are its forward's row dims: else the first axis of a weight's gradient would be one."""
+    backward these are its forward's row dims; otherwise the first axis of a weight's gradient would count as
+    a row dim."""
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}

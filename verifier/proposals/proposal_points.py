@@ -1,5 +1,5 @@
-"""Judge a proposed primitive's outputs: choose the points at which the frame runs, and limit the errors
-there."""
+"""Judge a proposed primitive's outputs: choose the points at which the frame (a toy kernel that applies the
+primitive) runs, and limit the errors there."""
 
 from __future__ import annotations
 

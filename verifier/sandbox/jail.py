@@ -1,8 +1,8 @@
 """Trace untrusted source in a jailed process, the only place where a kernel file's Python runs.
 
 The child (``jail_child``) has an empty environment, its own session, and no access to files, network or
-further processes (see ``sandbox``). It checks the language (see ``language``) before the trace. The parent
-does not trust the child's result: it parses the program again and checks its bounds and types.
+further processes (see ``sandbox``). The child checks the language (see ``language``) before the trace. The
+parent does not trust the child's result: it parses the program again and checks its bounds and types.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The jail's child process: read a request from stdin, write the sandbox's layers and one result.
 
-It imports only the standard library and the parts of ``primitives`` that tracing needs, since every import
-slows each trace.
+The child imports only the standard library and the parts of ``primitives`` that tracing needs, since every
+import slows each trace.
 """
 
 from __future__ import annotations

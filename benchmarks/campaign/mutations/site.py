@@ -74,8 +74,8 @@ class Site:
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """The node to record in an aim: ``index`` if it is an original node; if it was added to broadcast a
-        vector, that vector."""
+        """The node to record in an aim: ``index`` if it is an original node. If the node was added to
+        broadcast a vector, the vector."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]

@@ -122,8 +122,8 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Raise Failed if a scalar that depends only on sizes jumps. It is computed for every value of one dim up
-    to twice the case's; the other dims keep the case's values."""
+    """Raise Failed if a scalar that depends only on sizes jumps. The scalar is computed for every value of
+    one dim up to twice the case's; the other dims keep the case's values."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
     used: set[int] = set()  # nodes with at least one reader that depends on more than sizes

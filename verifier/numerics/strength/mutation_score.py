@@ -22,10 +22,10 @@ SAME = 1e-12  # largest relative difference between two correct ways to compute 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    If a program can express a mutant, it is judged like a run of the interpret gate; otherwise like a run on
-    a GPU. The families and limits are those of that gate. The list is empty for a strong spec. Small sizes on
-    a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family,
-    except for rounding.
+    A mutant that a program can express is judged like a run of the interpret gate; any other, like a run on a
+    GPU. The families and limits are those of that gate. The list is empty for a strong spec. Small sizes on a
+    CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family, except
+    for rounding.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):

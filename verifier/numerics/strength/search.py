@@ -1,8 +1,8 @@
-"""Search for inputs that need those sides of choices that no earlier run needed.
+"""Search for inputs on which a choice, such as maximum, needs a side (an operand) that no earlier run needed.
 
-Draws are independent. Each input is typical, stretched, or near a constant of the program; at most one input
-is scaled much further. In some draws only the first column of each matrix is nonzero, so that each value of a
-matmul is a single product.
+Draws are independent. Each input is typical, stretched (beyond its typical values), or near a constant of the
+program; at most one input is scaled much further. In some draws only the first column of each matrix is
+nonzero, so that each value of a matmul is a single product.
 """
 
 from __future__ import annotations
