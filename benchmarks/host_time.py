@@ -106,7 +106,7 @@ def measured(name: str, where: str) -> dict[str, Any]:
     for rows_of, rows in sorted_rows(program):
         inputs[rows_of][1:] = rows(sizes)  # all rows belong to the first expert
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
-    operator = ops.define(program, order, f"{name}_host_time")  # its CPU side may be a stub
+    operator = ops.define(program, order, f"{name}_host_time")  # a CPU runs it with stubs
     dims = [sizes[dim] for dim in program.signature.named]
     given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs] + dims
     inputs |= zip(program.signature.named, dims, strict=True)
@@ -133,7 +133,7 @@ def measured_chain(name: str, where: str) -> dict[str, float]:
     ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the medians of the
     chain's time less its launcher's time in the same round."""
     chain, results = CHAINS[name]
-    link = Link(f"{name}_host_time", chain, results)  # its CPU side may be a stub
+    link = Link(f"{name}_host_time", chain, results)  # a CPU runs it with stubs
     program = ops.defined[link.name].program
     declared = link.whole.signature.inputs | program.signature.inputs
     inputs: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-LAYER = "layer"  # as an OPERATOR: a whole layer, both its forward and its forward with backward
+LAYER = "layer"  # the OPERATOR that selects whole layers, forward only and with backward
 PROCESSES, ROUNDS = 3, 40
 QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
 

@@ -1,8 +1,8 @@
 """Define one functional torch.library operator per kernel. On CUDA it runs the launcher, on a CPU the
 interpreter.
 
-``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for scalars. After
-these it takes, as integers, the dims that no input's shape determines. It returns its outputs in the spec's
+``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for scalars. Further
+arguments are the dims that no input's shape determines, as integers. The outputs are returned in the spec's
 order. Operators have no autograd of their own; ``fused.chains`` provides it.
 """
 
@@ -30,7 +30,7 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Op] = {}
-# called with the program and sizes of each call on the meta device
+# functions that receive the program and sizes of each call on the meta device
 watchers: list[Callable[[Program, dict[str, int]], None]] = []
 
 

@@ -39,12 +39,12 @@ class Refused(CodaError):
 
 
 class InvalidInput(CodaError):
-    """A file or value from the user cannot be used. The message says which, why, and what to do."""
+    """A file or value from the user cannot be used. The message names it, the reason and the remedy."""
 
     exit_status = 2
 
 
 class Absent(CodaError):
-    """Something required is missing on this machine. The message says what, and how to get it."""
+    """Something required is missing on this machine. The message names it, and says how to get it."""
 
     exit_status = 3

@@ -1,7 +1,7 @@
 """The module name ``primitives``, from which kernel files and lowered texts import.
 
 Reports contain hashes of these files, so the files must keep this import. The name refers to this package
-only while such a file loads, so a user may have a ``primitives`` module too. Device code is always imported
+only while such a file loads, so a user may have another module ``primitives``. Device code is always imported
 under the name ``primitives.device``.
 """
 

@@ -17,9 +17,9 @@ SAYING = 60.0  # seconds between two messages of a waiting command
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Exclude other measuring commands of this user from this process's first GPU. If such a command is
-    running, wait for it and report this to ``say`` at intervals. Raises filelock's Timeout if the other
-    command still runs at ``deadline`` (by ``time.monotonic``)."""
+    """Exclude this user's other measuring commands from this process's first GPU. While such a command runs,
+    wait for it and report the wait to ``say`` at intervals. Raises filelock's Timeout if the other command
+    still runs at ``deadline`` (by ``time.monotonic``)."""
     lock = FileLock(cache_dir() / f"{_first_gpu()}.lock")
     wait = 0.0
     while True:

@@ -1,7 +1,7 @@
 """``coda-agent doctor``: check everything that tracing, compiling, measuring and authoring need.
 
-``missing``: this machine lacks something (a GPU, a key), so some commands cannot run. ``broken``: something
-is installed but does not work. Each has a remedy. No secret is printed.
+A finding is ``missing`` if this machine lacks something (a GPU, a key), so that some commands cannot run, and
+``broken`` if something is installed but does not work. Both kinds have a remedy. No secret is printed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Ask Claude through Anthropic's SDK, streaming.
 
 This module handles all faults itself. The SDK's own retries are off: they would obey a Retry-After of an
-hour, and they do not cover a stream that has begun. Transient faults are retried until patience ends. They
-are: no connection; status 408, 409, 429 or 5xx; an overload inside the stream; and a stream that breaks,
-stalls, never ends or ends early. There are only a few retries if the failed request may have cost something,
-or if its answer is empty. Other faults (a wrong key or model, an answer cut at max_tokens, a refusal) are
-raised at once with a remedy.
+hour, and they do not cover a stream that has begun. These transient faults are retried until patience ends:
+no connection; status 408, 409, 429 or 5xx; an overload inside the stream; and a stream that breaks, stalls,
+never ends or ends early. There are only a few retries if the failed request may have cost something, or if
+its answer is empty. Other faults (a wrong key or model, an answer cut at max_tokens, a refusal) are raised at
+once with a remedy.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Anthropic:
         return turn
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """The request, without the limit on the answer's tokens. It marks two prefixes for the cache: the one
-        that all runs share, and the conversation, which the next request repeats."""
+        """The request, without the limit on the answer's tokens. The request marks two prefixes for the
+        cache: the one that all runs share, and the conversation, which the next request repeats."""
         conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
@@ -297,7 +297,7 @@ def _drain(stream: MessageStream[None], heard: ScrubbedStream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # a generator, so that only the SDK's errors are caught, and not those of the code that iterates
+    # a generator, so that errors of the code that iterates are not caught here
     try:
         yield from stream
     except _MALFORMED as error:

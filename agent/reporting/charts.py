@@ -33,7 +33,7 @@ __all__ = [
     "unavailable",
 ]
 
-LONG = 600.0  # seconds; longer waits are drawn this long, since one long pause would hide all other events
+LONG = 600.0  # seconds; a longer wait is drawn this long, or it would make all other bars tiny
 LEAST = 0.003  # width of the narrowest bar, as a fraction of the timeline
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = {
@@ -79,7 +79,7 @@ def unavailable() -> str:
 
 
 def timeline(title: str, marks: Sequence[Mark]) -> Markup:
-    """Draw one bar per event, from the time of the previous event to its own."""
+    """Draw one bar per event, from the previous event's time to the event's own time."""
     return _chart("timeline", title, lambda: _timeline(marks))
 
 

@@ -59,8 +59,8 @@ def _cut(words: str, style: str = "") -> Text:
 
 
 class LiveView:
-    """A listener of the loop. It shows a live view on a terminal, and prints plain lines elsewhere. ``run``:
-    the run whose row comes first."""
+    """Show the loop's progress: a live view on a terminal, plain lines elsewhere. ``run``: the run whose row
+    comes first."""
 
     def __init__(self, console: Console, run: str = ""):
         self.console = console
@@ -115,7 +115,7 @@ class LiveView:
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""
         self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-        self._states = {}  # these were the states of a checked draft's gates
+        self._states = {}  # forget the states of the gates that checked a draft
 
     def spent(self, spent: Spent) -> None:
         self._spent = str(spent)

@@ -10,7 +10,7 @@ __all__ = ["Difference", "difference", "wilson"]
 
 def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of the proportion p = passed / total (total >= 1). With n = total and the
-    normal quantile z, it is (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
+    normal quantile z, the interval is (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p, n = passed / total, total
     half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
@@ -32,8 +32,8 @@ class Difference:
 
 def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
     """The difference d = p₁ - p₂, where p₁ = passed / total and p₂ = others / of, with Newcombe's hybrid
-    score interval (1998, method 10). With the Wilson intervals (l₁, u₁) and (l₂, u₂), it reaches from
-    d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
+    score interval (1998, method 10). With the Wilson intervals (l₁, u₁) and (l₂, u₂), the interval reaches
+    from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
     p, q = passed / total, others / of
     (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)
     below = ((p - p_low) ** 2 + (q_high - q) ** 2) ** 0.5

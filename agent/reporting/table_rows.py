@@ -139,7 +139,7 @@ class RunRow:
 
 
 def order(operator: str) -> tuple[int, str]:
-    """A sort key: an operator's place in ``GROUPS``, and others last, by name."""
+    """A sort key: the place in ``GROUPS``; operators outside ``GROUPS`` come last, by name."""
     return _PLACE.get(operator, len(_PLACE)), operator
 
 

@@ -1,4 +1,5 @@
-"""The limits of a run, and its spending, which is reserved before each request and settled after it.
+"""The limits of a run, and its spending. The cost of a request is reserved before the request and settled
+after it.
 
 The journal is the ledger, so a kill does not lose a charge. A request of unknown usage (killed, cut off, or
 without usage in the answer) stays charged at its reservation and counts as uncertain.
@@ -52,8 +53,8 @@ class RunLimits:
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def shared(self, parts: int) -> RunLimits:
-        """The limits of one of ``parts`` candidates that share the budget equally. The time of a command is
-        not divided."""
+        """The limits of one candidate, if ``parts`` candidates share the budget equally. The time of a
+        command is not divided."""
         tokens = None if self.tokens is None else self.tokens // parts
         dollars = None if self.dollars is None else self.dollars / parts
         gpu_seconds = None if self.gpu_seconds is None else self.gpu_seconds / parts
@@ -146,7 +147,8 @@ class Purse:
             self.turns.notify_all()
 
     def total(self, run: str = "", own: Spent | None = None) -> Spent:
-        """The spending of all runs. ``own``: the current spending of ``run``."""
+        """The spending of all runs. ``own``: the current spending of ``run``, which replaces the recorded
+        one."""
         with self.turns:
             if own is not None:
                 self._spent[run] = own

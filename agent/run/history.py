@@ -43,7 +43,7 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Geometric means over the cases: of the accepted kernel, or else of the fastest rejected kernel.
+    # Geometric means over the cases, for the accepted kernel or else the fastest rejected one.
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
     roofline: float | None = None  # fraction of the roofline

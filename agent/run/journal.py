@@ -1,4 +1,5 @@
-"""The durable record of a run. Each step runs once and is committed; from then on its result is read back.
+"""The durable record of a run. Each step runs once, and its result is committed. Later runs read the result
+back.
 
 A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
 commits it to disk. After a crash or power cut the run starts from the top and replays its recorded steps, so
@@ -138,7 +139,7 @@ class Journal(Record):
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
-            _check(path, connection)  # first, since the next line would modify even an unrelated file
+            _check(path, connection)  # first, because the next line would modify even an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
@@ -223,8 +224,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """Read a journal on a disk that is full or read-only. If the last writer closed it, the file is complete
-    and needs no index. Otherwise read a copy of the file and its log."""
+    """Read a journal on a disk that is full or read-only. If its last writer closed the journal, the file is
+    complete and needs no index. Otherwise read a copy of the file and its log."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -352,8 +353,8 @@ def _refuse_leftovers(path: Path) -> None:
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
-    """Put a complete journal without events at `path`, by a rename: an interruption leaves it whole or
-    absent."""
+    """Create a journal without events at `path` by a rename, so that an interruption leaves a whole journal
+    or none."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)

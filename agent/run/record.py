@@ -201,7 +201,8 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """The verdict in a recording, perhaps given by an earlier protocol. Only its status is validated."""
+    """The verdict in a recording, which an earlier measurement protocol may have given. Only its status is
+    validated."""
 
     status: str
 
@@ -261,7 +262,7 @@ _KEPT: dict[str, Callable[[Mapping[str, Any]], object]] = {
 
 def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], list[Event]]:
     """The header and committed events of the journal at ``path``. Another process may have the journal open.
-    ``before``: the first events, as an earlier call checked and returned them. Raises JournalError."""
+    ``before``: the events that an earlier call has checked and returned. Raises JournalError."""
     header, new = journal.glance(path, before[-1].seq if before else 0)
     events = [*before, *new]
     _check(path, header, events, new)

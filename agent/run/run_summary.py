@@ -39,8 +39,8 @@ class CheckedDraft:
 class Attempt:
     """One attempt with its source and verdict. ``report`` is None until the source is verified.
 
-    ``timings`` exist even if the kernel was rejected as too slow. ``voids``: the reasons for its invalid
-    measurements.
+    ``timings`` exist even if the kernel was rejected as too slow. ``voids``: why measurements of the kernel
+    were invalid.
     """
 
     number: int
@@ -103,8 +103,8 @@ def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
 
 
 def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """The events by attempt. Attempts count from 1. Number 0 has the prompt, and all events of kinds not in
-    KINDS.
+    """The events by attempt. Attempts count from 1. Number 0 has the prompt and all events whose kind is not
+    in KINDS.
 
     The order of events determines the attempts. Keys do not, because they name turns, and an attempt may take
     several turns.

@@ -293,7 +293,7 @@ class _Reader:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """Yield for each output the name that the function suggests, and the expression."""
+        """Yield each output's expression, with the name that the function suggests for it."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):

@@ -38,8 +38,8 @@ Swap = tuple[str, str]  # a text and its replacement
 @dataclass(frozen=True)
 class Advice:
     """Advice on the code at ``place``. ``text`` says what a kernel can do instead. ``swaps`` are replacements
-    in the reference that test ``text``: the changed reference must run, and its outputs must keep their
-    shapes. ``otherwise`` is the advice if this test fails."""
+    that follow the advice: with them the reference must run, and its outputs must keep their shapes.
+    ``otherwise`` is the advice if this test fails."""
 
     place: ast.AST
     text: str
@@ -201,8 +201,8 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Yield advice on a tile that slices split into two or more parts, such as ``z[:, :n]`` and
-    ``z[:, n:]``."""
+    """Yield advice on a tile that is split into two or more parts by slices, such as ``z[:, :n]`` and ``z[:,
+    n:]``."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):

@@ -33,8 +33,8 @@ class Helper:
         self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
-        """Return each parameter's argument in ``call``, or None if the call lacks an argument or has an
-        unknown or starred one."""
+        """Return the arguments of ``call`` by parameter. Return None if an argument is missing, unknown or
+        starred."""
         if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
             return None
         arguments: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
@@ -47,7 +47,7 @@ class Helper:
 
 
 def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
-    """Return a file's helpers by name. ``decorators`` names the decorators that do not change a helper's
+    """Return a file's helpers by name. ``decorators``: names of decorators that do not change a helper's
     value."""
     candidates: dict[str, Helper] = {}
     for node in tree.body:

@@ -145,9 +145,9 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: SpecDraft, output: Found) -> tuple[str, int] | None:
-    """Return a dim and a number n (2, 3 or 4) if an extent of the output is one n-th of the dim, as with
-    ``chunk(3)``; otherwise None. The extent may be rounded, because a trial size need not be a
-    multiple of 3 or 4."""
+    """If an extent of the output is one n-th of a dim (n is 2, 3 or 4), as with ``chunk(3)``, return the dim
+    and n; otherwise None. The extent may be rounded, because a trial size need not be a multiple of 3 or
+    4."""
     unknown = [place for place, extent in enumerate(output.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

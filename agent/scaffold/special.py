@@ -1,4 +1,4 @@
-"""Specialise a function's body for parameters that are None: evaluate the tests for None, and keep only the
+"""Simplify a function's body if some parameters are None: evaluate the tests for None, and keep only the
 branches that run."""
 
 from __future__ import annotations

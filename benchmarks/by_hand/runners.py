@@ -19,7 +19,8 @@ Tensors = Mapping[str, Tensor]
 
 
 class KernelCall(NamedTuple):
-    """An operator and the sizes at which a layer calls its kernel. Each such pair has its own schedule."""
+    """An operator and the sizes at which a layer calls its kernel. Each pair of operator and sizes has its
+    own schedule."""
 
     operator: str
     sizes: tuple[tuple[str, int], ...]

@@ -48,8 +48,9 @@ def _heads(t: Tensor, width: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
-    """A matmul. With offsets, one matmul per expert: the expert's rows times its matrix, or the expert's
-    columns of ``a`` times its rows of ``b``. ``index``: the rows of ``a`` to gather first."""
+    """A matmul. With offsets, one matmul per expert: the expert's rows of ``a`` times the expert's matrix, or
+    the expert's columns of ``a`` times the expert's rows of ``b``. ``index``: the rows of ``a`` to gather
+    first."""
     if offsets is None:
         return a @ b
     if index is not None:

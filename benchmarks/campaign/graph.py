@@ -16,7 +16,7 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.verifier.spec.model import Spec
 
-JUDGED = ("size_choice",)  # codes of errors from the check that count as a verdict on a mutant
+JUDGED = ("size_choice",)  # the check's error codes that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
@@ -51,8 +51,8 @@ def honest(name: str) -> dict[str, Program]:
 class Graph:
     """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: sizes that replace each added ``dim`` node by a constant. The edited program then behaves at
-    all sizes as it would at these sizes.
+    ``frozen``: if given, the sizes at which each added ``dim`` node becomes a constant. At all sizes, the
+    edit then behaves as at these sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):

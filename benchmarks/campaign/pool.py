@@ -35,8 +35,8 @@ def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:
 
 
 def _chunks(tasks: list[CampaignTask]) -> list[tuple[CampaignTask, ...]]:
-    """Split the candidates into chunks of one program each. Chunks whose first candidate has an earlier seed
-    come first."""
+    """Split the candidates into chunks of one program each. Order the chunks by the seed of their first
+    candidate."""
     by_name: dict[tuple[str, str], list[CampaignTask]] = {}
     for task in tasks:
         by_name.setdefault((task.group, task.name), []).append(task)

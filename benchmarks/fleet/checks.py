@@ -2,10 +2,10 @@
 
 The benchmark runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this
 machine: in one pass on one node, and in another on two nodes, each pinned to its own core. Every pass starts
-with empty caches. A check has two pieces of work, which run in workers. The report also gives the fraction of
-time that Ray and the driver take outside the workers. Under ``compared`` it gives the seconds that
-``benchmarks.fleet.simulation`` predicts from the pieces of the first pass. Other work on this machine
-distorts the figures, so the report includes the machine's load.
+with empty caches. A check consists of two pieces of work, which run in worker processes. The report also
+gives the fraction of time that Ray and the driver take outside the workers. Under ``compared`` the report
+gives the seconds that ``benchmarks.fleet.simulation`` predicts from the pieces of the first pass. Other work
+on this machine distorts the figures, so the report includes the machine's load.
 """
 
 from __future__ import annotations

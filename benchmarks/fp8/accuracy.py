@@ -4,10 +4,10 @@ The benchmark needs no GPU. All arms compute from the same bf16 numbers. The err
 its distance from the value of the plain layer in fp32: the RMS of the difference over the RMS of the fp32
 value. Programs run in the interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
-*row-wise*: each of a linear layer's three matmuls quantises the rows of both operands by the rows' own
+Arm *row-wise*: each of a linear layer's three matmuls quantises the rows of both operands by the rows' own
 maxima, as in torchao's recipe. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
-own. *fused*: the matmuls write the activation and the normalised rows in fp8, with scales from another batch.
-This arm has only a forward.
+own. Arm *fused*: the matmuls write the activation and the normalised rows in fp8, with scales from another
+batch. This arm has only a forward.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The chain maps the normalised rows of a residual stream to the normalised rows after an MLP: up projection,
 SwiGLU, down projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and
-``gemm_fp8_residual_rmsnorm``. Their outputs are fp8 with the scales of the previous call; our arm also
-computes the next scales. The other arms are PyTorch modules under ``torch.compile``: in bf16, and with
-torchao's row-wise recipe and weights quantised in advance. All arms are timed interleaved in one process,
-from a cold L2. ``gemm_fp8_*`` add partial sums in fp32, which torchao's matmuls do not by default. So there
+``gemm_fp8_residual_rmsnorm``. These kernels' outputs are fp8, with the scales of the previous call; our arm
+also computes the next call's scales. The other arms are PyTorch modules under ``torch.compile``: in bf16, and
+with torchao's row-wise recipe and weights quantised in advance. All arms are timed interleaved in one
+process, from a cold L2. Our kernels add partial sums in fp32; by default torchao's matmuls do not. So there
 is also an arm with torchao's recipe and fp32 sums.
 """
 

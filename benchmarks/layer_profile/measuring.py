@@ -66,7 +66,7 @@ class ProfileStages(Protocol):
         """Free the GPU memory."""
 
 
-Build = Callable[[str, Sequence[str]], ProfileStages]  # makes the stages of a width with these arms
+Build = Callable[[str, Sequence[str]], ProfileStages]  # makes a width's stages, with these arms
 
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:

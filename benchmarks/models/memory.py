@@ -50,7 +50,7 @@ def kept(model: Any) -> float:
 
     def note(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()._cdata) not in own:
-            found[storage] = tensor  # a reference, so that no other storage gets its address
+            found[storage] = tensor  # keep a reference, so that no other storage gets this storage's address
         return tensor
 
     shape = (SEQUENCES, LENGTH, model.config.hidden_size)

@@ -1,5 +1,5 @@
-"""Run CODA's own package, coda-kernels, on our specs. The functions of coda.core are called as the package's
-own layers and tests call them. The first call tunes (``tuner``).
+"""Run CODA's own package, coda-kernels, on our specs. We call the functions of coda.core in the same way as
+the package's own layers and tests. The first call tunes (``tuner``).
 
 The package lacks kernels for some of the paper's operators (``ABSENT``). PyTorch computes row scales.
 Importing this module imports nothing heavy.
@@ -186,7 +186,7 @@ ENTRIES: dict[str, Implementation] = {
     ),
 }
 
-# Specs for which PyTorch computes a part, in passes over whole matrices: a row scale, or all outputs of the
+# In these specs PyTorch computes a part, in passes over whole matrices: a row scale, or all outputs of the
 # backward except dz.
 HELPED = frozenset(
     {

@@ -1,4 +1,5 @@
-"""A kernel as it runs: a program, its schedules, and optionally edited code that replaces the lowering."""
+"""A kernel as it runs: a program, its schedules, and optionally edited code that replaces the code lowered
+from the program."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from coda_agent.primitives.lang.signature import Signature
 class KernelSource:
     """The source of a kernel: its program and, if an author edited the lowered code, the edited code.
 
-    ``schedules``: the chosen schedules by step; tuning chooses those of the other steps. ``edited``: CuTeDSL
-    that runs in place of the program's lowering, and that a confined child process compiles. If it is None,
-    the lowering runs.
+    ``schedules``: the chosen schedules by step; tuning chooses the schedules of all other steps. ``edited``:
+    CuTeDSL that runs in place of the program's lowering, and that a confined child process compiles. If it is
+    None, the lowering runs.
     """
 
     program: Program

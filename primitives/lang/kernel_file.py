@@ -1,7 +1,8 @@
 """Trace a kernel file: run its kernel on symbolic tensors to build a Program.
 
-This module needs only the standard library, because the jail imports it. ``trace_source`` executes the file's
-code, so untrusted source must be traced inside ``verifier.sandbox.jail``.
+This module needs only the standard library, because the jail (the process that traces a kernel file) imports
+it. ``trace_source`` executes the file's code, so untrusted source must be traced inside
+``verifier.sandbox.jail``.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
     """Return the program and each node's line. The program keeps only nodes on which outputs depend, numbered
-    depth first. So variable names and the order of statements do not affect it."""
+    depth first. So variable names and the order of statements do not affect the program."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
         stack = [(root, False)]

@@ -3,7 +3,7 @@
 CuTeDSL runs only on GPUs, but straight-line arithmetic can be evaluated from its syntax tree
 (``primitives.raw.interpreter``). A confined child does this (``primitives.raw.confine``). The GPU's library
 functions are less exact than the child's; only a GPU can show the difference. An operation that cannot be
-computed here is refused, because no other check without a GPU would show that the function is correct.
+computed here is refused: without a GPU, only this evaluation can show that the function is correct.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Answer:
-    """Results for device functions of the right form. ``page``: the docstring. ``fast``: whether there is a
-    coarser variant. ``values``: the result of each call."""
+    """The results of an author's valid device functions. ``page``: the docstring. ``fast``: whether there is
+    a coarser variant. ``values``: the result of each call."""
 
     page: str
     fast: bool

@@ -69,8 +69,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """The refusal in a confined child's answer about ``text``; None if the answer is not a refusal. Parts of
-    the message may come from the edited code, so types are checked and terminal controls are removed."""
+    """The error in a confined child's answer if the child refused ``text``; otherwise None. Parts of the
+    message may come from the edited code, so types are checked and terminal controls are removed."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None

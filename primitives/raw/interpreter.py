@@ -115,7 +115,7 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Call functions on fp32 arrays. Values that are Python numbers during tracing are Python numbers here
+    """Call functions on fp32 arrays. A value that tracing computes as a Python number is a Python number here
     too."""
 
     def __init__(self, read: Functions):

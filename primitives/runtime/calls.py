@@ -18,7 +18,7 @@ class CallWriter:
     def __init__(self, number: int, known: Mapping[str, Any]):
         self.given = [f"x{i}" for i in range(number)]
         self._constants: dict[str, Any] = dict(known)
-        self._views: dict[str, str] = {}  # names of views of constants, by their code
+        self._views: dict[str, str] = {}  # maps the code of a view of a constant to the view's name
 
     def constant(self, value: Any) -> str:
         """The name of a value that no call changes."""

@@ -20,8 +20,9 @@ def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[.
     half a microsecond. ``written``: the positions of tensors that the kernel overwrites; they must overlap no
     other tensor.
 
-    The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. False means only
-    that the arguments must be checked. For example, a call that passes one tensor twice is never recognized.
+    The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. The result False
+    means only that the arguments must be checked. For example, a call that passes one tensor twice is never
+    recognized.
     """
     import torch
     from torch._C._dynamo.guards import TensorGuards

@@ -123,7 +123,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    # the key has the program's hash too, because the lowered code does not state the tiles' dtypes
+    # the key also has the program's hash, because the lowered code does not state the tiles' dtypes
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     request = kernel.to_json() | {"sizes": static, "schedules": chosen}
@@ -196,8 +196,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within the ``with`` block, give each traced operation the innermost line of the lowered code at
-    ``path`` that is on its call stack."""
+    """Within the ``with`` block, record a line for each traced operation: of the lowered code at ``path``,
+    the innermost line on the operation's call stack."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 

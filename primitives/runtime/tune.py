@@ -50,7 +50,7 @@ LAST_TILES = 5  # tiles of the first round that the last round times again
 FINAL = 6  # schedules of the second round that the last round times again
 SPLIT = 2  # tiles that are also timed in two launches
 SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to time in two launches when good schedules are known
-MOST_STACK = 512  # bytes per thread; all fastest schedules so far had at most 192 (with 456 spilled loads)
+MOST_STACK = 512  # bytes per thread; no fastest schedule so far had more than 192 (with 456 spilled loads)
 
 Known = Mapping[int, Sequence[Schedule]]
 
@@ -102,8 +102,8 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(gemm: GemmKernel, ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches; empty unless the step is ``splittable``. Also empty if the first round
-    has small tiles, because such an output is less than one wave of tiles."""
+    """The best tiles in two launches; empty unless the step is ``splittable``. It is also empty if the first
+    round has small tiles, because the output is then less than one wave of tiles."""
     best = leaders(ranked)[:SPLIT] if gemm.splittable and not any(map(_small, start)) else []
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -143,13 +143,14 @@ def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list
 
 
 def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
-    """Whether the known schedules have several tiles, and small tiles exactly if the first round has them."""
+    """Whether the known schedules have several tiles. They must also have small tiles if, and only if, the
+    first round does."""
     return len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest schedule of each of the best few tiles. A tile ranks by its fastest schedule, because a
-    wide tile saves memory traffic only with the right rasterisation group."""
+    """The fastest schedule of each of the best few tiles. A tile's rank is that of its fastest schedule,
+    because a wide tile saves memory traffic only with the right rasterisation group."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -263,8 +264,8 @@ def _search_and_cache(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The cached result of ``tuned_schedules``, or None. For edited code, None also if the result is not
-    among the ``known`` schedules, because an earlier tuning may have had others."""
+    """The cached result of ``tuned_schedules``, or None. For edited code, None also if the result is not a
+    ``known`` schedule: an earlier tuning may have timed others."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:

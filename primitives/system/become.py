@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 def become(parent: int, command: list[str]) -> None:
     """Replace this process with the command. The command is killed when the parent's thread that started it
     ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # this setting survives exec
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # remains in force after exec
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
     # Python ignores both signals, and the program would inherit this setting

@@ -75,7 +75,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        # Without O_EXCL, open would follow a symbolic link that another user placed at the draft's path.
+        # Without O_EXCL, open would follow a symbolic link that another user placed at the temporary file's
+        # path.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

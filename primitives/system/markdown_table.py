@@ -24,7 +24,7 @@ def places(text: str) -> list[str]:
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:
-    """The page with each table in its place. Places of other tables stay as they are."""
+    """The page with each of ``tables`` in its place. Places of other tables do not change."""
     return _PLACE.sub(lambda m: m[1] + tables[m[2]] + m[3] if m[2] in tables else m[0], text)
 
 

@@ -5,8 +5,8 @@ with it. Before its program starts, each child asks to be killed when its parent
 only the standard library.
 
 Two kinds of children for untrusted code are started differently, and share the rest of this module. The jail
-(``verifier.sandbox.jail``) is a bare Python that confines itself; starting another Python before it, as
-``start`` does, would make a trace take 1.5 times as long. The child that compiles edited code
+(``verifier.sandbox.jail``) is a bare Python that confines itself; ``start`` would first run another Python,
+which would make a trace take 1.5 times as long. The child that compiles edited code
 (``primitives.raw.child``) is a fork, because the imports that it inherits take longer than its work.
 """
 
@@ -120,8 +120,8 @@ def tail(file: IO[bytes]) -> str:
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
     """Send a line to the child; return the line that it answers. The line is empty if the child dies first,
-    or at the ``deadline`` (of ``time.monotonic()``). This holds even if another process keeps the child's
-    pipes open."""
+    or at the ``deadline`` (of ``time.monotonic()``). The deadline holds even if another process keeps the
+    child's pipes open."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)

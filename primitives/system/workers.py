@@ -1,4 +1,4 @@
-"""Compile in parallel worker processes. They are started on demand, reused, and replaced when they die.
+"""Compile in parallel worker processes, which are started on demand, reused, and replaced when they die.
 
 Python's multiprocessing is not used: its spawn would import the user's script again, and a crashed compiler
 would break its whole pool. A worker runs this module with ``python -m``. It reads one task per line and
@@ -47,7 +47,7 @@ def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    # Ctrl-C does not reach workers, which have their own process groups, but the threads wait for them
+    # the threads wait for workers, which Ctrl-C does not reach because they have their own process groups
     except BaseException:
         for worker in _workers:
             worker.interrupt()

@@ -73,7 +73,7 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
     with the same values, layouts and output dtypes, and writes into preallocated outputs. The formulation
     runs once, to collect the matmuls.
 
-    ``torch.mm`` takes no fp8 operands, so these use ``torch._scaled_mm`` with the formulation's scales,
+    ``torch.mm`` takes no fp8 operands, so fp8 matmuls use ``torch._scaled_mm`` with the formulation's scales,
     output dtype and accumulation mode. cuBLAS applies the scales within the matmul, without a bias. Raises
     ValueError for a formulation without a matmul.
     """

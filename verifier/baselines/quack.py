@@ -57,8 +57,7 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
     does not accept its operands.
 
     ``beside_kept``: also leave out QuACK's bare matmul, because edited code is compared with an accepted
-    kernel. That comparison says more than the matmul does, and tuning the matmul would take longer than
-    tuning the edited code.
+    kernel, which says more. Also, tuning the matmul would take longer than tuning the edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
@@ -318,8 +317,8 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs that no process has tried to compile, and for every config the file that records its
-    result."""
+    """The configs that no process has tried to compile. Also the files that record the results of all
+    configs."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes

@@ -31,9 +31,9 @@ class QuackEpilogue:
     with ``accumulate``.
 
     ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares).
-    ``names`` maps QuACK's names to the spec's names, for the buffers that are outputs of the spec. Each call
-    runs ``start`` before the GEMM and ``finish`` after it. ``finish`` takes partial results under QuACK's
-    names, and returns the spec's other outputs.
+    For buffers that are outputs of the spec, ``names`` maps QuACK's names to the spec's names. Each call runs
+    ``start`` before the GEMM and ``finish`` after it. ``finish`` takes the kernel's partial results under
+    QuACK's names, and returns the spec's other outputs.
     """
 
     mod: Any
@@ -89,8 +89,8 @@ class QuackImplementation:
     """How QuACK computes a spec. ``kind``: whether the epilogues are QuACK's own or composed by us. ``build``
     returns the epilogues in order.
 
-    ``inexact``: fp32 outputs for which the library uses the hardware's approximate tanh, which fails our
-    error gate.
+    ``inexact``: fp32 outputs that fail our error gate, because the library uses the hardware's approximate
+    tanh.
     """
 
     kind: Literal["library", "composed"]

@@ -120,8 +120,8 @@ def _frequencies(g: Given) -> Tensor:
 
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The table is loaded by TMA, which QuACK's own measurements recommend over plain loads. The epilogue
-    requires a bias, so it gets a scalar zero, at the cost of one addition."""
+    """Load the table of cosines and sines by TMA, which QuACK's own measurements recommend over plain loads.
+    The epilogue requires a bias, so it gets a scalar zero, at the cost of one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)

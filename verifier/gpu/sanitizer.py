@@ -60,7 +60,7 @@ def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
     """Run a task; if it raises a CUDA error, return that as the answer.
 
     The tool stops a kernel that accesses memory out of bounds, but it reports only when the process exits by
-    itself. A worker whose task raises a CUDA error would be killed before that.
+    itself. But a worker is killed if its task raises a CUDA error, before the tool can report.
     """
     task, argument = asked
     try:

@@ -1,6 +1,6 @@
 """Record the device of a measurement, with its clocks, power, temperature and throttling.
 
-The values are read and never set: a result applies to the machine as its users run it.
+Clocks and limits are read and never set, so a result applies to the machine as its users run it.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Run the reference on the drawn inputs, for a backward after its forward. Returns all inputs of the
-    reference."""
+    """Run the reference on the drawn inputs; if it is a backward, run its forward first. Returns all inputs
+    of the reference."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -74,7 +74,7 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
     """Return the failure. If the reference runs only where dims are multiples of some number, add that number
-    to the message. No program could implement such a spec, because a kernel's types hold at every size."""
+    to the message. No program could implement such a spec, because a kernel must be valid at every size."""
     number, needed = _multiple(spec)
     if not number:
         return failed

@@ -180,7 +180,7 @@ class _KernelChecker:
                         "move this into the @kernel function"
                     )
                 case _:
-                    self._visit(statement)  # this refuses it, with a remedy
+                    self._visit(statement)  # refuse the node, with a remedy
         self._count_kernels(node)
 
     def _count_kernels(self, node: ast.Module) -> None:
@@ -254,7 +254,7 @@ class _KernelChecker:
             case ast.Subscript(value=ast.Name()):
                 self._visit(node)
             case ast.Starred():
-                self._visit(node)  # this refuses it, with a remedy
+                self._visit(node)  # refuse the node, with a remedy
             case _:
                 self._refuse("assign to names, or to a dict's entry")
 
@@ -385,7 +385,7 @@ class _KernelChecker:
 
     def _subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
-            self._visit(ast.copy_location(ast.Slice(), node))  # this refuses it, with a remedy
+            self._visit(ast.copy_location(ast.Slice(), node))  # refuse the node, with a remedy
         self._children(node)
 
 

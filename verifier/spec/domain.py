@@ -41,7 +41,8 @@ def _is_bound(value: object) -> bool:
     return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
-#: One of WORDS, or the least and the largest legal value, each a number or arithmetic over dims.
+#: One of WORDS, or the least and the largest legal value. Each of the two is a number or arithmetic over
+#: dims.
 Domain = Annotated[
     Literal["finite", "positive", "nonnegative"] | tuple[Bound | int, Bound | int], BeforeValidator(_domain)
 ]

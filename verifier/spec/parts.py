@@ -36,7 +36,7 @@ def _bench(value: object) -> object:
 
 class TensorSpec(Model):
     """An input: symbolic shape ([] for a scalar), dtype, ``init`` (typical values) and ``domain`` (legal
-    values). A value that ``init`` ignores is legal even outside the domain."""
+    values). The value ``ignored`` of ``init`` is legal even outside the domain."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -109,8 +109,8 @@ class Tolerance(Model):
 
 class ForwardSpec(Model):
     """The code that runs before a backward: the forward's reference, and ``head``, the part of the backward
-    before its matmuls. ``inputs`` are the inputs that only this code reads. Inputs that the code assigns are
-    computed and not drawn.
+    before its matmuls. ``inputs`` are the inputs that only this code reads. An input that the code assigns is
+    computed by it, not drawn.
 
     An input ``d_y`` is the gradient of the forward's value ``y``, and an output ``d_x`` is the gradient of an
     input ``x``.

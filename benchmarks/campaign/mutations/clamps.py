@@ -46,7 +46,7 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """Add a minimum or maximum written without a comparison; a minimum is (v + c - sqrt((v - c)**2)) / 2."""
+    """Add a minimum or maximum without a comparison, such as the minimum (v + c - sqrt((v - c)**2)) / 2."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)

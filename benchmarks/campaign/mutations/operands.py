@@ -9,7 +9,8 @@ from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def on_operand(site: Site) -> str:
-    """Make a matrix wrong before a matmul reads it: everywhere by a factor, or where a comparison holds."""
+    """Make a matrix wrong before a matmul reads it: scale all of it, or change it where a comparison
+    holds."""
     product = site.node("gemm")
     position = site.random.randrange(2)
     reader, matrix = product, site.graph.nodes[product].args[position]
@@ -28,7 +29,7 @@ def on_operand(site: Site) -> str:
 
 
 def anew(site: Site, matrix: int, value: int) -> int:
-    """The same value, computed in the epilogue of an added matmul that loads the matrix."""
+    """Add a matmul that loads the matrix, and compute ``value`` in the matmul's epilogue."""
     square = site.add("gemm", site.add("transpose", matrix), matrix)
     unneeded = site.add("multiply", site.add("gemm", matrix, square), 0.0)
     return site.add("add", value, unneeded)

@@ -110,8 +110,8 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """Draw a dim and an extent of it, usually a case's. Record sizes with this extent, and sizes about twice
-    as large."""
+    """Draw a dim and an extent of it, usually a case's. Record sizes with this extent, and sizes that are
+    about twice as large, for the check of the mutant."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

@@ -67,7 +67,7 @@ def _quotient(g: Graph, node: Node, random: Random) -> int:
 
 @rule("multiply")
 def _product(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite a product with a number as a quotient by the number's reciprocal."""
+    """Rewrite a * number as a / (1 / number)."""
     number = [a for a in node.args if g.types[a].kind == "scalar" and g.nodes[a].op == "constant"]
     if not number or not (value := float(g.nodes[number[0]].attribute or 0.0)):
         raise Skip("it has no number")

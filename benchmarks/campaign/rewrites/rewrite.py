@@ -14,7 +14,7 @@ from coda_agent.primitives.lang.ir import Program
 RULES: dict[str, Rule] = arithmetic.RULES | functions.RULES | tiles.RULES
 COMBINED = "several"
 KINDS = (*RULES, COMBINED)
-TRIES = 30  # attempts before a kind counts as not applicable to a spec's programs
+TRIES = 30  # failed attempts after which a kind counts as not applicable to a spec's programs
 
 
 class Rewritten(NamedTuple):

@@ -15,7 +15,8 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Create a rule from a function that builds a replacement for a node with one of these operations."""
+    """Turn a function into a rule. The function builds a replacement for a node with one of these
+    operations."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:
