@@ -24,8 +24,8 @@ NO_SOURCE = {  # suffixes of a kernel's files that are not its source
 
 
 def shipped(path: Path) -> Path:
-    """If only the package has a file at this path, return its path there; otherwise return the path
-    unchanged."""
+    """If a file at this path exists only in the package, return its path in the package; otherwise return the
+    path unchanged."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 

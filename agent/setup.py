@@ -60,7 +60,7 @@ def new_author(
 
 
 def refuse_idle(provider: str, *names: str) -> None:
-    """Raise BadParameter for an option that this provider does not use."""
+    """Raise BadParameter if an option is given that this provider does not use."""
     for name in names:
         users = providers.used_by(name)
         if users and provider not in users:

@@ -1,11 +1,11 @@
 """Compare finishing kernels that start early with the same kernels launched in the ordinary way:
 ``python -m benchmarks.early_launch FILE [--cases decode,1B] [KERNEL ...]``, on an H100.
 
-A finishing kernel is a vector kernel after a GEMM. All accepted kernels that have one, or the named kernels,
-run on their reports' schedules. The two versions of a kernel are interleaved in one process, from a cold L2,
-and must give bitwise equal outputs; their GEMMs differ only in names. The table has the time of the ordinary
-version over that of the early version. As a control, the early version also runs as a second arm, whose time
-is compared with the first.
+A finishing kernel is a vector kernel after a GEMM. By default the command measures all accepted kernels with
+a finishing kernel. Kernels run on their reports' schedules. The two versions of a kernel are interleaved in
+one process, from a cold L2, and must give bitwise equal outputs; their GEMMs differ only in names. The table
+has the ordinary version's time over the early version's time. As a control, the early version also runs as a
+second arm, whose time is compared with the first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
 Everything else, above all PyTorch, comes from the current environment. The environment's paths are absolute,
-so ``install`` must set them again on another machine; that needs no package index.
+so ``install`` must set them again on another machine, which needs no package index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
 SAID = 1000  # an error quotes this many characters from the end of pip's output
-# With pip from the current environment, the new one needs no ensurepip, which Debian's Python lacks.
+# The new environment uses the current one's pip, because Debian's Python lacks ensurepip.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
@@ -42,8 +42,9 @@ def python() -> str | None:
 
 
 def install() -> str:
-    """Create the environment with pip's configured index, and return its interpreter. An existing environment
-    is updated to the current interpreter and packages, and pip adds missing packages. Raises InvalidInput."""
+    """Create the environment with pip's configured index, and return its interpreter. If the environment
+    exists, update it to the current interpreter and packages, and add missing packages with pip. Raises
+    InvalidInput."""
     place, made = folder(), _interpreter()
     there = (place / "ready").exists()
     try:

@@ -143,7 +143,7 @@ class Results(_ResultsModel):
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
         """Update the results with a row's current definition, and with the reasons why some arms cannot be
-        tried. Other arms do not change."""
+        tried. The entries of other arms do not change."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)

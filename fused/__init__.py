@@ -1,9 +1,9 @@
 """Accepted kernels for PyTorch programs.
 
-``patch(model)`` makes a Hugging Face model run on them, and ``unpatch(model)`` restores it. ``functional``
-has the parts of a layer, with gradients, and ``modules`` has them as modules. ``torch.ops.coda_agent`` has
-every accepted kernel. The import fails for untested versions of PyTorch, QuACK and CuTeDSL
-(``versions.UnprovedVersion``).
+``patch(model)`` makes a Hugging Face model run on these kernels, and ``unpatch(model)`` restores the model.
+``functional`` has the parts of a layer as functions with gradients, and ``modules`` has them as modules.
+``torch.ops.coda_agent`` has every accepted kernel. The import fails for untested versions of PyTorch, QuACK
+and CuTeDSL (``versions.UnprovedVersion``).
 """
 
 from coda_agent.fused import versions

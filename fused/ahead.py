@@ -66,8 +66,8 @@ def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
 
 
 def on_schedules(bound: Bound, gpu: str | None = None) -> KernelSource:
-    """The program with the schedules that a call on ``gpu`` would choose. The default of ``gpu`` and the
-    LaunchError are those of ``build``."""
+    """The program with the schedules that a call on ``gpu`` would choose. ``gpu`` has the same default as in
+    ``build``. Raises LaunchError as ``build`` does."""
     program, sizes = bound
     check_sizes(program, sizes)
     gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
@@ -102,8 +102,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs on the meta device. They include a 4-D attention mask: to make one, the model would
-    have to read values, which meta tensors lack."""
+    """A model's inputs on the meta device. They include a 4-D attention mask: to make a mask, the model would
+    read values, which meta tensors lack."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

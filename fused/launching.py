@@ -129,8 +129,8 @@ def launchable(tensor: Tensor) -> Tensor:
 
 class Launcher:
     """Launches the operator of a program. ``order``: the names of its arguments; the dims that no shape
-    determines come after them. Arguments like those of recent calls are not checked again. Without
-    ``overwrites``, inputs that the program updates are copied first."""
+    determines come after them. Arguments are not checked again if they are like those of recent calls.
+    Without ``overwrites``, inputs that the program updates are copied first."""
 
     def __init__(
         self, program: Program, order: Sequence[str], outputs: Sequence[str], overwrites: bool = False

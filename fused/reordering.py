@@ -1,7 +1,8 @@
 """Put weights in the order that kernels need.
 
-Autograd's gradient of a part of a reordered weight is a strided view. PyTorch copies it for the optimizer, at
-less than half of an H100's memory bandwidth. On a GPU, compiled code makes this copy instead.
+If a weight is reordered, autograd's gradient of one of its parts is a strided view. PyTorch copies this view
+for the optimizer, at less than half of an H100's memory bandwidth. On a GPU, compiled code makes this copy
+instead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Choose schedules at any sizes without tuning: the nearest ones in this machine's tables, in the tables of
 this package (``fused/tuned``), and in the shipped reports.
 
-A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are
-preferred, and among them rows of the same program and step. Of the most preferred rows that fit, the nearest
-is used. A row's distance is the log2 ratio of N, plus that of K, plus half the rounded log2 ratio of M.
+A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU come
+first, and among them rows of the same program and step. Among the equally preferred rows that fit, the
+nearest is used. A row's distance is the log2 ratio of N, plus that of K, plus half the rounded log2 ratio of
+M.
 """
 
 from __future__ import annotations

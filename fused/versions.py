@@ -1,4 +1,4 @@
-"""Check that other packages have a version with which these kernels were tested."""
+"""Check that other packages have versions with which these kernels were tested."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reports on one kernel: ``Accepted | Checked | Rejected``, discriminated by ``status``.
 
 Each report has only the fields of its status. Times are in milliseconds. A ratio is another arm's time over
-the candidate's, so the candidate is faster if it is above 1. Intervals have the stated confidence.
+the candidate's, so the candidate is faster if the ratio is above 1. Intervals have the stated confidence.
 """
 
 from __future__ import annotations
@@ -172,9 +172,10 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_ReportModel):
-    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings older than the
-    numbering. ``rival``: the hash of the lowered code that the candidate was to replace, if any. ``renewed``:
-    the time and machine of a later repetition of numerics and stability under a newer protocol."""
+    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings from before
+    protocols had numbers. ``rival``: the hash of the lowered code that the candidate would replace, if any.
+    ``renewed``: the time and machine of a later repetition of numerics and stability under a newer
+    protocol."""
 
     protocol: int = 0
     identity: Identity

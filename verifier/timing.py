@@ -62,7 +62,7 @@ class Clock(Protocol):
 
     def turn(self) -> tuple[float, ...]:
         """End a round, and wait for the previous round. Returns the seconds of the previous round's regions
-        in order; an empty tuple if ``drain`` has returned them."""
+        in order, or an empty tuple if ``drain`` has already returned them."""
 
     def drain(self) -> tuple[float, ...]:
         """Wait for the last ended round; return the seconds of its regions."""
@@ -154,7 +154,7 @@ class CudaClock:
     MIN_HEAD_START = 100e-6
     MAX_HEAD_START = 5e-3  # limit for a first call that compiles, during which the GPU must not idle longer
     FLUSH_BYTES = 256 << 20  # as in triton's do_bench; twice the L2 if that is more
-    CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that no spin is too short
+    CYCLES_PER_SECOND = 2e9  # higher than any GPU's boost clock so far, so that no spin is too short
 
     def __init__(self) -> None:
         import torch
@@ -166,7 +166,7 @@ class CudaClock:
         self._before: list[Region] = []  # regions of the last ended round
         self._entered = 0.0
         self._spin = self.MIN_HEAD_START
-        self._longest = 0.0  # the most host seconds that enqueuing a region of this round took
+        self._longest = 0.0  # the longest time, in host seconds, to enqueue a region of this round
         self._turned = time.perf_counter()
 
     def now(self) -> float:

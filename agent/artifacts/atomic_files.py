@@ -23,8 +23,8 @@ PLACES = "places.json"  # in a replacement's folder: the final paths of its file
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace the files with ``contents``, in order. The last file is the evidence for the others, so it is
-    absent while they are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
+    """Replace the files with ``contents``, in order. The last file is the evidence for the other files, so it
+    is absent while these are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
     afterwards either all files are still the old ones, or the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
@@ -43,9 +43,10 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def consistent(directory: Path, name: str = "*") -> Iterator[None]:
-    """In the block, all files come from the same replacement. An interrupted replacement is completed first
-    if its draft folder was already renamed, and discarded otherwise. By default this covers all replacements
-    in ``directory``. Raises OSError, for example FileNotFoundError if ``directory`` does not exist."""
+    """In the block, all files come from the same replacement. An interrupted replacement is first completed
+    if its draft folder was already renamed, and discarded otherwise. Without ``name``, this covers all
+    replacements in ``directory``. Raises OSError, for example FileNotFoundError if ``directory`` does not
+    exist."""
     while True:
         _end(directory, name)
         with together(directory):
@@ -70,7 +71,7 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        # otherwise a kill during rmtree could leave a "whole" folder without its list of paths
+        # rename first: a kill during rmtree could leave a "whole" folder without its list of paths
         whole.rename(done)
         shutil.rmtree(done)
 

@@ -153,8 +153,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """Compile edited code, and return the objects. They cover the schedules of the compile gate, and the
-    schedules that tuning may time, given the incumbent's schedules."""
+    """Compile edited code, and return the objects for the schedules of the compile gate and for those that
+    tuning may time, given the incumbent's schedules."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -190,7 +190,7 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
-    ``identity``. Tuning then only times these schedules again, even after a change of the lowering."""
+    ``identity``. With these, tuning only times known schedules again, even after a change of the lowering."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files

@@ -1,5 +1,5 @@
-"""Measure a bundle on this machine: check its entries again, and measure each in stages that survive an
-interruption."""
+"""Measure a bundle on this machine: check its entries again, and measure each in stages. Finished stages
+survive an interruption."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = (
     "from coda_agent.primitives.lang.ops.elementwise import (\n",
     "__all__ = [\n",
-)  # lines that open lists of names
+)  # lines of modules at which lists of names begin
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
@@ -255,7 +255,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference; in early versions a run could skip that."""
+    """Whether the run compared numbers with the reference, which early versions could skip."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
@@ -323,7 +323,7 @@ def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
     decorator = f"@elementwise({', '.join(given)})"
     if len(decorator) > LINE:
         decorator = "@elementwise(\n" + "".join(f"    {one},\n" for one in given) + ")"
-    shown = proposal.example and not formed(page)  # a page in the right form has its own example
+    shown = proposal.example and not formed(page)  # a complete page has its own example
     words = f"{page}\n\n``{proposal.example}``" if shown else page
     quoted = f'"""{words}"""' if "\n" not in words else f'"""{words}\n"""'
     entry = (

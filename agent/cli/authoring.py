@@ -190,7 +190,7 @@ def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any],
     directory = header["directory"]
     for place in range(1, number + 1):
         own: dict[str, Any] = {"candidate": place, "candidates": number}
-        own |= {"group": names[0]} if names else {}  # the first run of a group names the group
+        own |= {"group": names[0]} if names else {}  # a group has the name of its first run
         own |= {"directory": str(Path(directory) / str(place))} if directory else {}
         run = create(header | own)
         run.journal.close()

@@ -72,7 +72,7 @@ def server(attempts: int) -> MCPServer:
 
 
 def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tool so that its failures become tool errors."""
+    """Wrap a tool: turn its failures into tool errors of the protocol."""
 
     @functools.wraps(tool)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -245,7 +245,7 @@ def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
 
 
 def _answer(source: str) -> str:
-    """Put a source into the form of an author's answer, if it does not have that form already."""
+    """Put a source into the form of an author's answer, unless it already has that form."""
     if extract(source) is not None:
         return source
     answer = f"```python\n{source.rstrip()}\n```\n"
@@ -291,7 +291,7 @@ def _existing(name: str) -> str:
 
 
 def _client(ctx: Context) -> str:
-    """The client's name as the client states it."""
+    """The name by which the client introduces itself."""
     params = ctx.session.client_params
     if params is None:
         return "unnamed client"

@@ -99,8 +99,8 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # First drop tips that exceed the budget, then the spec's own tips. In this order, most specs share one
-    # prefix.
+    # First drop tips that exceed the budget, then the spec's own tips. Because of this order, most specs
+    # share one prefix.
     shared = fitting(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = fitting((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:

@@ -8,10 +8,9 @@ subscription. The model uses the loop's tools by writing blocks of code in its t
 turn, with its own reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
-dollars. A turn that is killed or breaks off is charged at its reservation. The command's own retries are off;
-only ``patience`` retries. Two kinds of retry cannot be turned off: up to three continuations of an answer
-that was cut at its limit, and one repetition after an empty answer. These requests are charged but not
-reserved.
+dollars. A turn that is killed or breaks off costs what was reserved. The command's own retries are off; only
+``patience`` retries. Two kinds of retry cannot be turned off: up to three continuations of an answer that was
+cut at its limit, and one repetition after an empty answer. These requests are charged but not reserved.
 """
 
 from __future__ import annotations
@@ -149,8 +148,8 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """The error for an answer that reached its token limit; None for other answers. At the
-        limit the command asks for a continuation, which may not fit the beginning."""
+        """The error for an answer that reached its token limit; None for other answers. At the limit the
+        command itself asks for a continuation, which may not fit the answer's beginning."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
@@ -212,7 +211,8 @@ def _example(tool: Tool) -> str:
 
 
 def _calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """The tool calls in an answer. A submitted source counts as a call only if there are other calls."""
+    """The tool calls in an answer. A submitted source counts as a call only if the answer also has other
+    calls."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
     found = [(block["language"], block["content"]) for block in blocks(text)]
     calls = [(name, _input(named[name], body)) for name, body in found if name in named]

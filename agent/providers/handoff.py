@@ -218,7 +218,7 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _without_instructions(prompt: str) -> str:
-    """A prompt without its instructions on how to answer, which differ between versions."""
+    """A prompt without its instructions on how to answer, because these differ between versions."""
     return prompt.partition(HOW)[0]
 
 

@@ -73,12 +73,13 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether the time for retries is over. The last wait ends at that time; one more request follows."""
+        """Whether the time for retries is over. The last wait ends when that time does, and one more request
+        follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request. The wait is ``retry_after``, or else the backoff; patience and the
-        deadline limit it. `say` receives the reason and the time."""
+        """Sleep before the next request. The wait is ``retry_after`` or, if the server gave none, the
+        backoff. Patience and the deadline limit the wait. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # jitter keeps parallel runs from retrying together

@@ -51,7 +51,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
 
 
 def figures(gate: Gate) -> str:
-    """The figures of a gate in one or two lines; as JSON if another version wrote them in another form."""
+    """The figures of a gate in one or two lines; as JSON if another version wrote them in an unknown form."""
     try:
         return _FIGURES[gate.gate](gate.figures)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):

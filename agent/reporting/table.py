@@ -145,8 +145,8 @@ def _operator_tables(tables: Tables) -> str:
 
 
 def _provenance(reports: Sequence[Accepted]) -> str:
-    """A line on what was measured, on which devices and when. If reports differ in a value, the line lists
-    all of its values."""
+    """A line on what was measured, on which devices and when. If reports differ in an item, such as the GPU,
+    the line lists all its values."""
 
     def each(records: Iterable[dict[str, Any]], key: str) -> str:
         return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))

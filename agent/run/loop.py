@@ -99,7 +99,7 @@ class Loop:
     measure: Measure | None = None
     limits: RunLimits = RunLimits()
     improve: int = 0  # rounds that try to speed up an accepted kernel
-    purse: Purse | None = None  # given if several runs share the limits
+    purse: Purse | None = None  # only if several runs share the limits
     gpu: Lease = gpu_alone
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Loop:
         return self.task.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt as it was when the run started. Lessons learned since are not added."""
+        """The prompt as it was when the run started. Lessons that were learned later are not added."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.task.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
@@ -285,9 +285,9 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat); None if there
-    is none, or if this attempt itself was measured. The rejection is reused, because a slow kernel that is
-    measured often enough wins once by chance."""
+    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat). None if there
+    is none, or if this attempt itself was measured. The kernel is not measured again, because a slow kernel
+    may win by chance if it is measured often enough."""
     attempt = attempts[number]
     if attempt.measured:
         return None

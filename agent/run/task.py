@@ -72,7 +72,7 @@ class Task(Protocol):
 class AuthoringTask:
     """The task of authoring a kernel for a spec. ``text``: the spec's YAML as the author sees it. ``tips``:
     the tips in the prompt; None for the log's accepted tips. ``derived``: for a derived backward, the program
-    that the kernel has to beat. ``elsewhere``: the function that checks a source, in place of
+    that the kernel has to beat. ``elsewhere``: a function that checks sources in place of
     ``verify.check``."""
 
     spec: Spec

@@ -136,7 +136,7 @@ def _arguments(call: ToolCall) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """The tip, or the reason why the log would refuse it, so that its author can correct it."""
+    """The tip, or the reason why the log would refuse it, so that the author can correct the tip."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"

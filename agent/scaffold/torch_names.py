@@ -56,7 +56,7 @@ class TorchNames(ast.NodeTransformer):
         return self.visit_Assign(plain)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, which ``h = h.float()`` becomes when its cast is removed."""
+        """Drop ``h = h``, the rest of ``h = h.float()`` after its cast is removed."""
         new = self.generic_visit(node)
         idle = isinstance(new, ast.Assign) and [ast.unparse(new.value)] == list(map(ast.unparse, new.targets))
         return None if idle else new
@@ -172,7 +172,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
 
 
 def _number(called: str, node: ast.Call) -> float | None:
-    """Return the value of a call such as ``math.log(2.0)``, or None if an argument or the value is no
+    """Return the value of a call such as ``math.log(2.0)``, or None if an argument or the value is not a
     number."""
     try:
         keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}

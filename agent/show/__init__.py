@@ -61,9 +61,9 @@ def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Sch
 
 @dataclass(frozen=True)
 class Shown:
-    """A kernel and its description. The description always contains the steps. If given, it also contains the
-    ``resources``, and the roofline at each case's ``sizes``. If ``cutedsl`` is true, it contains the CuTeDSL
-    code."""
+    """A kernel and its description. The description always contains the steps. The description also contains
+    the ``resources`` and the roofline at each case's ``sizes``, if these are given, and the CuTeDSL code, if
+    ``cutedsl`` is true."""
 
     kernel: KernelSource
     name: str = ""  # the spec's name

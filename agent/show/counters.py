@@ -121,10 +121,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 @dataclass(frozen=True)
 class Counters:
     """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
-    by the keys of METRICS. ``stalls``: the stalled warps at each issue, by reason, largest first. ``floor``:
-    the roofline at the export's case. ``other_text``: whether the export is of different lowered code.
-    ``schedule``: the schedule in the export. ``tuned``: the schedule in the kernel's report for that case.
-    Both schedules are texts from ``spelled``; "" if unknown, None for a kernel without schedules."""
+    by the keys of METRICS. ``stalls``: the average number of stalled warps at each issue, by reason, largest
+    first. ``floor``: the roofline at the export's case. ``other_text``: whether the export measures other
+    lowered code than the kernel's. ``schedule``: the schedule in the export. ``tuned``: the schedule in the
+    kernel's report for that case. Both schedules are texts from ``spelled``; "" if unknown, None for a kernel
+    without schedules."""
 
     kernel: str
     launches: int
@@ -272,7 +273,7 @@ def counters(
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
-            # the floor applies to the whole step
+            # the roofline applies to the whole step
             floor = floors.get((step, kind)) if len(parts) == 1 else None
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:

@@ -31,9 +31,9 @@ is the gradient of z.
 | dx, dgamma, hn, from dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-The backward stores neither hg nor act. It computes hn = h * rstd * gamma and act, and frees each after the
-weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. Inference also writes z,
-because the kernel always does, but does not store it.
+The backward stores neither hg nor act. The backward computes hn = h * rstd * gamma and act again, and frees
+each after the weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. Inference
+also writes z, because the kernel always does, but does not keep it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKWARDS = ("_bwd", "_accumulate")  # suffixes of specs that are backwards
+BACKWARDS = ("_bwd", "_accumulate")  # suffixes of the names of specs that are backwards
 KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
 
@@ -255,8 +255,8 @@ def rotation(shape: Shape) -> int:
 
 
 def layer_derived(shape: Shape) -> int:
-    """The bytes that the module-local derived backward moves: both derived halves, the two matmuls between
-    them, and the rotation's pass."""
+    """The bytes that the module-local derived backward moves: its two derived programs, the two matmuls
+    between these, and the rotation's pass."""
     tokens, width = shape.tokens, shape.width
     sizes = layer_sizes(shape)
     programs = backwards(shape).values()

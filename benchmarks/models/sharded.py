@@ -34,9 +34,9 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 
-dist: Any = torch.distributed  # mypy finds almost no exports in it
+dist: Any = torch.distributed  # mypy finds almost no exports in this module
 fully_shard: Any = torch.distributed.fsdp.fully_shard
-SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with training's widths: 0.43 billion
+SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with training.py's widths: 0.43 billion parameters
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 WARM = 2  # number of rounds that are not counted

@@ -247,7 +247,7 @@ def command(
     given: Sequence[str] | None = None,
 ) -> None:
     """The command line of a benchmark of models. ``run`` measures one kind of model and writes a file;
-    ``said`` is the help for its seconds. ``draw`` makes a page from the file."""
+    ``said`` is the help text of its option ``--seconds``. ``draw`` makes a page from the file."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")

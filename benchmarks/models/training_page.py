@@ -11,7 +11,7 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import ratio
 
 PARTED = 0.05  # largest difference between the losses of two arms that agree
-RISEN = 0.5  # a loss that exceeds the lowest so far by more counts as risen
+RISEN = 0.5  # a loss counts as risen if it exceeds the lowest so far by more than this
 
 
 def table(found: Mapping[str, Any]) -> str:

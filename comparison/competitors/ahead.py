@@ -1,6 +1,6 @@
 """Import slow libraries ahead of time: a worker imports this module while the previous session runs.
 
-If a library is missing or fails to load, its arm reports that later.
+If a library is missing or does not load, the library's arm reports this later.
 """
 
 from contextlib import suppress

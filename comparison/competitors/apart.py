@@ -76,7 +76,7 @@ SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``sca
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
     """Return the left operand of a case's matmul, and a function that must run before each matmul. If the
     case has rstd, the function scales x's rows into a buffer; otherwise it does nothing. The scaling is one
-    compiled pass; eager PyTorch would be slow on mixed dtypes, or take two passes."""
+    compiled pass, because eager PyTorch is slow on mixed dtypes, or takes two passes."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")

@@ -69,8 +69,8 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Wrap an arm whose every call adds to its copy of the residual. Before its results are read, restore the
-    copy and call once more."""
+    """Wrap an arm that adds to its own copy of the residual in every call. Before the results are read,
+    restore the copy and call once more."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])

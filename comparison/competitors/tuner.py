@@ -26,8 +26,8 @@ from coda_agent.primitives.system.workers import count as cores
 from coda_agent.verifier.gpu.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
-WARM, TIMED = 10, 20  # most warm-up and timed calls per schedule; QuACK makes at least 54 and 200
-SHORT, FEWEST = 100.0, 4  # enough milliseconds of timed calls, and the least number of timed calls
+WARM, TIMED = 10, 20  # most warm-up calls and most timed calls per schedule; QuACK makes at least 54 and 200
+SHORT, FEWEST = 100.0, 4  # timed calls end after this many milliseconds, but not before this many calls
 OWN = 254  # number of calls in the tuner's own timing
 # the final, which times the fastest schedules again: its most and fewest schedules, and its most milliseconds
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
@@ -126,7 +126,7 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the tuner's arguments during the call, because the final calls the function with them."""
+    """Keep the tuner's arguments during the call, because the final round calls the function with them."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -139,7 +139,8 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the tuner run a final before it stores a choice. ``own``: the tuner's own timing."""
+    """Make the tuner run a final round (``_final``) before it stores a choice. ``own``: the tuner's own
+    timing."""
 
     def decided(tuner: Any, key: Any, configs: Any, race: Callable[[], None]) -> Any:
         def all_of_it() -> None:

@@ -124,7 +124,8 @@ def _loss(loss: Loss) -> str:
 
 
 def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
-    """One row per session and arm of the row's columns. Arms that have changed since then are marked."""
+    """One row per session and arm of the row's columns. An arm is marked if it has changed since its
+    session."""
     sessions = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for session in sessions for name, arm in session.arms.items()}

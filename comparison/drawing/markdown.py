@@ -90,7 +90,8 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
-    """Replace the ``brief`` and the ``headline`` in a Markdown file, between the comments that mark them.
+    """In a Markdown file, replace the ``brief`` and the ``headline`` between the comments that mark their
+    places.
 
     Raises InvalidInput if the file marks neither, or marks one of them twice. Raises OSError.
     """

@@ -22,7 +22,7 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def start(self, x: Tensor) -> Stream:
-        """The stream that a previous layer with output x [tokens, D] would pass on."""
+        """The stream that a previous layer would pass on if its output were x [tokens, D]."""
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:

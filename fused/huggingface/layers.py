@@ -42,8 +42,8 @@ PARTS = {
 class Settings(NamedTuple):
     """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
     rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
-    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes it up to its
-    row scaling."""
+    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes the norm
+    without its row scaling."""
 
     activation: str
     centered: bool
@@ -168,7 +168,7 @@ def _warn(why: str) -> None:
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a decoder layer. It keeps the model's own activation checkpointing."""
+    """The forward of a decoder layer. The model's own activation checkpointing still applies."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")

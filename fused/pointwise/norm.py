@@ -1,5 +1,5 @@
-"""Compute a whole RMSNorm in one pass forward and one backward. A model's last norm needs it, because no GEMM
-kernel contains that norm."""
+"""Compute a whole RMSNorm in one pass forward and one backward. This is for a model's last norm, which no
+GEMM kernel contains."""
 
 from __future__ import annotations
 

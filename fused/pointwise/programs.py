@@ -1,5 +1,5 @@
-"""Run programs without a matmul as PyTorch code. On a GPU torch.compile fuses this code; otherwise each
-operation would be a pass over memory."""
+"""Run programs without a matmul as PyTorch code. On a GPU torch.compile fuses this code, because otherwise
+each operation would be a pass over memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
 
-    @cache  # only at the first call: importing Dynamo and Inductor takes longer than importing PyTorch itself
+    @cache  # at the first call, because importing Dynamo and Inductor takes longer than importing PyTorch
     def compiled() -> Callable[..., Any]:
         return torch.compile(own)
 

@@ -1,8 +1,8 @@
 """Generate the code of a step: a class on top of QuACK's Hopper mainloop, with its resources and the code for
 one epilogue subtile.
 
-The code works on pairs of accumulator lanes. So it can mix tiles of half, single and double width without
-special cases.
+The code works on pairs of accumulator lanes. So the code can mix tiles of half, single and double width
+without special cases.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The name of the fragment that a blocked reduction reads. Reductions of one tile share it."""
+        """The name of the fragment that a blocked reduction (one that takes a subtile's whole fragment)
+        reads. Reductions of one tile share it."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:

@@ -33,7 +33,8 @@ Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory, each listed once: an epilogue may reread operands."""
+    """The nodes that a GEMM step reads from memory. Each is listed once, even if an epilogue reads an operand
+    again."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads

@@ -36,8 +36,8 @@ def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
 
 class Search:
     """The search for the cheapest plan. ``limit``: the bytes per row that the forward may store for the
-    backward, not counting its inputs. Without a limit the forward stores only its outputs, or more if no
-    backward works with these alone. ``fixed``: forward nodes that must (True) or must not (False) be
+    backward, not counting its inputs. Without a limit the forward stores only its outputs; it stores more
+    only if no backward works otherwise. ``fixed``: forward nodes that must (True) or must not (False) be
     stored."""
 
     def __init__(
@@ -92,9 +92,9 @@ class Search:
                 yield node.args[0]
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
-        """Improve the plan that stores ``stored``, one change at a time. A change toggles a simplification,
-        or whether a node of ``free`` is stored. Small tensors are tried first; with ``largest``, large
-        tensors."""
+        """Starting from the plan that stores the nodes ``stored``, improve it one change at a time. A change
+        toggles a simplification, or whether a node of ``free`` is stored. Small tensors are tried first; with
+        ``largest``, large tensors."""
         always = {i for i, keep in self.fixed.items() if keep}
         start = {i for i in stored if self.fixed.get(i, True)} | always
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)

@@ -11,7 +11,7 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, reduction
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 
-POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # their results are positive wherever they are finite
+POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # operations whose finite results are positive
 ALIKE = ("negative", "even", "odd", "transpose", "row_sums", "per_row", "head_sums", "per_head", "as_tile")
 SUMS = ("add", "subtract", "join")
 
@@ -183,7 +183,7 @@ class Reverse:
         return apply("divide", total, Tensor(self.value(scale)))._index
 
     def beside(self, index: int) -> tuple[int, ...]:
-        """The other arguments of all nodes that read this value."""
+        """The arguments, other than this value, of all nodes that read this value."""
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:

@@ -1,4 +1,4 @@
-"""Check, in its syntax tree and before it runs, that an edited module uses only a subset of Python.
+"""Check the syntax tree of an edited module, before the module runs: it may use only a subset of Python.
 
 The check gives authors errors with a line and a remedy. If the check misses something, confinement
 (``primitives.raw.confine``) still protects the machine. The rules: names come from listed modules; nothing is
@@ -324,8 +324,8 @@ class _EditChecker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """Check an expression that runs on the host. It may use numbers, and of a tensor only shape and
-        strides; otherwise the launcher would read an element."""
+        """Check an expression that runs on the host. It may use numbers, and the shape and strides of a
+        tensor. It must not read a tensor's element on the host."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):

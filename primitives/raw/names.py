@@ -51,8 +51,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.tables": (),
     "primitives.device.values": ("quack.activation",),
 }
-# Modules with only the listed names allowed. Their other names compile, print, load libraries, or reach the
-# compiler's internals.
+# Modules of which only the listed names are allowed. The other names compile, print, load libraries, or reach
+# the compiler's internals.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "

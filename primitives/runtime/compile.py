@@ -95,7 +95,7 @@ def report(
 def _schedules_to_compile(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """For each step, the schedules to compile it on; empty for a step whose heads fit no tile. Raises
+    """The schedules at which to compile each step; empty for a step whose heads fit no tile. Raises
     CompileError for a step whose epilogue leaves too little shared memory on every tile."""
     tried = []
     for gemm in lowered.gemms:
@@ -155,7 +155,7 @@ class _Child:
     @staticmethod
     def _settings() -> tuple[object, ...]:
         """The parent process and the settings that a child inherits from it. A child that was started with
-        others is not usable."""
+        other settings is not usable."""
         paths = (os.environ.get("PYTHONPATH"), cache_dir())
         return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
 

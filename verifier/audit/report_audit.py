@@ -226,7 +226,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
-    """Check that a process's last attempt is valid, and that each earlier attempt is not."""
+    """Check that a process's last attempt is valid, and that each earlier attempt is invalid."""
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:

@@ -50,8 +50,8 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
     import torch
     import torch._inductor.config
 
-    # The compiler would print a message for every choice. It also refuses some configurations, which is a
-    # normal part of its search.
+    # The compiler would print a message for every choice. The compiler also refuses some configurations,
+    # which is a normal part of its search.
     torch._inductor.config.autotune_num_choices_displayed = 0
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
@@ -221,7 +221,7 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
             return result
 
     # Inference mode is off, as in numerics.reference: in that mode, ``linear`` would arrive here as one
-    # operation, not yet decomposed into a matmul.
+    # operation instead of a matmul.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

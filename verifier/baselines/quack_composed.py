@@ -2,9 +2,9 @@
 # Device code is traced by the DSL, not run: its values have no Python types.
 """Epilogues composed from QuACK's operators, for specs whose outputs no epilogue of QuACK's library computes.
 
-Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``. Its docstring says
-what it changes. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this
-module imports QuACK.
+Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``. The docstring names
+the changes. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this module
+imports QuACK.
 """
 
 from __future__ import annotations

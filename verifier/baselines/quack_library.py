@@ -9,10 +9,10 @@
 - a rotation of only some of several packed heads;
 - grouped matmuls, where each expert has its own rows.
 
-A call also completes the reductions, in the fastest way that a user has: QuACK's second kernel for RMSNorm, a
-torch sum, or a few operations under torch.compile. Values that depend only on weights (rotary frequencies, or
-a head's weight repeated for every head) are computed before the call. Importing this module imports nothing
-heavy.
+A call also completes the reductions, in the fastest way that is open to users: QuACK's second kernel for
+RMSNorm, a torch sum, or a few operations under torch.compile. Values that depend only on weights (rotary
+frequencies, or a head's weight repeated for every head) are computed before the call. Importing this module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rmsnorm(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library needs rstd * mean as an input, so the call computes that product first."""
+    """QuACK's epilogue needs rstd * mean as an input, so the call computes that product first."""
     import torch
     from quack.epilogue.library import ln_affine_epi
 
@@ -103,7 +103,7 @@ def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tens
     """An epilogue that stores x @ w.mT as preact, and also its activation. ``second``: QuACK's name for the
     output that holds the activation."""
     x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
-    assert w is not None  # every activation spec has one of the two
+    assert w is not None  # every spec with an activation has one of these two inputs
     m, n = x.shape[0], w.shape[0]
     outs = {"D": x.new_empty(m, n), second: x.new_empty(m, n // 2 if gated else n)}
     return QuackEpilogue(mod, x, w.mT, outs, {"D": "preact", second: "act"}, operands=operands)

@@ -1,8 +1,8 @@
 """Compare a backward's formulas with autograd of its forward, in fp64.
 
 Both use the same drawn inputs. Nothing is rounded: the backward reads the forward's stored tensors in fp64.
-The remaining error is fp64's, which grows where small values are differences of large ones. To learn how
-large this error may be, both run again in fp32, on stored tensors whose last bits were changed.
+The remaining error is that of fp64 arithmetic. It grows where small values are differences of large ones. To
+learn how large this error may be, both run again in fp32, on stored tensors whose last bits were changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
     """The gradients of a backward that differ from autograd's, with each one's RMS error relative to the true
     RMS.
 
-    Empty for a spec that has no forward. ``beyond``: inputs are not typical. Then gradients that depend too
-    much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
+    Empty for a spec that has no forward. ``beyond``: inputs are not typical. In this case, gradients that
+    depend too much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
     """
     if spec.before is None:
         return {}

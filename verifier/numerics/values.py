@@ -24,8 +24,9 @@ ROUTINGS = ("balanced", "empty", "single", "one")
 def values_of(
     init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator, routing: str = "balanced"
 ) -> Tensor:
-    """The init's values before they are cast: fp64 for a geometric series, int64 for integers, fp32 for the
-    rest. ``routing``: how rows are assigned to experts, if the values are offsets."""
+    """The values that ``init`` draws, before the cast to the input's dtype: fp64 for a geometric series,
+    int64 for integers, fp32 for the rest. ``routing``: how rows are assigned to experts, if the values are
+    offsets."""
     device = generator.device
     if init.offsets is not None:
         return _offsets(init.range_at(sizes)[1], shape[0] - 1, generator, routing)
@@ -71,7 +72,7 @@ def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) 
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
     """Put both ends of an integer range somewhere among the values, if there are at least two values. A wrong
     comparison may affect only the first or last word of a vocabulary, and random draws hardly ever contain
-    these."""
+    these two words."""
     half = values.numel() // 2
     if half:
         first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()

@@ -165,7 +165,7 @@ class Proposal(Model):
 
     def program(self, spec: Spec, operation: str = "") -> Program:
         """The toy kernel with ``operation`` in the primitive's place; by default with an existing operation
-        that has as many arguments. The choice does not change its reads, writes and launches."""
+        that has as many arguments. The choice does not change the kernel's reads, writes and launches."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))

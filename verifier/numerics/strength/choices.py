@@ -4,12 +4,12 @@ A choice takes one of two values, its sides. A side that no tried input selects 
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: there must be inputs on
 which the program passes the error gate, but fails if the other side is forced. A function like sigmoid counts
 as a choice too, because it is constant far from zero and a straight line near zero. For example, 1e9 * tanh(v
-/ 1e9) acts as a clamp. So the program must fail on some inputs if the function is replaced by its limits, and
-on some if it is replaced by its tangent at zero.
+/ 1e9) acts as a clamp. So the program must fail on some inputs if the function is replaced by its limits. It
+must also fail on some inputs if the function is replaced by its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
-Where the second form cancels, the gate may still pass it, because the gate's limits allow for larger values'
-errors, or because the reference cancels too. Then no input needs the accurate form. Instead this side must be
+The gate may pass the second form even where it cancels: the gate's limits allow for the errors of larger
+values, or the reference cancels too. Then no input needs the accurate form. Instead the accurate side must be
 *judged*: the program must fail if this side's values alone are wrong by an eighth.
 """
 
@@ -37,7 +37,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
-OFF = 9 / 8  # the error gate must notice that a side's values are multiplied by this
+OFF = 9 / 8  # a factor for a side's values; the error gate must notice this change
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
 BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
 STRAIGHT = 2.0**-8  # up to this, such functions are nearly their tangents at zero
@@ -59,8 +59,8 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: the decided ones for
-    which the other side has another value. ``elements``: all."""
+    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: the decided elements
+    for which the other side has another value. ``elements``: all."""
 
     decided: int
     apart: int

@@ -2,8 +2,8 @@
 
 Some mutants have wrong mathematics, that is, another reference text. A program could express them, so the
 interpreter's run with unrounded outputs judges them too. Others have wrong execution: the reference's text
-with damaged matmuls or outputs, as from a faulty lowering or a cheat. Only the error gate on stored outputs
-judges these.
+with damaged matmuls or outputs, as a faulty lowering or a cheat would give. Only the error gate on stored
+outputs judges these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coda_agent.verifier.spec.model import Spec
 Outputs = dict[str, Tensor]
 TAIL = 16  # the number of K elements that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-# how many fewer mantissa bits than fp32 each dtype has
+# mantissa bits that each dtype has fewer than fp32
 FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}
 
 

@@ -35,7 +35,7 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last two subtract no maximum, or one that starts at zero.
+    # The last two subtract no maximum, or a maximum that is never below zero.
     "logsumexp": (
         "({x}).amax(-1)",
         "log(exp(({x}) / 2).sum(-1)) * 2",
@@ -43,7 +43,7 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second one reduces its argument by a period that has too few digits.
+    # The second function reduces its argument by a period that has too few digits.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
@@ -67,7 +67,7 @@ def slips(spec: Spec, text: str) -> Texts:
 
 def _wrong_experts(spec: Spec, text: str) -> Texts:
     """Begin each expert's rows one row early or late; give all rows to one expert; drop each expert's last
-    row; or reorder the experts' matrices or the rows that they gather."""
+    row; reorder the experts' matrices; or reorder the gathered rows."""
     for name in (n for n, t in spec.inputs.items() if t.init.offsets is not None):
         ends = f"cat([{name}[:1], {{}}, {name}[-1:]])"
         late, early = f"({name}[1:-1] + 1).clamp(max={name}[-1])", f"({name}[1:-1] - 1).clamp(min=0)"
@@ -164,7 +164,7 @@ def _wrong_inputs(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_order(text: str) -> Texts:
-    """Use odd columns as even ones, or the reverse; swap two names of one assignment."""
+    """Read odd columns in place of even ones, or the reverse; swap two names of one assignment."""
     for at, node in enumerate(ast.walk(ast.parse(text))):
         if isinstance(node, ast.Slice) and node.step and node.lower:
             start = ast.Constant(1 - int(ast.unparse(node.lower)))
