@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
 OURS = "regex:coda_(lowered|edited)"  # matches the names of all our kernels, lowered or edited
 LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric in the output of --query-metrics
-FEWEST = 100  # least number of metrics of a real list; shorter output is an error message
+FEWEST = 100  # output with fewer metrics is an error message and not a list
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -204,7 +204,7 @@ def _heartbeat(words: str) -> Iterator[None]:
 
 def _release() -> None:
     """Return unused memory to the driver, because other libraries allocate from there. If the device has a
-    pending error, raise it, because not every library does."""
+    pending error, raise the error, because not every library does so."""
     import torch
 
     torch.cuda.synchronize()
@@ -226,7 +226,7 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune every arm without known schedules, and store the results on disk. This process does it because its
+    """Tune every arm without known schedules, and store the results on disk. This process tunes, because its
     compilers have already started. A failure is only reported: its arm will fail again in its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)

@@ -204,9 +204,9 @@ class _Measuring:
 
     def _expect_time(self, turn: ProcessRow) -> None:
         """Raise OutOfTime if less time is left than the longest comparable session takes. This row's sessions
-        in this environment are comparable. If there are none, so are this environment's sessions with the
-        same reference arm (operators or layers); failing that, all sessions. A row that takes longer than the
-        whole budget starts only if it is the first."""
+        in this environment are comparable. If there are none, all sessions in this environment with the same
+        reference arm (operators or layers) are comparable. If there are none of these either, all sessions
+        are comparable. A row that takes longer than the whole budget starts only if it is the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [

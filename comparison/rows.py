@@ -243,8 +243,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's matmul has M = N = K = ``n``. Empty except for the three operators
-    that the paper measures this way."""
+    """The sizes at which an operator's matmul has M = N = K = ``n``. The result is empty except for the three
+    operators that the paper measures at such sizes."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

@@ -6,10 +6,10 @@ read the exponentials, for the gradients of the stream and of the head's weight.
 
 A row's exponentials are relative to a shift that is known before the matmul: ``SHIFT`` above the target's
 logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the row's results
-are multiplied, in fp32, by the exact ratio of the two. The target's own term is exact too: its exponential is
-left out, and (softmax - 1) times the target's row of the weight is added in fp32. A row's exponentials
-overflow if its loss exceeds 120. Then everything is computed again, with exponentials relative to the
-log-sum-exp.
+are multiplied, in fp32, by the exact ratio of the exponentials relative to the log-sum-exp and to the shift.
+The target's own term is exact too: its exponential is left out, and (softmax - 1) times the target's row of
+the weight is added in fp32. A row's exponentials overflow if its loss exceeds 120. Then everything is
+computed again, with exponentials relative to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Multiply the saved gradients by the incoming gradient of the sum."""
     ops.check_first_derivative()
-    assert gradient is not None  # ``summed`` returns only the sum, so the sum has a gradient
+    assert gradient is not None  # ``summed`` returns only the sum, so every backward has its gradient
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
     return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
 

@@ -62,9 +62,9 @@ class Typed(NamedTuple):
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes. Its 16-bit matrices may all be given in one other float dtype.
-    Vectors declared in the matrices' dtype may then have the matrices' new dtype or fp32. Raises TypeError
-    for other dtypes."""
+    """The program for inputs of these dtypes. All 16-bit matrices together may have another float dtype. A
+    vector declared in the matrices' dtype may then have the new dtype or fp32. Raises TypeError for other
+    dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))

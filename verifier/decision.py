@@ -48,8 +48,8 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change is as fast as the incumbent. The interval of Student's t must reach 1, because with
-    three processes the bootstrap's interval is too narrow for this. Both intervals must also stay within the
+    """Whether a change is as fast as the incumbent. Student's t interval must reach 1; with three processes,
+    the bootstrap's interval would be too narrow for this test. Both intervals must also stay within the
     allowed loss, or noise could hide a slower kernel."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE

@@ -1,5 +1,5 @@
-"""The gates that need a GPU: numerics, stability, benchmark, decision. They run on a program that has passed
-the gates before them.
+"""The gates that need a GPU: numerics, stability, benchmark, decision. These gates run on a program that has
+passed all earlier gates.
 
 Candidate source never runs here: the input is a Program. All GPU work happens in workers
 (``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted measurement

@@ -149,7 +149,7 @@ class StageRunner:
         with Worker() as fresh:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
-            except Failed as failed:  # Lost is a subclass
+            except Failed as failed:  # Lost is a subclass of Failed
                 raise InvalidMeasurement(
                     f"the GPU fails after the loss of a worker: {failed.message}"
                 ) from None

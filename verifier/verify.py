@@ -140,8 +140,8 @@ def verify(
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """Run all gates that this machine can run. ``gpu``: also run ``verifier.measure.measure``, which stores
-    finished stages in ``keep`` and first tries ``quack``'s known schedules."""
+    """Run all gates that this machine can run. ``gpu``: also run ``verifier.measure.measure``. It stores
+    finished stages in ``keep``; ``quack``: known schedules of QuACK's arms."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure
@@ -252,7 +252,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The nodes that a message is about: those of the output or input that it names first."""
+    """The nodes of the output or input that a message names first."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]

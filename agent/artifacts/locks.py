@@ -27,7 +27,7 @@ def together(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    # Lock the directory itself: its files are replaced, and a lock on a file would be lost with the file.
+    # Lock the directory itself: its files are replaced, and replacing a file would lose the lock on it.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)

@@ -185,7 +185,7 @@ class Pool:
                     self._changed.notify_all()  # so that the next request takes its turn
                     return use
                 if not use and piece in self._suspects and queue[0] is turn:
-                    queue.append(queue.pop(0))  # others pass while this request waits for another node
+                    queue.append(queue.pop(0))  # others may pass while this request waits for another node
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
                     raise GivenUp(self._alone("GPU" if gpu else "core"))

@@ -1,4 +1,5 @@
-"""Providers, which give the author's answers. Each provider is one file, with a class that has one method.
+"""Providers give an author's answers, for example through a model's API. Each provider is one file, with a
+class that has one method.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
 Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.

@@ -60,7 +60,7 @@ class ProviderSpec:
     make: Callable[..., Provider]  # called with the result of `arguments`
     arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # takes a run's header
     header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields to add to a new run's header
-    options: tuple[str, ...] = ()  # options that this provider uses and some others do not
+    options: tuple[str, ...] = ()  # options that this provider uses and some other providers do not
     package: str = ""  # the pip package with the modules that the provider's file imports lazily
     offered: bool = True  # whether --provider offers it
     counted: bool = True  # whether we can count the tokens that the provider uses
@@ -68,6 +68,6 @@ class ProviderSpec:
     objection: Callable[[str | None], str] = _no_objection
     # whether a person or another program answers; --author then names the author in reports
     by_hand: bool = False
-    replays: bool = False  # whether answers come from a recording, whatever the prompt says
+    replays: bool = False  # whether answers come from a recording, so that the prompt does not affect them
     auto: Auto | None = None
     check: Callable[[], Finding] | None = None  # the check that doctor runs

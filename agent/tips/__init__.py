@@ -136,7 +136,7 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 def fitting(tips: Iterable[Tip], length: int) -> list[Tip]:
     """The tips whose lessons fit into ``length`` characters, including list markers. The least helpful tips
-    are dropped first; of equally helpful tips, the oldest."""
+    are dropped first. Among equally helpful tips, the oldest is dropped first."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     left = sum(sizes.values())

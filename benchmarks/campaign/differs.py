@@ -52,7 +52,7 @@ class Judge:
         self._more = (CampaignDraw(spec, program, draw) for draw in draws(spec, seed))
 
     def samples(self) -> Iterator[CampaignDraw]:
-        """The draws on which the original passes, created when first needed."""
+        """The draws on which the original program passes. They are created when first needed."""
         for index in count():
             while index >= len(self._kept):
                 if (sample := next(self._more, None)) is None:

@@ -35,8 +35,8 @@ class Draw:
 
 
 def draws(spec: Spec, seed: int) -> Iterator[Draw]:
-    """All draws of a spec: by its own init at small sizes, then at other magnitudes, then with each dim in
-    turn as long as in the largest case."""
+    """All draws of a spec. The first follow the spec's own init at small sizes. Then come other magnitudes.
+    Last, each dim in turn is as long as in the largest case."""
     random = Random(f"{spec.name}/{seed}")
     for k in range(6):
         yield made(spec, small(spec, random), random, 0.0, f"init {k}")

@@ -28,7 +28,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """The facts about one part of a backward that need no timing: name, group, FLOPs and compulsory bytes."""
+    """One part of a backward without its times: name, group, FLOPs and compulsory bytes."""
 
     what: str
     group: str

@@ -169,7 +169,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of each group's time by arm, and of the other arms' times less ours."""
+    """A table of each group's time by arm. Further columns have the other arms' times minus ours."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []

@@ -17,7 +17,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TraceError(Exception):
-    """The trace lacks the marked regions. The message says what it contains instead."""
+    """The trace lacks the marked regions. The message says what the trace contains instead."""
 
 
 @dataclass(frozen=True)

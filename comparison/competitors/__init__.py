@@ -120,7 +120,8 @@ def note(spec: Spec, arm: str) -> str:
 
 
 def absent(spec: Spec, arm: str) -> str | None:
-    """Why an arm cannot compute a spec on any machine; None if the arm can, or if nothing is known."""
+    """Why an arm cannot compute a spec on any machine; None if the arm can, or if only a trial can show
+    it."""
     from coda_agent.comparison.competitors import flashinfer, liger, upstream
 
     if arm in LIBRARY_ARMS and not admitted(spec, [arm]):

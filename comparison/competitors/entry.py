@@ -46,8 +46,8 @@ def followed(
     name: str,
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = multiplied,
 ) -> Prepared:
-    """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. a [rows, K] is
-    the second result of ``first``, and w is [N, K]. ``name``: the name of the matmul's output."""
+    """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. Here a [rows, K]
+    is the second result of ``first``, and w is [N, K]. ``name``: the name of the matmul's output."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:

@@ -27,8 +27,8 @@ class Cell:
     ``against``: the arm's time over that of the LLM's kernel; above 1 the LLM's kernel is faster. None in a
     row without such a kernel, and in that kernel's own cell. ``indirect``: the two arms never shared a
     session, so the ratio is computed through the reference arm. ``processes``: the number of processes that
-    measured the ratio, or the time if there is no ratio. For an indirect ratio, this is the smaller of the
-    numbers of its two steps.
+    measured the ratio, or the time if there is no ratio. For an indirect ratio, which has two steps, it is
+    the smaller of the steps' two numbers.
     """
 
     arm: str
@@ -112,7 +112,7 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 class _Ratio(NamedTuple):
     """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
-    steps; ``processes`` are those of the step with fewer."""
+    steps; ``processes`` is the smaller of the steps' two numbers."""
 
     interval: Interval
     processes: frozenset[int]
@@ -154,8 +154,8 @@ class _Row:
 
     def _outdated(self, present: Present) -> set[str]:
         """The arms that have changed since they were measured. If the question or the reference arm has
-        changed, these are all arms. The reference arm itself is never included, because indirect ratios need
-        it."""
+        changed, the result is all arms. The reference arm itself is never included, because indirect ratios
+        need it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)

@@ -136,7 +136,7 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
     """Footnotes that explain the marks, and name the operators for which a column of human-written kernels
-    also contains work by others."""
+    also contains our work or PyTorch's."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: for {_listed(found)}, {SHARED[name].drawn}."

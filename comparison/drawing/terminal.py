@@ -50,7 +50,8 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
-    """Each row with the text on its left: the operator's name, which may extend over several rows."""
+    """Each row with the text on its left: the operator's name, or the part of the name that fits on this
+    line."""
     rows: list[tuple[str, TableRow]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)

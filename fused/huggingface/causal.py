@@ -67,8 +67,8 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
-    """The sum of all tokens' losses, divided by the caller's count or, without one, by the number of tokens
-    that have a target."""
+    """The sum of all tokens' losses, divided by ``num_items_in_batch``. If that is None, divide by the number
+    of tokens that have a target."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]

@@ -208,8 +208,8 @@ def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """The compile arguments of a vector kernel. Strings are interned: QuACK's cache hashes the pickled key,
-    and a pickle that contains one string object twice differs from a pickle of two equal objects."""
+    """The compile arguments of a vector kernel. Strings are interned, because QuACK's cache hashes the
+    pickled key: pickling one string object twice gives other bytes than pickling two equal objects."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 

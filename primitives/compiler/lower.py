@@ -115,7 +115,8 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """The source of a device module. It enters hashes, because it is part of the lowered code's meaning."""
+    """The source of a device module. The source enters hashes, because it is part of the lowered code's
+    meaning."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 

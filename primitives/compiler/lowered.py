@@ -115,8 +115,8 @@ class GemmKernel:
 
     def objection(self, schedule: Schedule, sizes: Mapping[str, int]) -> str:
         """Why a schedule does not suit the step, or "". Its tile must contain whole heads and whole pairs,
-        each range must begin at a subtile, and it must be one launch unless the step is ``splittable``.
-        ``sizes`` contains the static dims."""
+        each range must begin at a subtile, and the schedule must be one launch unless the step is
+        ``splittable``. ``sizes`` contains the static dims."""
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         if self.index is not None and schedule.cluster_n > 1:

@@ -1,4 +1,4 @@
-"""Choose schedules on which to try a program before tuning. These schedules must leave the mainloop enough
+"""Choose schedules with which to try a program before tuning. These schedules must leave the mainloop enough
 shared memory.
 
 Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA leave fewer

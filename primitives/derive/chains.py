@@ -1,4 +1,4 @@
-"""Chains of a Transformer as graphs, from which backwards are derived.
+"""Parts of a Transformer (chains) as graphs, from which backwards are derived.
 
 A chain is a part that begins and ends with a matmul, so that the epilogues of matmuls can compute its
 gradients. The forward of a chain with a norm takes several kernels. Weights have the layout of

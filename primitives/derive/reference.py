@@ -80,8 +80,8 @@ def reference(program: Program, cast: bool = False) -> str:
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:
-    """The text of a value of type ``given`` in an operation of type ``wanted``. A value per head is repeated
-    over the columns of a tile."""
+    """The text of a value of type ``given``, as an argument of an operation with a result of type ``wanted``.
+    A value per head is repeated over the columns of a tile."""
     if wanted.kind != "tile" or given.period is None:
         return name
     if given.kind == "spread":

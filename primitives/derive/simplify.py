@@ -41,10 +41,10 @@ class Factors(NamedTuple):
 class Simplifier(Trace):
     """A trace that adds a simpler equivalent node where a rule finds one.
 
-    ``moves``: whether row factors of a matmul's left operand move out of the matmul, or to its right operand.
-    ``products``: matmuls that the backward computes anyway, by their operands; sums over other matmuls are
-    computed from them (see ``turned``). ``used``: the optional simplifications ("moves", "turns") that had an
-    effect.
+    ``moves``: whether row factors of a matmul's left operand are moved out of the matmul or to the right
+    operand. ``products``: matmuls that the backward computes anyway, by their operands; sums over other
+    matmuls are computed from them (see ``turned``). ``used``: the optional simplifications ("moves", "turns")
+    that had an effect.
     """
 
     def __init__(self, signature: Signature, moves: bool = False):
@@ -325,7 +325,7 @@ class Simplifier(Trace):
         if found.core not in (None, right) and not offsets:
             core = self.add(Node("transpose", (found.core,))) if turned else found.core
             return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
-        if not self.moves or len(offsets) > 1:  # the rows of ``a`` are not the rows of a gathered product
+        if not self.moves or len(offsets) > 1:  # with an index, the result has other rows than ``a``
             return None
         turned = self.nodes[a].op == "transpose"
         left = self.nodes[a].args[0] if turned else a
@@ -378,7 +378,7 @@ class Simplifier(Trace):
             if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                # without products, this rule does not rewrite the new sum back
+                # no products meanwhile, so that this rule does not rewrite the new sum back
                 known, self.products = self.products, {}
                 product = self.add(Node("multiply", (known[pair], kept)))
                 sums = self.add(Node(f"{along}_sums", (product,)))

@@ -25,9 +25,9 @@ class Reduction(NamedTuple):
     results.
 
     A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
-    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: for a
-    reduction that only takes tiles as wide as their GEMM, what to suggest for a tile of half the width, and
-    of twice the width.
+    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: if a
+    reduction only takes tiles as wide as their GEMM, two suggestions to the author: for a tile of half the
+    width, and for one of twice the width.
     """
 
     axis: Literal["row", "column"]
@@ -43,7 +43,7 @@ class Reduction(NamedTuple):
 
 class Statistic(NamedTuple):
     """A primitive that computes one value per head in a sweep over the accumulator before the epilogue. The
-    resource's kernel argument is the width of heads. ``own_width``: as in Reduction."""
+    kernel passes the width of heads to the resource. ``own_width``: as in Reduction."""
 
     resource: str
     own_width: tuple[str, str]

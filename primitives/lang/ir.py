@@ -64,15 +64,15 @@ class Operation(NamedTuple):
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a code template over fp32
     register values ``{0}``, ``{1}``. ``fast`` is a less exact template, for values on which only bf16 and fp8
     outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the code of each
-    argument's pair of lanes to the code of the result's lanes. ``at``: a template over a lane's position.
-    ``reads``: the number of arguments whose values the operation uses; it uses only the shapes of the others.
-    ``sizes``: how many sizes its attribute names. ``sides``, for an operation that chooses between two
-    values, such as ``maximum``: maps (torch, *values) to two pairs of a mask and a value; the mask marks
-    where the value is chosen. ``limit``, for a function that approaches a constant or linear function away
-    from zero: maps (torch, value) to the value of that simpler function. ``derivative`` maps the traced
-    gradient of the value, the value and the arguments to each argument's gradient. Such a gradient has the
-    value's shape, or is None if it is zero everywhere. An operation without a derivative stops gradients.
-    ``caveat``: why there is no derivative, or where the derivative is one choice of several.
+    argument's pair of lanes to the code of the result's lanes. ``at``: a code template over a lane's position
+    in the tile. ``reads``: the number of arguments whose values the operation uses; it uses only the shapes
+    of the others. ``sizes``: how many sizes its attribute names. ``sides``, for an operation that chooses
+    between two values, such as ``maximum``: maps (torch, *values) to two pairs of a mask and a value; the
+    mask marks where the value is chosen. ``limit``, for a function that approaches a constant or linear
+    function away from zero: maps (torch, value) to the value of that simpler function. ``derivative`` maps
+    the traced gradient of the value, the value and the arguments to each argument's gradient. Such a gradient
+    has the value's shape, or is None if it is zero everywhere. An operation without a derivative stops
+    gradients. ``caveat``: why there is no derivative, or where the derivative is one choice of several.
     """
 
     name: str

@@ -89,7 +89,7 @@ def _line_of(error: BaseException) -> int | None:
 
 
 def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
-    if "\0" in source:  # depending on its version, Python raises ValueError or SyntaxError for it
+    if "\0" in source:  # for a null byte, Python raises ValueError or SyntaxError, depending on its version
         raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
         tree = ast.parse(source, FILENAME)

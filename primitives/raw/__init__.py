@@ -163,7 +163,8 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
-    """The object of the unedited kernel, which all its edits share. Raises RawError if compiling fails."""
+    """The object of the unedited kernel. All edits of the kernel use the same one. Raises RawError if
+    compiling fails."""
     plain = wanted.lowered.unedited
     assert plain is not None  # this is called only for edited code
     honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))

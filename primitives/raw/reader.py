@@ -57,7 +57,7 @@ class Reader:
     def __init__(self, tree: ast.Module):
         self._tree = tree
         self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the alias under which the edited module imports them
+        self._modules: dict[str, ModuleType] = {}  # imported modules, by the alias in the edited module
         self._imported: dict[str, Any] = {}
         self._constants: set[str] = set()
         self._classes: dict[str, type | None] = {}  # nearest imported base class of each class
@@ -96,8 +96,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """Check a value that is evaluated when the module is read. It must not refer to a function, because
-        no function may have a second name."""
+        """Check a value that is evaluated when the module is read. The value must not refer to a function,
+        because no function may have a second name."""
         self._at(node)
         match node:
             case ast.Constant():

@@ -70,7 +70,8 @@ def _span(axis: int, first: int, past: int) -> str:
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function (size, strides, dtype) that allocates an uninitialised tensor on the current device of this
-    type. Inductor's generated code calls it too: it takes half the host time of ``torch.empty``."""
+    type. Inductor's generated code calls the same function, which takes half the host time of
+    ``torch.empty``."""
     from torch._C._dynamo import guards
 
     return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
@@ -88,9 +89,9 @@ class Plan:
     into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and device
     of the plan.
 
-    All calls share the workspace, a tensor of bytes. The plan allocates its own if the caller gives none, or
-    one that is too small. Several threads and streams may call one plan: its calls run one after another on
-    the GPU (``turns``). Different plans that share a workspace do not wait for each other.
+    All calls share the workspace, a tensor of bytes. The plan allocates a workspace if the caller gives none,
+    or gives one that is too small. Several threads and streams may call one plan: its calls run one after
+    another on the GPU (``turns``). Different plans that share a workspace do not wait for each other.
 
     ``parts``: the parts of the program, in launch order. ``kept``: the tensors and numbers that calls share,
     by role and node. ``gaps``: the unused bytes of the workspace.

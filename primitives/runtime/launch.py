@@ -38,10 +38,10 @@ class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
     A call launches on the current stream of the tensors' device. The first call with new shapes plans and
-    tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. A step whose
-    schedule the source gives is not tuned. ``known``: good schedules by step, which tuning times instead of
-    all schedules (``tune.search_again``). Edited code is timed only on ``known`` schedules, because its
-    results on others are unchecked.
+    tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. If the
+    source gives a step's schedule, the step is not tuned. ``known``: good schedules by step, which tuning
+    times instead of all schedules (``tune.search_again``). Edited code is timed only on ``known`` schedules,
+    because its results on others are unchecked.
 
     Several threads and CUDA streams may call a Kernel at once. Calls with the same shapes share a workspace,
     so they run one after another on the GPU: a stream waits for the stream of the previous call. Create one

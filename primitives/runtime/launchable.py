@@ -35,7 +35,7 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
         if types[index].kind == "tile" and index not in program.outputs.values():
             tensors[f"the tile that node {index} passes to the next step"] = (types[index].shape, dtype)
     for name, index in program.outputs.items():
-        if types[index].kind == "head":  # stored by element, not in bulk: needs no alignment
+        if types[index].kind == "head":  # needs no alignment, because it is stored by element
             del tensors[name]
     errors = []
     for name, (shape, dtype) in tensors.items():
@@ -60,7 +60,7 @@ def check_tensors(
     tensors do not match the signature.
 
     While PyTorch records gradients, no tensor may require grad. A kernel has no autograd, so a loss on its
-    outputs would silently train nothing.
+    outputs would train nothing, without an error.
     """
     import torch
 

@@ -31,7 +31,7 @@ Layers = tuple[tuple[str, Callable[[], None]], ...]
 
 
 def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Apply every layer, weakest first. ``parent``: the id of the process whose end also ends this one.
+    """Apply every layer, weakest first. ``parent``: the id of a process; when it ends, this process ends too.
     ``wanted`` replaces the default layers.
 
     Returns the names of the layers in force, and the names of the missing layers.
@@ -73,7 +73,7 @@ TRACING_LIMITS = {
     "CPU": CPU_SECONDS,
     "FSIZE": 0,
     "NOFILE": DESCRIPTORS,
-    "NPROC": 0,  # does not limit root, but seccomp also forbids new processes
+    "NPROC": 0,  # this does not limit root, but seccomp also forbids new processes
     "CORE": 0,
 }
 
@@ -91,8 +91,8 @@ def _limit(name: str, limit: int) -> bool:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the soft limit the process gets SIGXCPU, which tells the reason; at the hard limit it gets
-        # SIGKILL, which does not.
+        # At the soft limit the process gets SIGXCPU, which shows the reason. SIGKILL, at the hard limit, does
+        # not.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):

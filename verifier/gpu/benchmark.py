@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds; at the power limit, one cycle of the clocks' variation takes this long
+LONGEST = 1.5  # seconds of rounds: one period of the clock rates at the power limit
 HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
@@ -226,11 +226,11 @@ class _Sets:
     ) -> timing.Arm:
         """An arm with one call per set of inputs, in rotation.
 
-        Before each call, its ``outputs`` are overwritten. So is the candidate's workspace, because a kernel
-        could hide results there for the next call. For an arm that allocates its own outputs, the same amount
-        of unused memory is overwritten, so that all arms find the GPU in the same state. If an output updates
-        an input, nothing is overwritten, since the input's buffer must keep its content. ``compare`` then
-        runs the kernel once more.
+        Before each call, its ``outputs`` are overwritten. The candidate's workspace is overwritten too,
+        because a kernel could hide results there for the next call. For an arm that allocates its own
+        outputs, the same amount of unused memory is overwritten, so that all arms find the GPU in the same
+        state. If an output updates an input, nothing is overwritten, since the input's buffer must keep its
+        content. ``compare`` then runs the kernel once more.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -281,7 +281,7 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
     """Prepare an arm other than the candidate, and report the stage first. The candidate has already run, so
-    a failure here is not its fault."""
+    a failure here is not the candidate's fault."""
     import torch
 
     torch.cuda.synchronize()

@@ -49,8 +49,8 @@ class Fingerprints:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a vector of integers, of 32 bits if its offset and size allow, else of
-    16 or 8."""
+    """A contiguous tensor's memory as a vector of integers. They have 32 bits if the tensor's offset and size
+    allow, else 16 or 8."""
     import torch
 
     flat = tensor.view(-1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GUARD = 4096  # bytes before and after a tensor; this many keep the tensor as aligned as an allocation
+GUARD = 4096  # bytes before and after a tensor; enough to align the tensor like a separate allocation
 # The two poisons, as byte values. A float filled with the first byte is NaN; filled with the second, it is an
 # ordinary number. So a result that depends on poison differs between the two.
 POISONS = (0xFF, 0x7B)
@@ -40,7 +40,7 @@ class Guarded:
                 band.fill_(byte)
 
     def written_beside(self, poison: int) -> list[str]:
-        """Names of tensors whose bands no longer hold only poison."""
+        """Names of tensors with bands that no longer hold only poison."""
         return [name for name, bands in self._bands.items() if not untouched(bands, poison)]
 
 

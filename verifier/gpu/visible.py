@@ -30,7 +30,7 @@ def visible_gpus() -> list[Gpu]:
     for entry in (each.strip() for each in visible.split(",")):
         by_number = found[int(entry) : int(entry) + 1] if entry.isdecimal() else []
         matching = by_number or [gpu for gpu in found if entry and gpu.uuid.startswith(entry)]
-        if not matching:  # as in CUDA, an unknown entry hides all entries after it
+        if not matching:  # CUDA does the same: an unknown entry hides all entries after it
             break
         chosen.append(matching[0])
     return chosen

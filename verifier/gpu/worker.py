@@ -41,7 +41,7 @@ _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misalign
 
 class Lost(Failed):
     """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. If this happened while the candidate ran, the candidate is rejected."""
+    ``out_of_memory``. If the candidate ran at that time, it is rejected."""
 
 
 class WorkerError(Exception):
@@ -92,7 +92,7 @@ class Worker:
         if not self._asked and subprocesses.ended(self._process):
             raise self._stillborn()
         self._asked = True
-        with suppress(BrokenPipeError):  # the read of the answer then reports that the worker died
+        with suppress(BrokenPipeError):  # the worker died, which reading the answer will report
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
         while True:

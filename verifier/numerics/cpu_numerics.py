@@ -102,7 +102,7 @@ class Comparison(NamedTuple):
         family.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
-        forward. Loading the spec tried both only at tiny sizes.
+        forward. When the spec was loaded, both were tried only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # skipped at long extents: these test kernels, and PyTorch's functions have no defects there
+        # skipped at long extents, which test only kernels: PyTorch's functions have no defects there
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"

@@ -77,8 +77,8 @@ def compare(
     sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
     says little, so limits are 2**(10/n) times as wide. At M = 1, a row's sum is then rejected if it is wrong
     by about 0.1% or more. The values of a row share errors from their common inputs, so for m rows the slack
-    is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If it
-    were exactly zero, no other order of summation could pass.
+    is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If the
+    error counted as zero, no other order of summation could pass.
 
     Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is
     0.0): see ``verifier.numerics.exactness``.
@@ -106,9 +106,9 @@ def undefined(
     is excused.
 
     An output is excused at any magnitude if the reference overflows in fp32 or loses more than ``LOST``. If
-    the truth is zero but ``jittered`` (of ``reference``) is not, the zero comes only from cancellation in
-    fp64. Then the output is excused up to the magnitude that cancellation leaves in fp32. Returns an empty
-    dict for a typical family.
+    the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in fp64. Then
+    the output is excused up to the magnitude that cancellation leaves in fp32. Returns an empty dict for a
+    typical family.
     """
     if family not in BEYOND:
         return {}
@@ -220,8 +220,8 @@ def _off_by_themselves(
 
 
 def _loudness(size: Tensor) -> Tensor:
-    """[R, C]: each value's expected size (from the mean squares of its row and column) over the usual size;
-    at least 1."""
+    """A matrix [R, C]: each value's expected size (from the mean squares of its row and column) over the
+    usual size; at least 1."""
     power = size.square()
     rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
     usual = power.mean().clamp_min(2.0**-300)  # all values may be zero
@@ -246,7 +246,7 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
     """Whether most of the values that fp32 could represent more finely are multiples of ``ONE``, a few steps
-    from the truth. The difference of two values near 1 looks like that."""
+    from the truth. The difference of two values near 1 has such values."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()

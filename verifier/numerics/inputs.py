@@ -68,7 +68,7 @@ def _huge(of: _Drawn) -> Tensor:
 def _outliers(of: _Drawn) -> Tensor:
     """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
     others. A scale per block instead of per row, or a range that is too narrow, loses the other rows or
-    columns. The other rows and columns are made smaller, so that this family overflows only in cases in which
+    columns. The other rows and columns are made smaller, so that this family overflows only where the family
     "normal" does."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
@@ -89,8 +89,8 @@ def _zeros(of: _Drawn) -> Tensor:
 
 
 def _low_rank(of: _Drawn) -> Tensor:
-    """Replace matrices by matrices of rank 4 to 8, whose products have correlated errors. Their factors are
-    bounded, since a product of several normals could exceed an exponential's range."""
+    """Replace matrices by matrices of rank 4 to 8, whose products have correlated errors. The values of the
+    factors are bounded, since a product of several normals could exceed an exponential's range."""
     if of.values.dim() < 2:
         return of.values
     rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))

@@ -60,8 +60,8 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
 
 USUAL = ErrorLimits()
 # Limits for outputs left in fp32. Another order of operations costs a few times the reference's loss, whereas
-# wrong mathematics costs far more. If one matmul reads another's rounded result, that rounding causes nearly
-# all of the loss, in every kernel; then ``shared`` applies.
+# wrong mathematics costs far more. If one matmul reads another's rounded result, this rounding causes nearly
+# all of every kernel's loss. Then ``shared`` applies.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # Families in which exponentials make a few values of an output larger than all others together. A ratio of
 # two RMS errors would compare only these few values, and say nothing about the mathematics. So each value is
@@ -73,9 +73,9 @@ VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.in
 # are the usual ones.
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-# In sums of few products, some rows and columns are larger than usual by chance. So are the errors of values
-# that cancel there; ``loud`` allows these. A family that makes rows large by design gains little from this,
-# because those rows determine the usual size.
+# In sums of few products, some rows and columns are larger than usual by chance. Then the errors of values
+# that cancel there are larger too; ``loud`` allows these. A family that makes rows large by design gains
+# little from this, because those rows determine the usual size.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
 # If one value of a row outweighs the rest, the worst element is one of only a few, so its limit is wide. A
 # wrong clamp still fails: its error is thousands of roundings.

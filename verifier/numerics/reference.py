@@ -37,14 +37,14 @@ Function = Callable[..., dict[str, Tensor]]
 Product = Callable[[Tensor, Tensor], Tensor]  # the matmul of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference can raise any exception. Each one counts as a fault of the reference, including a failed
-# assertion.
+# A reference can raise any exception. Every exception, including a failed assertion, counts as a fault of the
+# reference.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks. ``whole``: each block gets the full size of this
-    dim as the dim's value, not the block's size."""
+    """A dim along which a reference may be cut into blocks. ``whole``: the reference code of each block sees
+    this dim's full size, not the block's size."""
 
     name: str
     whole: bool
@@ -300,7 +300,7 @@ def _in_blocks(
         kept = dtypes[name] if _leads(output, row.name) else dtype
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
-    def block(start: int, stop: int) -> None:  # a function, so that its temporaries are freed on return
+    def block(start: int, stop: int) -> None:  # a function, to free its temporaries on return
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         part |= {name: (inputs[name] - start).clamp(0, stop - start) for name in offsets}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}

@@ -24,11 +24,11 @@ LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
 SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
 MEDIUM = 120  # in place of SHORT if the long dim is at most LARGEST_ON_CPU: a few values make poor statistics
-ELEMENTS = 1 << 21  # limit on the elements of a tensor with a long extent; takes 0.1 s on a CPU
+ELEMENTS = 1 << 21  # limit on the elements of a tensor with a long extent; this many take 0.1 s on a CPU
 HEADS = 8
 EXPERTS = 12  # limit on the experts in hidden sizes
 HEAD = 16  # columns of the narrowest head
-TRIES = 400  # draws before LARGEST counts as too small for the spec's static dims
+TRIES = 400  # number of draws after which LARGEST counts as too small for the spec's static dims
 DOUBLINGS = 8  # LARGEST is then doubled at most this often
 
 

@@ -110,8 +110,8 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
 
 @contextmanager
 def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start the child; yield it and the descriptor of its result. Afterwards it always kills the child and
-    closes the descriptor."""
+    """Start the child; yield it and the descriptor of its result. Afterwards, always kill the child and close
+    the descriptor."""
     descriptor, other_end = os.pipe()
     try:
         try:

@@ -25,7 +25,7 @@ MESSAGE_CHARACTERS = 4000
 
 
 def main() -> NoReturn:
-    """Read the request, enter the sandbox, then look at the source for the first time."""
+    """Read the request and enter the sandbox. Only then look at the source."""
     request = json.loads(sys.stdin.buffer.read())
     warnings.simplefilter("ignore")  # because displaying a warning would import modules and open files
     result = _detach()

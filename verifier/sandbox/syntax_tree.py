@@ -15,7 +15,7 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_DEPTH = 100  # limit on nested syntax; a sum of n terms is n deep
 
 _BEYOND = re.compile(r"[^\x00-\x7f]")
-_UNLIKE = "zq7"  # a string that NFKC normalisation never produces from one letter
+_UNLIKE = "zq7"  # a replacement that NFKC normalisation never produces from a single letter
 
 
 def parse(source: str) -> ast.Module:

@@ -67,7 +67,7 @@ def _shifted(g: Graph, node: Node, random: Random) -> int:
 
 @rule("per_row", "per_column", "multiply", "add")
 def _spread(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the spread of a vector product or sum as the product or sum of spreads, or the reverse."""
+    """Spread two vectors before multiplying or adding them, instead of after, or the reverse."""
     if node.op in ("per_row", "per_column"):
         inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
         return g.add(inner.op, *(_over(g, node.op, a) for a in inner.args))

@@ -107,7 +107,8 @@ def elementwise(
     derivative: Derivative | None = None,
     caveat: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Turn a documented signature into an elementwise primitive with these definitions."""
+    """Decorate a function that has only a signature and a docstring: make it an elementwise primitive with
+    these definitions."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
         name, arity = function.__name__, function.__code__.co_argcount
@@ -178,7 +179,8 @@ def negative(a):
 def comparison(
     symbol: str, holds: Callable[[Any, Any], Any]
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Turn a documented signature into a comparison: 1 where it holds, 0 elsewhere."""
+    """Decorate a function that has only a signature and a docstring: make it a comparison, 1 where it holds
+    and 0 elsewhere."""
 
     def sides(torch: Any, a: Any, b: Any) -> Sides:
         return (holds(a, b), torch.ones(())), (~holds(a, b), torch.zeros(()))

@@ -29,7 +29,7 @@ NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by
 STEEPEST = 8  # results may grow with at most this power of a size
 SMALLEST = 8  # the smallest size tried; between smaller ones, even a smooth power changes too much
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
-TRIES = 3  # per operand, at most this many runs are repeated without it
+TRIES = 3  # at most this many runs are repeated without each operand
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:

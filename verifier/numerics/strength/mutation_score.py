@@ -23,9 +23,9 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
     A mutant that a program can express is judged like a run of the interpret gate; any other, like a run on a
-    GPU. The families and limits are those of that gate. The list is empty for a strong spec. Small sizes on a
-    CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every family, except
-    for rounding.
+    GPU. Families and limits are those of the gate in question. The list is empty for a strong spec. Small
+    sizes on a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every
+    family, except for rounding.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
