@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of doctor. ``remedy`` is empty exactly if ``status`` is ok."""
+    """One finding of doctor. ``remedy`` is empty if, and only if, ``status`` is ok."""
 
     name: str
     status: Literal["ok", "missing", "broken"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
     """An operator's accepted kernels by arm, with the schedules tuned at these sizes if there are any. Edited
-    code is tuned only over the schedules of its report, because it was not checked on others."""
+    code is tuned only over the schedules of its report, because it was not checked on other schedules."""
     found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 

@@ -70,8 +70,8 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)``. Autograd stores only ``of``, and the backward computes the result again.
 
     A stored copy would double the memory of a model's weights. Under FSDP, which shards weights between
-    forward and backward, the copy would keep complete weights in memory. Under torch.compile, its partitioner
-    decides what is computed again.
+    forward and backward, the copy would keep complete weights in memory. Under torch.compile, the compiler's
+    partitioner decides what is computed again.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     return made
 
 
-_kept: Any = WeakTensorKeyDictionary()  # by the first weight that each result was computed from
+_kept: Any = WeakTensorKeyDictionary()  # keyed by the first weight of each result
 
 
 class _Kept(NamedTuple):
@@ -189,7 +189,7 @@ class Link:
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:
             ops.check_torch_func()
-            # recording takes less host time than the operator's autograd
+            # recording directly takes less host time than the operator's own autograd
             found = self._record(*given, None) if _plain(given) else self.op(*given)
         else:
             found = self.inference(*given)

@@ -62,9 +62,9 @@ class Attention(nn.Module):
         self.o_proj = _linear(heads * head_width, width)
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return causal attention over ``norm(x)``, before the output projection, [..., length, heads *
-        head_width]. Also return ``x``, for later uses of the stream. ``cos`` and ``sin`` [..., length,
-        head_width]: cosines and sines of the rotation's angles, with equal halves."""
+        """Compute causal attention over ``norm(x)``; return its output [..., length, heads * head_width],
+        before the output projection. Also return ``x``, for later uses of the stream. ``cos`` and ``sin``
+        [..., length, head_width]: cosines and sines of the rotation's angles, with equal halves."""
         q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         sizes = (len(q), len(k), len(v))
         weight = functional.packed(q, k, v, self.head_width)

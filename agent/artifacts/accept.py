@@ -48,8 +48,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file s
 
 
 class KernelError(InvalidInput):
-    """A file of an accepted kernel is unreadable. The message says which file, what is wrong and what to
-    do."""
+    """A file of an accepted kernel is unreadable. The message names the file, the fault and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) 
 
 
 def recorded(journal: Record) -> str:
-    """A run's recording as text. It leaves out facts about the machine, and everything that the report
+    """A run's recording as text. The text leaves out facts about the machine, and everything that the report
     contains."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})

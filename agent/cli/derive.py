@@ -24,7 +24,7 @@ KERNEL_OR_SPEC = "An accepted kernel's name or program.json, a kernel's file, or
 
 @dataclass(frozen=True)
 class DeriveOptions:
-    """The gradients to derive, and what is stored for them."""
+    """The options for the gradients to derive, and for the values that are stored for them."""
 
     wrt: Annotated[
         str | None,

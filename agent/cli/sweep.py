@@ -114,8 +114,8 @@ def resume(
 
 
 def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:
-    """The executor that the options name. If ``gpu`` is False it offers no GPUs; if ``cores`` is False, no
-    cores."""
+    """The executor that the options name. The executor offers no GPUs if ``gpu`` is False, and no cores if
+    ``cores`` is False."""
     if ray is not None:
         from coda_agent.agent.fleet.on_ray import OnRay
 

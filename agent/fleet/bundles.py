@@ -36,7 +36,7 @@ def measure(
     arrive, in the order of the bundle's entries."""
     checked = [bundle_measuring.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
-    # equal entries share their stages, so they take turns
+    # equal entries have the same stored stages, so they must take turns
     turns = defaultdict[Path, threading.Lock](threading.Lock)
 
     def whole(entry: bundles.PackedKernel) -> dict[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# A child process's program. It restores SIGINT, which shells make background processes ignore.
+# A child process's program. It restores SIGINT, because shells make background processes ignore this signal.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,7 +97,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
         for number, name in enumerate(names, 1):
             log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
             command = [sys.executable, "-c", RESUME, "resume", name, *arguments]
-            # it dies with its parent, because an orphan would continue to spend money
+            # the process dies with its parent, because an orphan would continue to spend money
             process = subprocesses.start(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -55,8 +55,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
-    """The programs and the kinds that ``--only`` names; all programs if it names none, and all kinds if it
-    names none."""
+    """The programs and the kinds that ``--only`` names. If it names no program, all programs; if it names no
+    kind, all kinds."""
     known, every = correct(), [*mutate.KINDS, *rewrite.KINDS]
     if unknown := set(given or ()) - {*known, *every}:
         raise SystemExit(

@@ -74,7 +74,7 @@ def arm(name: str, source: nn.Module, kind: str) -> LossArm:
 
         apply = {"llama": liger.apply_liger_kernel_to_llama, "qwen3": liger.apply_liger_kernel_to_qwen3}[kind]
         usual = dict(vars(module))
-        apply(model=own)  # this also changes the Python module, for all models
+        apply(model=own)  # Liger's patch also changes the Python module, for all models
         rotary = module.apply_rotary_pos_emb
         vars(module).update(usual)
     if name.startswith(FUSED):

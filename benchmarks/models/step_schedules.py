@@ -4,9 +4,9 @@
 are in use, and another schedule can be faster there. On an H100, this command trains the patched model of
 ``benchmarks.models.training``, ``--model llama|qwen3``. Each trial uses other schedules, and the profiler
 gives every kernel's time. A first round of trials tries tiles. A second round tries each kernel's two fastest
-tiles with other rasterisation groups. FILE receives all times, and a repeated command does not time the tiles
-again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned`` has the
-tables of an H100.
+tiles with other rasterisation groups. FILE receives all times. If the command is repeated, it does not time
+the tiles again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned``
+has the tables of an H100.
 """
 
 from __future__ import annotations

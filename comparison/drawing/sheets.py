@@ -141,7 +141,7 @@ def sheets(found: Sequence[TableRow]) -> tuple[list[Sheet], Notes]:
 
 
 def ratios(found: Sequence[TableRow], notes: Notes) -> Sheet:
-    """The table of ratios over the time of the LLM's kernel."""
+    """The table of each column's time over the time of the LLM's kernel."""
     names = tuple(name for name in columns_of(found) if name != LLM)
     says = f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
     return _filled(
@@ -286,8 +286,8 @@ def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _explained(column: Column, have: Collection[str]) -> str:
-    """A column's description. If several of its arms have figures, it names these arms and the default
-    arm."""
+    """A column's description. If several of its arms have figures, the description names these arms and the
+    default arm."""
     arms = [arm for arm in column.arms if arm in have]
     which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} unless a note names another)"
     return column.what + (which if len(arms) > 1 else "")

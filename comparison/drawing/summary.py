@@ -330,8 +330,8 @@ def _all(name: str, tallies: Sequence[Tally]) -> Tally:
 
 
 def together(ratios: Sequence[Interval]) -> Interval:
-    """The geometric mean of independent ratios. In logarithms, its half-width is the root of the sum of the
-    squared half-widths, divided by the number of ratios."""
+    """The geometric mean of independent ratios. In logarithms, the mean's half-width is the root of the sum
+    of the squared half-widths, divided by the number of ratios."""
 
     def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         low, high = (

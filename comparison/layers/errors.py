@@ -34,8 +34,8 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values. It is NaN or infinite if any computed value is.
-    Raises ValueError if names or shapes differ."""
+    """The RMS of each error over the RMS of the exact values. A result is NaN or infinite if any computed
+    value is. Raises ValueError if names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:

@@ -48,7 +48,7 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """Find an fp32 output that overwrites an input with the input plus a value. Return the three nodes:
+        """Find an fp32 output that adds a value to an input and overwrites the input. Return the three nodes:
         output, input and value. The store then adds in memory, so the input is not loaded. QuACK has no such
         store for a GEMM with offsets."""
         updates = {} if self.grouped else self.program.signature.updates
@@ -171,7 +171,8 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether a value repeated for each head is a tile that, once repeated, is as wide as the GEMM."""
+        """Whether a value that is repeated for each head is a tile and, after repetition, as wide as the
+        GEMM."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:

@@ -190,7 +190,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Add zeros for a node's arguments that have no value, because only their shapes are used."""
+        """Add zeros for a node's arguments that have no value; the node uses only the shapes of these."""
         import torch
 
         missing = [a for a in node.args if a not in values]

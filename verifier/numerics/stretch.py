@@ -15,8 +15,8 @@ from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 # squares then stay within fp32. fp8 has little range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# The largest power of two for one input if all others are typical. Its products with the others still fit in
-# fp32, and a later factor in the program may bring them back to a usual size.
+# The largest power of two for one input if all others are typical. This input's products with the others
+# still fit in fp32, and a later factor in the program may bring them back to a usual size.
 FAR = 60.0
 # the fraction of a tensor's values that "ends" replaces by zero (if legal), and by each end of the domain
 ZEROS = 1 / 16

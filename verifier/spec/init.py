@@ -31,7 +31,7 @@ class Normal(Model):
 
 
 class Init(Model):
-    """The distribution of an input: exactly one of these forms; ``ignored`` goes only with ``integers``.
+    """The distribution of an input: exactly one of these forms. Only ``integers`` may also have ``ignored``.
 
     - ``normal: {std: S}``: S is arithmetic over dims.
     - ``uniform: [low, high]``.

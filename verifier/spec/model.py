@@ -23,8 +23,8 @@ from coda_agent.verifier.spec.rules import assigned, check, describe
 
 
 class BadReference(Exception):
-    """The reference contradicts the spec's declarations. ``key`` names the text at fault: the reference or
-    another, such as the baseline. ``line`` is the line in that text."""
+    """The reference contradicts the spec's declarations. ``key`` names the text at fault: the reference, or
+    another text such as the baseline. ``line`` is the line in that text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = "reference"):
         super().__init__(message)

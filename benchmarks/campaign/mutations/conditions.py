@@ -56,7 +56,7 @@ def on_equality(site: Site) -> str:
 
 
 def smooth_switch(site: Site) -> str:
-    """Blend a value from right to wrong with a sigmoid around a threshold."""
+    """Blend a value from right to wrong, with a sigmoid that is centred at a threshold."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     limit = site.threshold(site.known(value))
@@ -90,7 +90,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Set the last few columns to zero; where they begin depends on the width."""
+    """Set the last few columns to zero. The first of them depends on the width."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))
