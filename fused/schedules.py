@@ -2,9 +2,9 @@
 this package (``fused/tuned``), and in the shipped reports.
 
 A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU come
-first, and among them rows of the same program and step. Among the equally preferred rows that fit, the
-nearest is used. A row's distance is the log2 ratio of N, plus that of K, plus half the rounded log2 ratio of
-M.
+first, and among them rows of matmuls that are likewise grouped by experts, or likewise not. Among the equally
+preferred rows that fit, the nearest is used. A row's distance is the sum of the log2 ratios of M (rounded),
+N, K and the number of experts, plus ``OTHER`` if the row is of another program or step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
+OTHER = 2.0  # of 0 to 4, it finds most tiles of the shipped reports' cases when these are left out
 TUNED = Path(__file__).resolve().parent / "tuned"  # tables in the form that ``keep`` writes
 
 
 class TunedStep(NamedTuple):
-    """The fastest schedule of a step on a GPU, for a matmul of M x N x K."""
+    """The fastest schedule of a step on a GPU, for a matmul of these ``products``."""
 
     gpu: str
     kernel: str
     step: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     schedule: Schedule
 
 
@@ -57,14 +58,15 @@ def _nearest(
     program: Program,
     kernel: GemmKernel,
     sizes: Mapping[str, int],
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     gpu: str,
     rows: list[TunedStep],
 ) -> Schedule:
     def distance(row: TunedStep) -> tuple[float, ...]:
-        m, n, k = (abs(log2(a / b)) for a, b in zip(row.shape, shape, strict=True))
+        m, *others = (abs(log2(a / b)) for a, b in zip(row.shape, shape, strict=False))
         own = (row.kernel, row.step) == (program.signature.name, kernel.step)
-        return row.gpu != gpu, not own, n + k + round(m) / 2, m
+        far = round(m) + sum(others) + (0 if own else OTHER)
+        return row.gpu != gpu, len(row.shape) != len(shape), far, m
 
     fitting = (row for row in sorted(rows, key=distance) if fits(program, kernel, row.schedule, sizes))
     first = next(fitting, None)
@@ -77,13 +79,15 @@ def _nearest(
     return usual[0]
 
 
-def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int, int, int]]:
-    """M, N and K of each step's matmul."""
+def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int, ...]]:
+    """M, N and K of each step's matmul, and the number of experts if its rows are grouped by experts."""
     steps = cut(program)
     found = {}
     for step in steps.gemms:
         (rows, columns), inner = steps.types[step.gemm].shape, steps.types[program.nodes[step.gemm].args[0]]
-        found[step.index] = rows(sizes), columns(sizes), inner.shape[1](sizes)
+        offsets = program.nodes[step.gemm].offsets
+        experts = () if offsets is None else (steps.types[offsets].shape[0](sizes) - 1,)
+        found[step.index] = rows(sizes), columns(sizes), inner.shape[1](sizes), *experts
     return found
 
 

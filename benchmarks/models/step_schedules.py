@@ -44,7 +44,7 @@ TILES = [
 LEADERS, GROUPS = 2, (2, 4, 16, 32)
 HEATING = 3  # steps before a trial's times are read
 
-Place = tuple[str, int, tuple[int, int, int]]  # a program's name, its step, and M, N, K
+Place = tuple[str, int, tuple[int, ...]]  # a program's name, its step, and its ``products``
 Choice = Mapping[Place, Schedule]
 Times = dict[Place, dict[Schedule, float]]  # microseconds
 

@@ -61,6 +61,24 @@ def test_a_program_without_a_report_takes_those_of_others() -> None:
     assert found in near
 
 
+def test_another_program_at_these_sizes_counts_as_two_doublings_away() -> None:
+    program = ops.defined["gemm_rmsnorm_swiglu"].program
+    own, other = Schedule(128, 192, False, 1, 2), Schedule(128, 128, False, 1, 2)
+    there = schedules.TunedStep(H100, "gemm_swiglu", 0, (16384, 22016, 4096), other)
+    for far, wanted in ((2048 * 3, own), (1024 * 7, own), (512, other)):
+        row = schedules.TunedStep(H100, "gemm_rmsnorm_swiglu", 0, (far, 22016, 4096), own)
+        assert schedules.chosen(program, WIDE, H100, [there, row]) == {0: wanted}
+
+
+def test_rows_by_experts_serve_only_programs_with_experts() -> None:
+    row = schedules.TunedStep(H100, "unknown", 0, (16384, 22016, 4096, 8), Schedule(128, 192, False, 1, 2))
+    far = schedules.TunedStep(H100, "unknown", 0, (128, 512, 512), Schedule(128, 128, False, 1, 2))
+    program, grouped = (ops.defined[f"gemm_{name}swiglu"].program for name in ("", "grouped_"))
+    assert schedules.chosen(program, WIDE, H100, [row, far]) == {0: far.schedule}
+    experts = {"T": 16384, "E": 8, "D": 4096, "F": 11008}
+    assert schedules.chosen(grouped, experts, H100, [row, far]) == {0: row.schedule}
+
+
 @pytest.mark.parametrize("pairs", [16, 32, 64])
 def test_a_tile_holds_the_heads(pairs: int) -> None:
     sizes = {"M": 96, "K": 1024, "H": 7, "P": pairs}
