@@ -151,6 +151,11 @@ class Rejected(_ReportModel):
     evidence: dict[str, Any] = Field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
 
+    @property
+    def place(self) -> str:
+        """The line, as the beginning of a message; "" if the message is about no line."""
+        return f"line {self.line}: " if self.line else ""
+
 
 class Checked(_ReportModel):
     """A kernel that passed every gate that needs no GPU; nothing was measured."""

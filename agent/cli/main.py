@@ -330,7 +330,7 @@ def prompt(spec: SpecPath) -> None:
     from coda_agent.verifier.loading import load
 
     spec = arguments.spec_file(spec)
-    echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
+    echo(str(assemble(load(spec), spec.read_text(encoding="utf-8"))))
 
 
 @app.command()

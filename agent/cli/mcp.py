@@ -284,9 +284,8 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
 
 def _existing(name: str) -> str:
     """The name, if it is the name of an existing run; a path is not accepted."""
-    known = runs.names()
-    if name not in known:
-        raise ToolError(f"there is no run {name!r}; the latest runs are {', '.join(known[-5:]) or 'none'}")
+    if name not in runs.names():
+        raise ToolError(f"there is no run {name!r}; {runs.latest()}")
     return name
 
 

@@ -110,7 +110,7 @@ class LiveView:
     def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
         self.console.print(Text(f"attempt {number}: {report.status}", style=STYLE[report.status]))
         if isinstance(report, Rejected):
-            self.console.print(Text(f"  {report.gate}/{report.code}: {report.message}"))
+            self.console.print(Text(f"  {report.gate}/{report.code}: {report.place}{report.message}"))
 
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""

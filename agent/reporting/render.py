@@ -197,6 +197,5 @@ def show(console: Console, report: Accepted | Checked | Rejected) -> None:
         for line in rivals(report.timings):
             console.print(line, style="dim")
     if isinstance(report, Rejected):
-        place = f"line {report.line}: " if report.line else ""
-        console.print(Text(f"{place}{report.message}"))
+        console.print(Text(f"{report.place}{report.message}"))
     console.print(summary(report))

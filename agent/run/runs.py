@@ -108,12 +108,17 @@ def _claim(directory: Path, spec: str) -> bool:
     return True
 
 
+def latest() -> str:
+    """The latest runs' names, for a message about an unknown run."""
+    known = ", ".join(names()[-5:])
+    return f"the latest runs are {known}" if known else "this folder has no runs"
+
+
 def folder(name: str) -> Path:
     """The folder of an existing run, by name or path. Raises JournalError."""
     given, name = Path(name), Path(name).name
     if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
-        known = ", ".join(names()[-5:]) or "none"
-        raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest runs are {known}")
+        raise JournalError(f"{runs_dir().resolve()}: there is no run {name!r}; {latest()}")
     if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
         raise JournalError(f"{given} is not a run in {runs_dir()}; set CODA_AGENT_RUNS to its parent folder")
     return runs_dir() / name

@@ -99,6 +99,11 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
             continue
         for row in rows:
             found.setdefault(row, []).append(name or "model")
+    if not found:
+        known = ", ".join(layers.FAMILIES)
+        found[_row(model, "all", "", f"it has no layer of these families of transformers: {known}")] = [
+            "model"
+        ]
     return Table(row._replace(module=_together(names)) for row, names in found.items())
 
 

@@ -129,7 +129,7 @@ def _nearby(path: Path) -> str:
     names = sorted(p.stem for p in folder.glob("*.yaml"))
     close = get_close_matches(path.stem, names, n=1)
     if close:
-        return f"did you mean {folder / close[0]}.yaml? {folder} has {', '.join(names)}"
+        return f"did you mean {folder / close[0]}.yaml?"
     if not names:
         return "give the path of a YAML file, or the name of a shipped spec, such as gemm_swiglu"
     return f"{folder} has {', '.join(names)}"

@@ -51,15 +51,17 @@ SPEC_MISTAKES = {
 
 
 @pytest.mark.parametrize(("old", "new", "words"), SPEC_MISTAKES.values(), ids=SPEC_MISTAKES)
-@pytest.mark.parametrize("name", ["generate", "verify"])
+@pytest.mark.parametrize("name", ["generate", "prompt", "verify"])
 def test_a_spec_mistake(
     command: Command, tmp_path: Path, kernel: Callable[[str], Path], name: str, old: str, new: str, words: str
 ) -> None:
     path = write_toy(tmp_path, old, new)
-    arguments = (
-        [path, "--provider", "handoff"] if name == "generate" else [kernel(TOY_KERNEL), "--spec", path]
-    )
-    done = command(name, *arguments)
+    arguments = {
+        "generate": [path, "--provider", "handoff"],
+        "prompt": [path],
+        "verify": [kernel(TOY_KERNEL), "--spec", path],
+    }
+    done = command(name, *arguments[name])
     assert done.status == 2 and re.search(words, done.said()), done.err
     assert runs.names() == []
 
@@ -197,7 +199,7 @@ def test_an_unknown_run(command: Command, tmp_path: Path) -> None:
         ("bundle", "x", "-o", tmp_path / "b"),
     ):
         done = command(*arguments)
-        assert done.status == 3 and "there is no run 'x'; the latest runs are none" in done.said()
+        assert done.status == 3 and "there is no run 'x'; this folder has no runs" in done.said()
     assert not (tmp_path / "b").exists()
 
 

@@ -62,7 +62,7 @@ def test_generate_says_how_it_went(command: Command, spec: Path, tmp_path: Path)
     assert done.status == 0 and done.err == ""
     (name,) = runs.names()
     assert f"run {name}, provider handoff\n" in done.out
-    assert "attempt 1: rejected" in done.out and "trace/python: TypeError: gemm() missing" in done.out
+    assert "attempt 1: rejected" in done.out and "trace/python: line 7: TypeError: gemm() missing" in done.out
     assert "attempt 2: checked" in done.out and "written by [/x] A via handoff in 2 attempt(s)" in done.out
     assert f"coda-agent bundle {name}" in done.out
 

@@ -67,7 +67,8 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     assert done.status == 0 and "checked, not benchmarked" in done.out
     done = command("generate", "toy", "--provider", "replay")
     assert done.status == 3 and "no recorded run of toy" in done.said()
-    wrong(command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
+    wrong(done := command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
+    assert done.err.endswith("toy.yaml?\n")  # the list of all specs would hide it
     (place / "toy").write_text("- no mapping")
     wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from coda_agent.agent import providers
+
 PROVIDER = """
 from coda_agent.agent.finding import Finding
 from coda_agent.agent.providers import Question, Turn, Usage
@@ -58,9 +60,10 @@ def said(folder: Path, *words: str) -> tuple[int, str]:
 
 def test_options_name_it(tmp_path: Path) -> None:
     status, text = said(tmp_path, "generate", "--help")
-    assert status == 0 and "auto|anthropic|claude-code|handoff|oracle|replay" in text
+    offered = sorted([*(spec.name for spec in providers.specs().values() if spec.offered), "oracle"])
+    assert status == 0 and "|".join(["auto", *offered]) in text
     assert "auto: an oracle, else anthropic" in text
-    assert "Model, for anthropic, claude-code, oracle" in text
+    assert f"Model, for {', '.join(sorted([*providers.used_by('--model'), 'oracle']))}" in text
 
 
 def test_doctor_checks_it(tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ def test_a_turn_survives_json() -> None:
 
 
 def test_an_unknown_provider_lists_the_known() -> None:
-    with pytest.raises(
-        ProviderError, match="'gpt' is unknown; use one of anthropic, claude-code, handoff, mcp, replay"
-    ):
+    with pytest.raises(ProviderError, match="'gpt' is unknown; use one of anthropic, "):
         make("gpt")
 
 

@@ -69,7 +69,9 @@ def test_an_unknown_run_names_the_latest(runs_home: Path, tmp_path: Path, name: 
 
 
 def test_no_runs_at_all(runs_home: Path) -> None:
-    with pytest.raises(JournalError, match="the latest runs are none"):
+    with pytest.raises(
+        JournalError, match=f"^{runs_home}: there is no run 'nothing'; this folder has no runs$"
+    ):
         runs.reopen("nothing")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from derived import backward, error, evaluate
 from kernels import signature, tensor
 
 from coda_agent import primitives
+from coda_agent.agent.prompts.vocabulary import formed
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import derive
 from coda_agent.primitives.lang.errors import ProgramError
@@ -34,7 +36,8 @@ def bump(a):
     Shapes: as for operators. Dtypes: any to fp32. Cost: 10 instructions an element.
     Paper: family 1, elementwise.
 
-        y = bump(t)
+        bent = bump(2 * t)
+        rest = t - bent
     """
 
 
@@ -42,7 +45,14 @@ def bump(a):
     torch=lambda torch, a: torch.floor(a), cute="cute.math.floor({0})", caveat="it is a step function"
 )
 def steps(a):
-    """The largest whole number up to ``a``."""
+    """The largest whole number up to ``a``.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
+    Paper: family 1, elementwise.
+
+        whole = steps(t)
+        rest = t - whole
+    """
 '''
 KERNEL = """
 from primitives import bump, gemm, kernel, per_row, row_sums, steps
@@ -86,6 +96,7 @@ def test_its_derivative_is_autograds(added: ModuleType) -> None:
     made = program("bump(t)")
     derived = derive(made, SIZES)
     assert derived.program and lower(derived.program).text and not derived.notes
+    assert all(formed(inspect.getdoc(getattr(added, name)) or "") for name in ("bump", "steps"))
     random = torch.Generator().manual_seed(0)
     leaves = {
         n: torch.randn([d(SIZES) for d in t.shape], generator=random, dtype=torch.float64).requires_grad_()

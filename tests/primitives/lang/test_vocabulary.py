@@ -31,7 +31,9 @@ NODES = {"pairs": "even", "rope": "sin"}  # what a page's primitive is in a prog
 def page(name: str) -> re.Match[str]:
     text = inspect.getdoc(getattr(primitives, name)) or ""
     found = formed(text)
-    assert found, f"{name}: its page has another form:\n{text}"
+    assert found, (
+        f"{name}: a page is a summary, Shapes, Dtypes, Cost, Paper and two lines of example:\n{text}"
+    )
     return found
 
 
