@@ -56,7 +56,7 @@ def test_a_spec_mistake(
     command: Command, tmp_path: Path, kernel: Callable[[str], Path], name: str, old: str, new: str, words: str
 ) -> None:
     path = write_toy(tmp_path, old, new)
-    arguments = {
+    arguments: dict[str, list[str | Path]] = {
         "generate": [path, "--provider", "handoff"],
         "prompt": [path],
         "verify": [kernel(TOY_KERNEL), "--spec", path],
