@@ -142,10 +142,8 @@ def _instead(name: str) -> str:
 
     if name in runs.names():
         return f"it is a run: coda-agent review {name}, or report {name}"
-    if not KERNELS.is_dir():
-        return f"accepted kernels are in {KERNELS} of a checkout: run this there, or give a path"
-    name = name.partition(".")[0]
-    near = get_close_matches(name, [p.name.partition(".")[0] for p in KERNELS.glob("*.program.json")], n=1)
+    name, kernels = name.partition(".")[0], shipped(KERNELS).glob("*.program.json")
+    near = get_close_matches(name, [path.name.partition(".")[0] for path in kernels], n=1)
     return f"did you mean {near[0]}?" if near else "give a file or an accepted kernel's name"
 
 

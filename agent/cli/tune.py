@@ -81,8 +81,11 @@ def build(what: What, sizes: Sizes, stack: Stack = False, training: Training = F
 
 
 def _wanted(what: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
-    model = (what / "config.json").is_file()
-    return _of_model(what, sizes, stack, training) if model else _of_kernel(what, sizes)
+    if not what.is_dir():
+        return _of_kernel(what, sizes)
+    if not (what / "config.json").is_file():
+        raise InvalidInput(f"{what}: this folder has no config.json; give a model's folder, or a kernel")
+    return _of_model(what, sizes, stack, training)
 
 
 def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:

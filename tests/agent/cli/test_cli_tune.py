@@ -32,7 +32,18 @@ def test_it_needs_a_gpu(command: Command, tmp_path: Path) -> None:
         assert done.status == 3 and "or run build, which needs none" in done.err
 
 
-def test_a_mistyped_kernel_is_one_line_with_its_name(command: Command) -> None:
+def test_a_folder_that_is_no_models(command: Command, tmp_path: Path) -> None:
+    for name in ("tune", "build"):
+        done = command(name, tmp_path, "2x12")
+        assert done.status == 2 and f"{tmp_path}: this folder has no config.json" in done.err
+
+
+@pytest.mark.parametrize("place", ["a checkout", "elsewhere"])
+def test_a_mistyped_kernel_is_one_line_with_its_name(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if place == "elsewhere":
+        monkeypatch.chdir(tmp_path)
     for name in ("tune", "build"):
         done = command(name, "gemm_swigluu", "M=128,D=64,F=64")
         assert done.status == 2 and "did you mean gemm_swiglu?" in done.err
