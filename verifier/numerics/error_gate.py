@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from coda_agent.verifier.numerics.error_sums import ErrorSums, TileSums, measure
+from coda_agent.verifier.numerics.error_sums import ErrorSums, TileSums, measure, worst_place
 from coda_agent.verifier.numerics.exactness import matrix, unequal
 from coda_agent.verifier.numerics.limits import USUAL, ErrorLimits
 from coda_agent.verifier.numerics.reference import Tensors
@@ -157,7 +157,8 @@ def _judge(
     if excess > tile_limit:
         faults.append(f"worst tile, {_span(at, truth)}: {tile:.3g}x (limit {tile_limit * tile / excess:.3g})")
     if element > element_limit * slack:
-        faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
+        where = _example(got, truth, *worst_place(matrix(got), matrix(truth), stats.e_max))
+        faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g}), at {where}")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
     # if coarse, the errors of small values come mostly from a rounded operand
@@ -214,9 +215,15 @@ def _off_by_themselves(
         off &= e > least * _loudness(size)
     if not (count := int(off.sum())):
         return []
-    row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
-    said = f"{float(got[row, column]):.4g} for {float(truth[row, column]):.4g}"
-    return [f"{count} values off by much of themselves, the worst at row {row}, column {column}: {said}"]
+    place = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
+    said = _example(got, truth, *place)
+    return [f"{count} values off by much of themselves, the worst at {said}"]
+
+
+def _example(got: Tensor, truth: Tensor, row: int, column: int) -> str:
+    """A value's place, the value and the truth."""
+    value, right = float(matrix(got)[row, column]), float(matrix(truth)[row, column])
+    return f"row {row}, column {column}: {value:.4g} instead of {right:.4g}"
 
 
 def _loudness(size: Tensor) -> Tensor:

@@ -95,6 +95,17 @@ def measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tup
     return stats, TileSums(e2, r2, count)
 
 
+def worst_place(got: Tensor, truth: Tensor, e_max: float) -> tuple[int, int]:
+    """The row and column of the error that ``measure`` found to be the largest."""
+    rows = rows_at_once(truth)
+    for start in range(0, truth.shape[0], rows):
+        e = got[start : start + rows].double() - truth[start : start + rows]
+        if (found := e.abs() == e_max).any():
+            row, column = divmod(int(found.flatten().int().argmax()), truth.shape[1])
+            return start + row, column
+    raise AssertionError(f"no error is {e_max}")
+
+
 def _accumulate(
     stats: ErrorSums, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -311,7 +311,8 @@ def test_similar_outputs_swapped_fail(benches):
 def test_a_single_element_counts(benches):
     bench, got = benches[SWIGLU], kernel(SWIGLU, benches[SWIGLU].inputs)
     got["act"][7, 200] += 0.25
-    assert "worst element" in bench.faults(got)["act"]
+    wrong, right = got["act"][7, 200].item(), bench.truth["act"][7, 200].item()
+    assert f"at row 7, column 200: {wrong:.4g} instead of {right:.4g}" in bench.faults(got)["act"]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -380,7 +381,7 @@ def test_small_values_count_by_themselves():
     assert values(yard * (1 + 2**-20), truth, yard) == ""
     tail = yard.clone()
     tail[3, 7] = 0
-    assert "1 values off by much of themselves, the worst at row 3, column 7: 0 for " in values(
+    assert "1 values off by much of themselves, the worst at row 3, column 7: 0 instead of " in values(
         tail, truth, yard
     )
     yard[4, 7] += 1e-4  # the yardstick loses as much of values as small
