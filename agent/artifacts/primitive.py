@@ -53,7 +53,7 @@ VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = (
     "from coda_agent.primitives.lang.ops.elementwise import (\n",
     "__all__ = [\n",
-)  # lines of modules at which lists of names begin
+)  # the lines that open lists of names in modules
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
@@ -255,7 +255,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference, which early versions could skip."""
+    """Whether the run compared numbers with the reference; runs of early versions may not."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 

@@ -2,9 +2,9 @@
 compiled.
 
 Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
-driver's cache receives the objects of all nodes. Before a node compiles, it receives the missing objects that
-earlier work with the same label produced. Slots (cores and GPUs) of one machine share a cache, so they send
-each other nothing.
+driver's cache receives the objects of all nodes. Before a node compiles, it receives the objects that it
+lacks from earlier work with the same label (the spec's hash, or the operator's name). Slots (cores and GPUs)
+of one machine share a cache, so they send each other nothing.
 """
 
 from __future__ import annotations

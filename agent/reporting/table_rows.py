@@ -120,7 +120,7 @@ class MeasuredCase:
 @dataclass(frozen=True)
 class RunRow:
     """One recorded run. ``drafts``: how many drafts its author checked. ``answers``: how many answers the
-    author gave. ``passed``: the first try, counted from 1, that passed every gate of the recording machine;
+    author gave. ``passed``: the first try, from 1, that passed every gate that the recording machine ran;
     None if no try passed. Answers and failed drafts count as tries. ``prompt_tokens`` and ``answer_tokens``:
     the approximate tokens of the prompt and of all answers. ``tips``: how many tips the author proposed.
     ``accepted``: whether an accepted kernel comes from this run."""

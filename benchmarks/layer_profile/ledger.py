@@ -109,8 +109,8 @@ def _calls(
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
     """Map the position of each of our kernels to its place in the layer and its kind. One program may run at
-    several places, in the order of ``parts``. So a matmul that follows the program's last vector kernel
-    belongs to the program's next place."""
+    several places, in the order of ``parts``. So after the program's last vector kernel, its next
+    matmul belongs to its next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""

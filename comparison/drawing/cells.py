@@ -26,9 +26,9 @@ class Cell:
 
     ``against``: the arm's time over that of the LLM's kernel; above 1 the LLM's kernel is faster. None in a
     row without such a kernel, and in that kernel's own cell. ``indirect``: the two arms never shared a
-    session, so the ratio is computed through the reference arm. ``processes``: the number of processes that
-    measured the ratio, or the time if there is no ratio. For an indirect ratio, which has two steps, it is
-    the smaller of the steps' two numbers.
+    session, so the ratio is computed through the reference arm. ``processes``: how many processes
+    measured the ratio (if there is none, the time). An indirect ratio is the product of two ratios; then the
+    smaller of their two numbers is given.
     """
 
     arm: str
@@ -111,8 +111,8 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio has two
-    steps; ``processes`` is the smaller of the steps' two numbers."""
+    """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio is the
+    product of two ratios; then ``processes`` are those of the ratio with fewer."""
 
     interval: Interval
     processes: frozenset[int]
@@ -120,9 +120,9 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without outdated figures. Figures are outdated if the row's definition
-    (``question``), the arm or the reference arm has changed in a later session or in the last request
-    (``present``)."""
+    """The sessions of one row, without outdated figures. A figure is outdated if a later
+    session or the last request to measure (``present``) has another definition of the row (``question``),
+    another arm or another reference arm."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -142,7 +142,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for session in sessions:
             for arm, failure in session.failed.items():
-                if self.keys.get(arm) != failure.key:  # otherwise another process has figures for the arm
+                if self.keys.get(arm) != failure.key:  # if equal, another process has figures for the arm
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in session.arms.items() if session in timed else ():
@@ -162,8 +162,8 @@ class _Row:
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions that have a current arm besides the reference arm, or only the reference arm. If
-        there are none, all timed sessions."""
+        """The timed sessions in which an arm besides the reference is current, or in which no other arm was
+        timed. If there are none, all timed sessions."""
         found = [
             s
             for s in self.timed
@@ -228,7 +228,7 @@ class _Row:
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
-    """The processes of these sessions. A process has several sessions if some arms ran separately or
+    """The numbers of these sessions' processes. Sessions share a number if some arms ran separately or
     again."""
     return frozenset(s.process for s in sessions)
 

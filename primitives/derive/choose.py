@@ -1,4 +1,4 @@
-"""Choose a backward: which values are stored or recomputed, and which matmuls compute its sums.
+"""Choose a backward: which values to store or recompute, and which matmul yields each sum.
 
 ``Search.weighed`` gives a plan's costs at the requested sizes, most important first: bytes stored above the
 limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time, and stops when

@@ -85,7 +85,7 @@ class Plan:
     """A kernel with a schedule for each of its steps, bound to sizes and a device.
 
     ``plan.call(*inputs)`` takes inputs in the signature's order, allocates outputs, and returns them by name.
-    An output that updates an input is that input's tensor, overwritten. ``plan.run(inputs, outputs)`` writes
+    An output that updates an input is stored in that input's tensor. ``plan.run(inputs, outputs)`` writes
     into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and device
     of the plan.
 
@@ -286,7 +286,7 @@ class Plan:
         return f"{constant(compiled)}({', '.join(arguments)})"
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
-        """The code of an argument. If a launch has only some ``rows``, the code of the part that it uses."""
+        """The code of an argument. For a launch of only some ``rows``, the code of the argument's slice."""
         value = self._argument(argument)
         if argument is None or rows is None:
             return value

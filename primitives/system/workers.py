@@ -73,7 +73,7 @@ def _own() -> _Worker:
 
 
 class _Worker:
-    """A process that waits for tasks. It exits when its input is closed or this process dies."""
+    """A process that waits for tasks. It exits when its input is closed or its parent dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None

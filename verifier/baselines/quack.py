@@ -6,8 +6,8 @@ search that tunes our own kernels, which tries more rasterisations. A third arm,
 QuACK's GEMMs without an epilogue. Our kernels use QuACK's mainloop.
 
 All schedules are timed by our code, with a cold L2. If an earlier measurement recorded the schedules of its
-last tuning round, only these schedules are timed. If they cover too few tiles, others are timed too.
-Importing this module is cheap; ``tuned_calls`` imports heavy packages.
+last tuning round, these are timed, and others only if these have too few tile shapes. Importing this module
+is cheap; ``tuned_calls`` imports heavy packages.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
     """The arms that apply to a spec. This leaves out QuACK's arms if QuACK has no epilogue for the spec, or
     does not accept its operands.
 
-    ``beside_kept``: also leave out QuACK's bare matmul, because edited code is compared with an accepted
-    kernel, which says more. Also, tuning the matmul would take longer than tuning the edited code.
+    ``beside_kept``: also leave out QuACK's bare matmul. Edited code is timed beside an accepted kernel, and
+    that comparison says more. Also, tuning the matmul would take longer than tuning the edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
@@ -298,7 +298,7 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Return jobs that compile the schedules that ``tuned_calls`` times first, into QuACK's object cache.
+    """Return jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times.
     These are the known schedules, or those of the first round. Draws small inputs on the GPU. Raises
     ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw

@@ -60,7 +60,7 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     beyond the typical ones) at several such sizes. The first family also runs at each case's sizes scaled
     down; every family does if the program computes with sizes or column numbers. In addition, the first
     family runs at the fixed small sizes, at each extent that a dim has in a case, at extents between those,
-    and with all dims longer at once. Runs with few rows use integers: a few values make poor statistics, but
+    and once with all dims long. Runs with few rows use integers: a few values make poor statistics, but
     most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
@@ -69,7 +69,7 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     for turn, largest in enumerate((*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU)):
         sizes = hidden(spec, fresh(), largest)
         for family in STRETCHED:  # these runs are cheap and find most mistakes
-            yield InputSettings(sizes, family, TURNS * fresh() + turn)  # a scalar takes its ends in turn
+            yield InputSettings(sizes, family, TURNS * fresh() + turn)  # ``turn`` picks a scalar's value
     for family in (*FAMILIES, *ON_CPU):
         yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
@@ -102,7 +102,7 @@ class Comparison(NamedTuple):
         family.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
-        forward. When the spec was loaded, both were tried only at tiny sizes.
+        forward. Loading the spec tried reference and gradient only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # skipped at long extents, which test only kernels: PyTorch's functions have no defects there
+        # not at long extents: these test kernels, and PyTorch's functions have no defects there
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"

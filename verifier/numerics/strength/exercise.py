@@ -1,6 +1,5 @@
-"""Check the operations that choose between values, such as ``where`` and ``maximum``: for each operand, some
-valid input must give another result if that operand is removed. Also check that no result jumps at a
-particular size."""
+"""Check the operations that choose between values, such as ``where`` and ``maximum``: removing any operand
+must change the result for some valid input. Also check that no result jumps at a particular size."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from coda_agent.verifier.spec.parts import Case
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
 STEEPEST = 8  # results may grow with at most this power of a size
-SMALLEST = 8  # the smallest size tried; between smaller ones, even a smooth power changes too much
+SMALLEST = 8  # the smallest size tried; below it, a step of 1 changes even smooth powers too much
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
-TRIES = 3  # at most this many runs are repeated without each operand
+TRIES = 3  # an operand's removal is tried on at most this many runs
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
     """Add a judged run to the coverage. For each operand (side) that no run has needed so far, record
-    whether it decided values here, and whether this run needs it."""
+    whether it decided values here, and whether this run fails without it."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
