@@ -40,8 +40,8 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     """Find the spec of a kernel's file: the given spec, else NAME.yaml in the kernel's folder, else NAME.yaml
     in specs/.
 
-    For an accepted kernel specs/ is searched first, because the kernel was accepted for the spec there.
-    Raises BadParameter if no spec is found.
+    For an accepted kernel, specs/ comes first, because the kernel was accepted for the spec there. Raises
+    BadParameter if no spec is found.
     """
     if given:
         return spec_file(given)
@@ -101,7 +101,7 @@ def naming_file(path: Path) -> Iterator[None]:
 @contextmanager
 def asking() -> Iterator[None]:
     """Wrap a block that asks a person a question. Raises KeyboardInterrupt for Ctrl-C, and EOFError if there
-    is no answer: typer raises the same exception for both."""
+    is no answer: typer raises Abort in either case."""
     try:
         yield
     except typer.Abort as ended:

@@ -82,8 +82,8 @@ def consistent_files(
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
     """Read a spec's accepted kernel, or None if there is none. ``edited``: read the kernel with edited code
-    instead. ``directory`` is generated_kernels/ by default. This function does not check that the report
-    covers these files: ``verifier.audit.provenance`` does. Raises KernelError."""
+    instead. ``directory`` is generated_kernels/ by default. ``verifier.audit.provenance``, and not this
+    function, checks that the report covers these files. Raises KernelError."""
     try:
         with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None

@@ -24,8 +24,9 @@ PLACES = "places.json"  # in a replacement's folder: the final paths of its file
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
     """Replace the files with ``contents``, in order. The last file is the evidence for the other files, so it
-    is absent while these are replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError;
-    afterwards either all files are still the old ones, or the next reader completes the replacement."""
+    is absent while the others are replaced. ``name`` distinguishes replacements in ``directory``. Raises
+    OSError; afterwards either all files are still the old ones, or the next reader completes the
+    replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)

@@ -153,8 +153,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """Compile edited code, and return the objects for the schedules of the compile gate and for those that
-    tuning may time, given the incumbent's schedules."""
+    """Compile edited code, and return the objects. The schedules are those of the compile gate, and those
+    that tuning may measure, given the incumbent's schedules."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -190,7 +190,8 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
-    ``identity``. With these, tuning only times known schedules again, even after a change of the lowering."""
+    ``identity``. Given these schedules, tuning only measures them again, even after a change of the
+    lowering."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version wrote the files
@@ -209,7 +210,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
     """Copy the measurements of a result file into their runs' journals. A second call does nothing. A run
     whose measurement is invalid can be measured again.
 
-    Raises InvalidInput if a result is of a different kernel than the run's.
+    Raises InvalidInput if a result belongs to another kernel than the run's.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, BundleResults).results:

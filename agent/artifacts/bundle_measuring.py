@@ -128,8 +128,8 @@ def _measure_on(
 
 @contextmanager
 def _refusing(path: Path, entry: PackedKernel, what: str) -> Iterator[None]:
-    """Read one part of an entry in the block. Raises InvalidInput, which names the bundle's ``path``, the run
-    and the part, if the part is damaged."""
+    """In the block, read one part of an entry. Raises InvalidInput, which names the bundle's ``path``, the
+    run and the part, if the part is damaged."""
     try:
         yield
     except (CompileError, ProgramError, ValueError) as error:

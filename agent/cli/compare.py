@@ -163,8 +163,8 @@ def _columns_starting(name: str) -> list[Column]:
 
 
 def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...]:
-    """The arms of these columns. A quick comparison leaves out slow arms, and CODA's own package unless the
-    columns were ``named``."""
+    """The arms of these columns. A quick comparison leaves out slow arms. It also leaves out CODA's own
+    package, unless the columns were ``named``."""
     from coda_agent.comparison.competitors import AUTOTUNED, UPSTREAM
 
     left_out = (*AUTOTUNED, *(() if named else (UPSTREAM,))) if quick else ()

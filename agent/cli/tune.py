@@ -97,7 +97,7 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
 
 
 def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
-    """The programs that a patched model with 16-bit weights runs in training and, unless ``training``, in
+    """The programs of a patched model with 16-bit weights: for training and, unless ``training``, for
     inference."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):

@@ -2,9 +2,9 @@
 compiled.
 
 Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
-driver's cache receives the objects of all nodes. Before a node compiles, it receives the objects that it
-lacks from earlier work with the same label (the spec's hash, or the operator's name). Slots (cores and GPUs)
-of one machine share a cache, so they send each other nothing.
+driver's cache receives the objects of all nodes. Before a node compiles, it receives the missing objects of
+earlier work with the same label (the spec's hash, or the operator's name). Slots (cores and GPUs) of one
+machine share a cache, so they send each other nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def run_shared(
 
 
 def sharing(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a task with the objects that were sent. The answer also names the objects that it produced."""
+    """Run a task with the objects that were sent. The answer also names the objects that the task
+    produced."""
     write(asked["files"])
     before = _names()
     answer = asked["task"](asked["argument"])

@@ -26,7 +26,7 @@ def spec_of(text: str) -> Spec:
 
 
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the gates that come before the compiler on a source. The answer has either the report of a
+    """Pass a source through the gates that come before the compiler. The answer has either the report of a
     rejection (``rejected``), or the traced program with its source lines and passed gates."""
     from coda_agent.verifier import verify
 

@@ -22,7 +22,7 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 TICK = 0.5  # seconds between two reads of the executor's slots
 # seconds to wait for a slot if the fleet has none of the needed kind, for example while it grows
 ALONE = 600.0
-INVALID = 2  # how many invalid measurements in a row exclude a GPU; noise alone may cause one
+INVALID = 2  # this many invalid measurements in a row exclude a GPU; noise may cause a single one
 LOSSES = 5  # how many slots one piece of work may lose before the driver gives it up
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
@@ -98,8 +98,8 @@ class Pool:
     ) -> Iterator[Slot]:
         """In the block, hold a slot: the one named ``prefer`` if it is free. Slots are given out in the order
         of requests. Raises TimeoutError if no slot is free at ``deadline``. Raises GivenUp if the pool is
-        closed, or has had no slot of this kind for a long time. If the block fails and no kernel caused it,
-        raises Suspect for the piece's first failure, and GivenUp for the second."""
+        closed, or has had no slot of this kind for a long time. If the block fails and no kernel caused the
+        failure, raises Suspect for the piece's first failure, and GivenUp for the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"

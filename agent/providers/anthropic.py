@@ -297,7 +297,7 @@ def _drain(stream: MessageStream[None], heard: ScrubbedStream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # a generator, so that errors of the code that iterates are not caught here
+    # a generator, because this ``except`` must not catch errors of the loop over the events
     try:
         yield from stream
     except _MALFORMED as error:

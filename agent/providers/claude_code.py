@@ -2,10 +2,10 @@
 
 Each turn is one process, which gets the whole conversation and keeps no session. So a run can be resumed on
 any machine. The process has no access to the command's tools, settings or files. It starts in an empty
-directory and answers with text. To the prompt, the command adds the model's name, the platform, that
-directory and the date. ANTHROPIC_API_KEY is withheld, because the command would charge it instead of the
-subscription. The model uses the loop's tools by writing blocks of code in its text. So each request is a
-turn, with its own reservation and record.
+directory and answers with text. The command adds the model's name, the platform, that directory and the date
+to the prompt. ANTHROPIC_API_KEY is withheld, because the command would charge it instead of the subscription.
+The model uses the loop's tools by writing blocks of code in its text. So each request is a turn, with its own
+reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
 dollars. A turn that is killed or breaks off costs what was reserved. The command's own retries are off; only
@@ -62,8 +62,8 @@ MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCre
 @dataclass(frozen=True)
 class Said:
     """The output of the command. ``result``: its final summary, empty if there is no summary. ``text``: all
-    of the model's text, of which the summary has only the last block. ``begun``: the number of responses that
-    began. ``stops``: the stop reasons of the completed responses."""
+    of the model's text; the summary has only its last block. ``begun``: the number of responses that began.
+    ``stops``: the stop reasons of the completed responses."""
 
     result: Mapping[str, Any]
     text: str
@@ -102,8 +102,8 @@ class ClaudeCode:
 
     def next_turn(self, question: Question) -> Turn:
         """Return the command's whole answer. Raises ProviderError if the command is logged out or refuses.
-        Also raises it if the command still fails, or has not answered, when patience or the deadline ends.
-        Raises OutOfBudget if the budget does not suffice for an answer."""
+        Also raises ProviderError when patience or the deadline ends without a whole answer. Raises
+        OutOfBudget if the budget does not suffice for an answer."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if is_priced(self._model) else ""
@@ -284,8 +284,8 @@ def _logged_out(told: str) -> bool:
 
 def _is_known(said: Said, told: str) -> bool:
     """Whether the cost of a failed request is known. If a response broke off, the cost is unknown, because
-    the summary omits or guesses that response's cost. If no response began, the cost is zero if the API
-    refused the request or never received it, and unknown otherwise."""
+    the summary omits or guesses that response's cost. If no response began, a request that the API refused or
+    never received costs nothing; any other cost is unknown."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)

@@ -2,8 +2,8 @@
 
 Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` there. An answer is complete if its
 last line is END. Without END the author may still be writing, so the answer must stay unchanged for some
-time. The time is longer if the answer has no code block, or one that is not closed. A file named `stop` in
-the directory ends the wait.
+time. The time is longer if the answer has no code block, or an open one. A file named `stop` in the directory
+ends the wait.
 
 The author needs access only to this directory. An answer must be a regular file of limited size. A link is
 refused, because the text of its target would enter the next prompt.

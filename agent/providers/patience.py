@@ -73,7 +73,7 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether the time for retries is over. The last wait ends when that time does, and one more request
+        """Whether the time for retries is over. The last wait ends at that time, and one more request
         follows."""
         return self._taken() >= self._patience.total
 

@@ -147,8 +147,8 @@ class Purse:
             self.turns.notify_all()
 
     def total(self, run: str = "", own: Spent | None = None) -> Spent:
-        """The spending of all runs. ``own``: the current spending of ``run``, which replaces the recorded
-        one."""
+        """The spending of all runs. ``own``: the current spending of ``run``, to replace the recorded
+        spending."""
         with self.turns:
             if own is not None:
                 self._spent[run] = own
@@ -205,9 +205,9 @@ class BudgetLedger:
             self.purse.settled(self._run, self.spent())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
-        """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
-        OutOfBudget if too little is left, or if there is a limit in dollars and ``model`` has no known price.
-        Before it raises, it waits while requests of other runs may return tokens."""
+        """Reserve a request with at most ``max_tokens`` for the answer; return its charge. Raises OutOfBudget
+        if too little is left, or if there is a limit in dollars and ``model`` has no known price. Before
+        raising, waits while requests of other runs may return tokens."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)

@@ -1,5 +1,5 @@
-"""The durable record of a run. Each step runs once, and its result is committed. Later runs read the result
-back.
+"""The durable record of a run. Each step executes once, and its result is committed. A resumed run reads the
+result back.
 
 A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
 commits it to disk. After a crash or power cut the run starts from the top and replays its recorded steps, so
@@ -83,8 +83,8 @@ class Record(ABC):
         """All committed events, in commit order."""
 
     def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
-        """The run as JSON lines: first its header (or ``header``), then its events, except those whose kind
-        is in ``leaving_out``."""
+        """The run as JSON lines: its header (or ``header``), then its events, without the kinds in
+        ``leaving_out``."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
         return "\n".join(lines) + "\n"

@@ -48,8 +48,8 @@ PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
 CALLS = 12  # limit on consecutive turns that only call tools; one more ends the attempt
 
-# Holds a GPU for one measurement. Arguments: a function to which it reports why it waits, and the time (by
-# ``time.monotonic``) at which it raises TimeoutError.
+# Holds a GPU for one measurement. Arguments: a function that receives the reason for waiting, and the time
+# (by ``time.monotonic``) at which TimeoutError is raised.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
@@ -159,7 +159,7 @@ class Loop:
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
         """Get the next turn that submits a source, and the results of its other tool calls. Appends to
-        ``messages``: the turns that only use tools, with their results, then this turn."""
+        ``messages``: the turns that only use tools, with their results, then the returned turn."""
         for used in range(1 + CALLS):
             say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
@@ -285,9 +285,9 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat). None if there
-    is none, or if this attempt itself was measured. The kernel is not measured again, because a slow kernel
-    may win by chance if it is measured often enough."""
+    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat). None without
+    such a rejection, or if this attempt itself was measured. The kernel is not measured again, because a slow
+    kernel may win by chance if it is measured often enough."""
     attempt = attempts[number]
     if attempt.measured:
         return None
@@ -321,7 +321,7 @@ def _final(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome
 @dataclass
 class JournalPieces:
     """The finished stages of a measurement, stored in the journal so that an interrupted measurement can
-    continue. Each stage is charged with the GPU's time since the previous one, so a kill loses at most one
+    continue. Each stage is charged with the GPU's time since the previous stage, so a kill loses at most one
     charge."""
 
     journal: Journal

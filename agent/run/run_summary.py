@@ -106,8 +106,8 @@ def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
     """The events by attempt. Attempts count from 1. Number 0 has the prompt and all events whose kind is not
     in KINDS.
 
-    The order of events determines the attempts. Keys do not: they name the author's turns, and an attempt may
-    take several.
+    The order of events determines the attempts. A key names only an author's turn, and an attempt may take
+    several turns.
     """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0

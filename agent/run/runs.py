@@ -63,8 +63,8 @@ def start(path: Path, options: Mapping[str, Any]) -> Run:
 
 
 def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
-    """If a spec has a derived program next to it, the journal header's field with the program; otherwise
-    empty. Raises SpecError."""
+    """The journal header's field with the derived program next to a spec; empty if there is no such program.
+    Raises SpecError."""
     program = derived_program(path, spec)
     return {DERIVED: program.to_json()} if program else {}
 

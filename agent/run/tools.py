@@ -103,8 +103,8 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message that answers a turn: the results of its calls, from ``words`` by id. ``text`` is for a call
-    without a result, or a turn without calls."""
+    """The message that answers a turn. ``words`` has the results of its calls by id. ``text`` replaces a
+    missing result, and answers a turn without calls."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
