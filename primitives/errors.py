@@ -14,7 +14,7 @@
     |   |-- JournalError        a run's journal
     |   |   `-- DamagedError    2: the journal exists but is damaged
     |   |-- ProviderError       an answer from a provider
-    |   |-- GivenUp             a worker that finishes one task of a sweep
+    |   |-- GivenUp             a worker that can finish one task of a sweep
     |   `-- ExecutorLost        all workers of a sweep
     `-- OutOfTime         4  a comparison's seconds are used up
 

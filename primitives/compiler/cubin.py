@@ -50,7 +50,7 @@ def inspect_cubin(
     """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
     the code BULK for bulk copies that the GPU would refuse at run time."""
     found = usage(cubin)
-    # no analysis of the data flow: it names the targets of indirect branches, which nothing here reads
+    # skip the data-flow analysis: nothing here reads its result, the targets of indirect branches
     sass = tool("nvdisasm", "-c", "-ndf", str(cubin))
     check_bulk(sass, copies)
 
@@ -75,9 +75,9 @@ def inspect_cubin(
 def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
     """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, copies of a matrix's
     tile. QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address
-    far from the tensor's own. The GPU refuses such a copy as an illegal instruction, unless the kernel has
-    expert offsets. A kernel with offsets needs such stores: no other store stops at the end of an expert's
-    rows."""
+    far from the tensor's own. The GPU refuses a copy with this description as an illegal instruction, unless
+    the kernel has expert offsets. A kernel with offsets needs stores with this description: no other store
+    stops at the end of an expert's rows."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 

@@ -26,8 +26,8 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
 def lower(program: Program, *, early: bool = False) -> Lowered:
-    """Lower a checked program. ``early``: each kernel after a GEMM starts before the GEMM ends, and waits for
-    its end. Raises ProgramError if QuACK's epilogue operators cannot express the program."""
+    """Lower a checked program. ``early``: each kernel after a GEMM starts before the GEMM ends, then waits
+    for the GEMM's end. Raises ProgramError if QuACK's epilogue operators cannot express the program."""
     return _lowered(program, early=early)
 
 

@@ -221,9 +221,9 @@ class Lowered:
 
 
 def subtile(schedule: Schedule, d: Argument | None) -> tuple[int, int]:
-    """The rows and columns of one epilogue subtile, as QuACK's ``GemmSm90`` computes its ``epi_tile``.
-    The subtile has 64 rows per warpgroup that works on the tile. With ``pingpong``, an fp8 ``d`` doubles its
-    columns.
+    """The rows and columns of one epilogue subtile, as QuACK's ``GemmSm90`` computes its ``epi_tile``. The
+    subtile has 64 rows per warpgroup that works on the tile. With ``pingpong``, an fp8 ``d`` doubles the
+    subtile's columns.
     """
     wide = schedule.pingpong and d is not None and d.dtype in EIGHTS
     return 64 if schedule.pingpong else 128, math.gcd(2 * SUBTILE if wide else SUBTILE, schedule.tile_n)

@@ -67,8 +67,7 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """Combinations of one probe per step (see ``probes``): as many as the largest number of probes of one
-    step."""
+    """Combinations of one probe per step (see ``probes``): as many as the step with the most probes has."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
@@ -87,7 +86,7 @@ def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, siz
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
     """A message for the author of a step that fits no tile, and the node of the largest tile that the step
-    loads or stores (the last one of equal size)."""
+    loads or stores (the last of equally large ones)."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))

@@ -141,7 +141,8 @@ class Roofline:
 
     ``seconds`` assumes that every tensor moves through memory. The L2 can save some of this traffic: a kernel
     may read its predecessor's results from the L2, and the last results may still be there when the timing
-    ends. ``limit`` allows for both, so a time measured from a cold L2 is wrong if it is below ``limit``.
+    ends. ``limit`` allows for both savings, so a time measured from a cold L2 is wrong if it is below
+    ``limit``.
     """
 
     machine: Machine

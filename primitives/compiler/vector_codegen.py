@@ -73,7 +73,7 @@ class FinishWriter(Writer):
     waits, this kernel ends after the GEMM, and the GEMM ends after everything that it waited for. So a
     successor of this kernel needs no further wait. This kernel never signals its successor. So the next
     kernel on the stream, such as the next call's GEMM, starts only when all blocks of this kernel have ended.
-    It cannot overwrite partial results that these blocks still read.
+    That next kernel cannot overwrite partial results that these blocks still read.
     """
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):

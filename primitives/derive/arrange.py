@@ -219,7 +219,7 @@ class PlannedBackward:
         return [i for i, n in enumerate(self.program.nodes) if n.op == "input" and n.attribute == name]
 
     def aliases(self, trace: Simplifier, outputs: dict[str, int]) -> tuple[dict[str, str], dict[str, int]]:
-        """The gradients that equal an input or another gradient, and the other gradients."""
+        """The gradients that equal an input or another gradient, and then the remaining gradients."""
         same: dict[str, str] = {}
         rest: dict[int, str] = {}
         for name, index in outputs.items():
@@ -263,8 +263,8 @@ class PlannedBackward:
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The values that depend on no matmul, and are outputs or arguments of a value that depends on
-        one."""
+        """The values that depend on no matmul, and are outputs or arguments of a value that depends on a
+        matmul."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:

@@ -21,7 +21,8 @@ INFIX = {
     "not_equal": "!=",
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
-# a GEMM with offsets: each expert's rows times that expert's matrix; or one matrix per expert from its rows
+# A GEMM with offsets. ROWS: each expert's rows times that expert's matrix. OWN: one matrix per expert, from
+# its rows.
 ROWS = "cat([a @ b for a, b in zip({0}{rows}.split({2}.diff().tolist()), {1})])"
 OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {

@@ -164,9 +164,9 @@ class Reverse:
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
         """Compute the gradient of a row scale from stored values that are homogeneous in the scale. Use this
-        if the ordinary rule would recompute a matmul. The result is None if this method does not apply. By
-        Euler's theorem, if a value has degree k in the scale, k times the value equals the scale times the
-        value's derivative."""
+        method if the ordinary rule would recompute a matmul. The result is None if this method does not
+        apply. By Euler's theorem, if a value has degree k in the scale, k times the value equals the scale
+        times the value's derivative."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args

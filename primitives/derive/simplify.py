@@ -42,9 +42,9 @@ class Simplifier(Trace):
     """A trace that adds a simpler equivalent node where a rule finds one.
 
     ``moves``: whether row factors of a matmul's left operand are moved out of the matmul or to the right
-    operand. ``products``: matmuls that the backward computes anyway, by their operands; sums over other
-    matmuls are computed from them (see ``turned``). ``used``: the optional simplifications ("moves", "turns")
-    that had an effect.
+    operand. ``products``: maps operands to matmuls that the backward computes anyway; sums over other matmuls
+    are computed from these (see ``turned``). ``used``: the optional simplifications ("moves", "turns") that
+    had an effect.
     """
 
     def __init__(self, signature: Signature, moves: bool = False):

@@ -161,7 +161,7 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """No axis determines some dims. ``dims``: all of them. ``dim``: one of them."""
+    """No axis determines some dims. ``dims``: all such dims. ``dim``: one of them."""
 
     def __init__(self, dims: Collection[str]):
         self.dims, self.dim = frozenset(dims), min(dims)

@@ -40,8 +40,8 @@ Attribute = str | float | None
 
 
 class Node(NamedTuple):
-    """One operation: its name, its argument nodes and an attribute. The attribute of a leaf is its input's
-    name, size or constant; that of another operation is its sizes."""
+    """One operation: its name, its argument nodes and an attribute. The attribute of a leaf is an input's
+    name, a size or a constant; the attribute of another operation is its sizes."""
 
     op: str
     args: tuple[int, ...] = ()

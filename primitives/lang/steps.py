@@ -49,8 +49,8 @@ class Steps(NamedTuple):
 
 
 def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: str, name: str) -> int | None:
-    """Find a faulty read of the input ``name``, which ``output`` overwrites: a node that reads it in another
-    kernel than the one that computes ``output``, or not element by element. None if there is no such node."""
+    """Find a faulty read of the input ``name``, which ``output`` overwrites: a node that reads the input
+    outside the kernel that computes ``output``, or not element by element. None if there is no such node."""
     for index, node in enumerate(program.nodes):
         if node.op in NOT_ELEMENTWISE and any(_is_input(program, a, name) for a in node.args):
             return index

@@ -66,7 +66,7 @@ _current: Trace | None = None
 
 
 def _kernel_line() -> int | None:
-    """The line of the kernel file that is executing, found from the innermost of its stack frames."""
+    """The line of the kernel file that is executing, found from the file's innermost stack frame."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == FILENAME:

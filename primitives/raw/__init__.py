@@ -4,7 +4,7 @@ Edited code runs in one kind of process only: a confined child (``primitives.raw
 process that compiles and uses no GPU. The child is confined before it reads the code. It checks the language
 (``primitives.raw.language``), then imports and compiles the code. The result is an object file, which is
 checked as hostile bytes (``primitives.raw.objects``) and cached under the hash of the code and of everything
-else that it depends on. ``load`` returns the object's function. No other process imports the code.
+else that the object depends on. ``load`` returns the object's function. No other process imports the code.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The loader resolves symbols, relocates, and runs registered functions. So an object may contain only those
 kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
-that, and trusts no offset. But no parser can tell whether the host code does what the launcher asks.
+that limit, and trusts no offset. But no parser can tell whether the host code does what the launcher asks.
 Therefore GPU workers are disposable processes.
 """
 
@@ -143,8 +143,8 @@ def same_host(data: bytes, honest: bytes) -> bool:
 
 
 # The place where x86-64's launch code fills in cudaLaunchConfig_t. One instruction stores 1 (the block's size
-# in z). Another stores the shared-memory bytes 4 bytes further, through the same register. At most one other
-# instruction lies between them.
+# in z). Another stores the number of shared-memory bytes, at an address 4 higher, through the same register.
+# At most one other instruction lies between them.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )

@@ -79,7 +79,7 @@ def report(
     ``sizes``: the static dims. Each step compiles on the ``schedules`` that fit it. If none fits, it compiles
     on the first candidate of tuning that fits (``probe_schedules``). Compilation runs in a child process,
     because a compiler can crash; edited code compiles in a confined child of that process. Results are cached
-    by content. Raises CacheError, and CompileError, with the code CROWDED if a step fits no tile.
+    by content. Raises CacheError, and CompileError, whose code is CROWDED if a step fits no tile.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}

@@ -86,8 +86,8 @@ class Plan:
 
     ``plan.call(*inputs)`` takes inputs in the signature's order, allocates outputs, and returns them by name.
     An output that updates an input is stored in that input's tensor. ``plan.run(inputs, outputs)`` writes
-    into the given outputs. Both launch on the current stream. Tensors must have the shapes, dtypes and device
-    of the plan.
+    into the given outputs. ``call`` and ``run`` launch on the current stream. Tensors must have the shapes,
+    dtypes and device of the plan.
 
     All calls share the workspace, a tensor of bytes. The plan allocates a workspace if the caller gives none,
     or gives one that is too small. Several threads and streams may call one plan: its calls run one after

@@ -41,7 +41,7 @@ class Kernel:
     tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. If the
     source gives a step's schedule, the step is not tuned. ``known``: good schedules by step, which tuning
     times instead of all schedules (``tune.search_again``). Edited code is timed only on ``known`` schedules,
-    because its results on others are unchecked.
+    because its results on other schedules are unchecked.
 
     Several threads and CUDA streams may call a Kernel at once. Calls with the same shapes share a workspace,
     so they run one after another on the GPU: a stream waits for the stream of the previous call. Create one
@@ -138,7 +138,7 @@ class Kernel:
                 )
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the kernel; return its outputs by name. ``inputs``: tensors, and as integers the static dims
+        """Run the kernel; return its outputs by name. ``inputs``: tensors, and integers for the static dims
         that no shape determines. An output that updates an input is that input's tensor, overwritten. Raises
         LaunchError if the kernel cannot run on the inputs."""
         try:
@@ -168,8 +168,8 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """The schedules by step with which the report next to the file measured this edited code. Empty if there
-    is no such report."""
+    """By step, the schedules at which this edited code was measured, according to the report next to the
+    file. Empty if there is no such report."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}

@@ -150,8 +150,8 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor with the strides of a fresh tensor. PyTorch ignores the stride of an axis
-    of size 1, but bulk copies need a stride that is a multiple of 16 bytes. A tensor with such strides, or
-    one that is not contiguous, is returned as it is."""
+    of size 1, but bulk copies need a stride that is a multiple of 16 bytes. A tensor that has such strides
+    already, or is not contiguous, is returned as it is."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))

@@ -1,9 +1,9 @@
 """Count the machine instructions for each line of lowered code.
 
-CuTeDSL can record for each instruction the file and line where its operation was traced. This does not change
-the instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the
-helper. Each instruction counts once, however often it runs. An epilogue is fully unrolled, so its counts are
-for one thread and one tile.
+CuTeDSL can record for each instruction the file and line where its operation was traced. The recording does
+not change the instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that
+calls the helper. Each instruction counts once, however often it runs. An epilogue is fully unrolled, so its
+counts are for one thread and one tile.
 
 Compilation needs no GPU. It happens in a child process, which runs this module with ``python -m``.
 """
@@ -196,8 +196,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within the ``with`` block, record a line for each traced operation: of the lowered code at ``path``,
-    the innermost line on the operation's call stack."""
+    """Within the ``with`` block, record for each traced operation the innermost line of its call stack that
+    is in the lowered code at ``path``."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 

@@ -50,7 +50,7 @@ LAST_TILES = 5  # tiles of the first round that the last round times again
 FINAL = 6  # schedules of the second round that the last round times again
 SPLIT = 2  # tiles that are also timed in two launches
 SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to time in two launches when good schedules are known
-MOST_STACK = 512  # bytes per thread; no fastest schedule so far had more than 192 (with 456 spilled loads)
+MOST_STACK = 512  # bytes per thread; the fastest schedules so far had at most 192 (with 456 spilled loads)
 
 Known = Mapping[int, Sequence[Schedule]]
 
@@ -137,7 +137,7 @@ def ranking(
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
     """Time known good schedules. If they do not cover enough tiles, also time the best tiles of a first
     round, because the best tile depends on the GPU. For example, a GPU that reaches its power limit sooner
-    prefers wider tiles (by 10 % over a 128x128 pingpong tile at 7B width)."""
+    prefers wider tiles: they beat a 128x128 pingpong tile by 10 % at 7B width."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
@@ -264,8 +264,8 @@ def _search_and_cache(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The cached result of ``tuned_schedules``, or None. For edited code, None also if the result is not a
-    ``known`` schedule: an earlier tuning may have timed others."""
+    """The cached result of ``tuned_schedules``, or None. For edited code, also None if the result is not a
+    ``known`` schedule: an earlier tuning may have timed other schedules."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -295,7 +295,7 @@ def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
 _Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited code
 
 # Whether each task compiled, as far as this process knows. Only static sizes are compiled in, so one object
-# serves all other sizes.
+# serves all values of the other sizes.
 _compiled: dict[_Task, bool] = {}
 
 

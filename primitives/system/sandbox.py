@@ -50,7 +50,7 @@ def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], t
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when the parent's thread that started it ends, for any reason."""
+    """Make Linux kill this process when the parent's thread that started it ends, for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
@@ -79,7 +79,7 @@ TRACING_LIMITS = {
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """Lower limits, named like the RLIMIT constants of ``resource``. No limit is raised."""
+    """Lower these limits, named like the RLIMIT constants of ``resource``. No limit is raised."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
     if refused:  # for example, macOS has no limit on address space; the other limits still apply
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
@@ -91,8 +91,8 @@ def _limit(name: str, limit: int) -> bool:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the soft limit the process gets SIGXCPU, which shows the reason. SIGKILL, at the hard limit, does
-        # not.
+        # At the soft limit the process gets SIGXCPU, which shows the reason. SIGKILL, at the hard limit,
+        # shows none.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):
@@ -103,8 +103,8 @@ def _limit(name: str, limit: int) -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
-# The rights that version n of Landlock's ABI knows. A kernel rejects rights that it does not know, so only
-# its own version's are requested.
+# The rights that version n of Landlock's ABI knows. Linux rejects rights that it does not know, so only its
+# own version's rights are requested.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits, by ABI version
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
@@ -119,7 +119,7 @@ def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -
     grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
-    # a kernel accepts unknown fields if they are zero
+    # Linux accepts unknown fields if they are zero
     rules = struct.pack("QQQ", files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     ruleset = _syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     try:
@@ -188,8 +188,9 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls`` has the numbers
-    by name, for each machine, most frequent first. A call that breaks its rule fails with the rule's error.
+    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls`` has, for each
+    machine, the calls' numbers by name, most frequent call first. A call that breaks its rule fails with the
+    rule's error.
 
     A forbidden call fails but does not kill the process, so that the kernel's author gets an exception to
     read.

@@ -4,7 +4,7 @@ A compiler can crash, hang or exhaust memory. Each child leads a process group, 
 with it. Before its program starts, each child asks to be killed when its parent ends. This module imports
 only the standard library.
 
-Two kinds of children for untrusted code are started differently, and share the rest of this module. The jail
+Two kinds of children for untrusted code are started differently, but use the rest of this module. The jail
 (``verifier.sandbox.jail``) is a bare Python that confines itself; ``start`` would first run another Python,
 which would make a trace take 1.5 times as long. The child that compiles edited code
 (``primitives.raw.child``) is a fork, because the imports that it inherits take longer than its work.
