@@ -130,8 +130,8 @@ def measured(name: str, where: str) -> dict[str, Any]:
 
 def measured_chain(name: str, where: str) -> dict[str, float]:
     """Medians in microseconds of a call of a chain's launcher, of the chain without and with autograd, and of
-    ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the medians of the
-    chain's time less its launcher's time in the same round."""
+    ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the median
+    difference between the chain's time and its launcher's time in the same round."""
     chain, results = CHAINS[name]
     link = Link(f"{name}_host_time", chain, results)  # a CPU runs it with stubs
     program = ops.defined[link.name].program

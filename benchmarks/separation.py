@@ -75,9 +75,9 @@ def separation(name: str) -> dict[str, Any]:
 
 
 def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
-    """The largest ratio of an output's error to its limit. The ratio is infinite if a shape, a value that is
-    not finite, or an output that must be bit-exact is wrong. ``spoken``: a program could express the mutant,
-    so the errors of unrounded outputs count too."""
+    """The largest ratio of an output's error to its limit. The ratio is infinite for a wrong shape, a
+    wrong NaN or infinity, or a wrong output that must be bit-exact. ``spoken``: a program could express the
+    mutant, so the errors of unrounded outputs count too."""
     if got is None:
         return math.inf
     factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0

@@ -152,7 +152,7 @@ class CudaClock:
     """
 
     MIN_HEAD_START = 100e-6
-    MAX_HEAD_START = 5e-3  # limit for a first call that compiles, during which the GPU must not idle longer
+    MAX_HEAD_START = 5e-3  # limit, because a first call that compiles would demand a far longer spin
     FLUSH_BYTES = 256 << 20  # as in triton's do_bench; twice the L2 if that is more
     CYCLES_PER_SECOND = 2e9  # higher than any GPU's boost clock so far, so that no spin is too short
 

@@ -113,7 +113,7 @@ def check_edited(
     """Run the gates on lowered code that an author edited: the gate ``edit`` in place of ``trace``, then the
     other gates of ``check``. The code is compiled in confinement, also on the ``tuned`` schedules. Its
     results can be checked only on a GPU."""
-    # An audit hook of the tests watches that the edited code runs nowhere but in confinement.
+    # An audit hook of the tests watches that the edited code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", text)
     gates = Gates(progress)
     try:

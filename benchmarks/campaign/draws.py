@@ -1,7 +1,7 @@
 """Draw inputs for the campaign's own check: magnitudes over each input's whole domain, at small and long
 sizes.
 
-This module shares no code with the verifier's draws, so that they do not have the same blind spots.
+This module shares no code with the verifier's draws, so the two have different blind spots.
 """
 
 from __future__ import annotations

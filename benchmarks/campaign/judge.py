@@ -18,8 +18,8 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-# An accepted mutant counts as equivalent only after this many times the usual number of draws that aim at its
-# condition.
+# How many draws must aim at an accepted mutant's condition before the mutant counts as equivalent, as a
+# multiple of the usual number.
 MORE = 3
 Result = dict[str, Any]
 

@@ -216,7 +216,7 @@ def measure(widths: Sequence[str], out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of the arms' medians by width and pass, with two arms' times over the derived arm's time."""
+    """A table of the arms' medians by width and pass, and of two arms' times divided by the derived arm's."""
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]

@@ -131,7 +131,7 @@ class FusedFp8:
         self.amax: dict[str, Tensor] = {}
 
     def learn(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        """Learn the scales from a batch, one pass per scale, because each scale changes what follows it."""
+        """Learn the scales from a batch, one pass per scale, because each scale changes the later maxima."""
         for _ in self.scales:
             call(x)
             self.scales |= {name: END / amax for name, amax in self.amax.items()}

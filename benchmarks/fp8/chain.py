@@ -87,7 +87,7 @@ class Fp8Mlp:
         self.act = self.out = torch.ones((), device=x.device)
         names = "swiglu", "residual_rmsnorm"
         self.expand, self.reduce = (Kernel(program(f"gemm_fp8_{n}"), known={0: KNOWN}) for n in names)
-        for _ in range(2):  # each scale changes what follows it
+        for _ in range(2):  # the first scale changes the second
             self()
 
     def __call__(self) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ class LayerStages:
         return found | {"ours": backward_parts(shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
-        """The relative distance of each result of the other arms from that of the first arm."""
+        """The relative distance between each result of the other arms and the first arm's result."""
         from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names

@@ -54,8 +54,8 @@ SEEDS, WARM_UP = 4, 20  # seeds whose losses are compared; steps in which the le
 # no arm is created after the first of these fractions of the time, and no round starts after the second
 PREPARING, TIMING = 0.65, 0.85
 # Under torch.compile, PyTorch before 2.14 reports that it exports a model. Transformers' "sdpa" attention
-# then makes a full mask, which excludes PyTorch's fast kernel. All arms register and use the same function
-# under this name, for which transformers makes no mask.
+# then makes a full mask, which excludes PyTorch's fast kernel. All arms use the same function, registered
+# under the name below; for that name, transformers makes no mask.
 CAUSAL = "causal"
 SAID = 300  # characters of an error that FILE stores
 

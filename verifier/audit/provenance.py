@@ -1,7 +1,7 @@
 """Check that a committed kernel's evidence covers the committed files.
 
 The kernel is traced and lowered again, and every hash is compared. If the kernel, program, lowered code or
-spec was edited later, the report says nothing about it. ``report_audit`` checks a report's figures against
+spec was edited later, the report does not cover that edit. ``report_audit`` checks a report's figures against
 each other. This check needs the jail (the process that traces a kernel file), but no GPU, because nothing is
 timed again.
 """

@@ -6,8 +6,8 @@ search that tunes our own kernels, which tries more rasterisations. A third arm,
 QuACK's GEMMs without an epilogue. Our kernels use QuACK's mainloop.
 
 All schedules are timed by our code, with a cold L2. If an earlier measurement recorded the schedules of its
-last tuning round, these are timed, and others only if these have too few tile shapes. Importing this module
-is cheap; ``tuned_calls`` imports heavy packages.
+last tuning round, only these are timed, unless they have too few tile shapes. Importing this module is cheap;
+``tuned_calls`` imports heavy packages.
 """
 
 from __future__ import annotations

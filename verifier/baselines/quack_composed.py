@@ -2,7 +2,7 @@
 # Device code is traced by the DSL, not run: its values have no Python types.
 """Epilogues composed from QuACK's operators, for specs whose outputs no epilogue of QuACK's library computes.
 
-Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``. The docstring names
+Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``; its docstring names
 the changes. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this module
 imports QuACK.
 """

@@ -39,7 +39,7 @@ def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) ->
 
 
 def _residual_rms(g: Given, w: Tensor, *, hg: str | None) -> tuple[QuackEpilogue, Tensor]:
-    """The GEMM before an RMSNorm, and the vector for its rstd, which a later kernel fills."""
+    """The GEMM before an RMSNorm, and the vector that a later kernel fills with the norm's rstd."""
     from quack.epilogue.library import rms_partial_epi
 
     x, rstd = g.inputs["x"], fp32(w, g.inputs["x"].shape[0])

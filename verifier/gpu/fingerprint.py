@@ -19,8 +19,8 @@ class Fingerprints:
     Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, unless the
     code that changed the bits knew the secret. Every word of at most 32 bits is multiplied by a random 63-bit
     weight, and the products are summed modulo 2**64. This is a multilinear hash. The difference in a word is
-    below 2**32, so at most 2**-33 of all weights cancel it. Shape, dtype and strides must agree too. The
-    weights come from a generator whose seed stays on the host, and are wiped after use. So a kernel that
+    below 2**32, so at most a share 2**-33 of all weights cancels it. Shape, dtype and strides must agree too.
+    The weights come from a generator whose seed stays on the host, and are wiped after use. So a kernel that
     reads out of bounds cannot find them.
     """
 

@@ -59,8 +59,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
     """Run a task; if it raises a CUDA error, return that as the answer.
 
-    The tool stops a kernel that accesses memory out of bounds, but it reports only when the process exits by
-    itself. But a worker is killed if its task raises a CUDA error, before the tool can report.
+    The tool stops a kernel that accesses memory out of bounds, and reports when the process exits by itself.
+    If the task raised the CUDA error, the worker would be killed before the tool could report.
     """
     task, argument = asked
     try:

@@ -83,10 +83,10 @@ class Worker:
     ) -> dict[str, Any]:
         """Give the worker a task; return its answer.
 
-        Raises Failed if the task raised it. Raises Lost, and kills the worker, if it dies, is silent for
-        ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our own bugs, and if the
-        worker died before its first task, because no kernel can have caused that. Raises Late at the deadline
-        (``primitives.system.deadline``), and kills the process.
+        Raises Failed if the task raised it. Raises Lost if the worker dies, is silent for ``patience``
+        seconds, or can no longer use the GPU; the worker is then killed. Raises WorkerError for our
+        own bugs, and if the worker died before its first task, because no kernel can have caused that. Raises
+        Late at the deadline (``primitives.system.deadline``), and kills the process.
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):

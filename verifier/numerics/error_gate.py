@@ -252,8 +252,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
-    """Whether most of the values that fp32 could represent more finely are multiples of ``ONE``, a few steps
-    from the truth. The difference of two values near 1 has such values."""
+    """Among the values that fp32 represents more finely than ``ONE``, whether most are multiples of ``ONE``,
+    a few of these steps from the truth. Differences of values near 1 are such multiples."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()

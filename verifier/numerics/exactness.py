@@ -49,8 +49,8 @@ def matrix(tensor: Tensor) -> Tensor:
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """Count the values that differ from the truth, rounded once to their dtype. Also describe the first such
-    value."""
+    """Round the truth once to the values' dtype, and count the values that differ from it. Also describe
+    the first such value."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):
         part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)

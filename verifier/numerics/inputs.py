@@ -131,10 +131,10 @@ def _negative(of: _Drawn) -> Tensor:
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Round to multiples of a power of two, up to 8 times that power. In fp8 it is 2 times, because tensor
-    cores keep fewer bits of fp8 sums. A matmul of such values is exact in fp32 in any order of summation, and
-    so are sums and products of its results. ``exactness.exact_outputs`` finds the outputs that must be exact
-    to the bit."""
+    """Round to multiples of a power of two, up to 8 times that power. In fp8 the limit is 2 times, because
+    tensor cores keep fewer bits of fp8 sums. A matmul of such values is exact in fp32 in any order of
+    summation, and so are sums and products of its results. ``exactness.exact_outputs`` finds the outputs that
+    must be exact to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)

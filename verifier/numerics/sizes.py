@@ -260,8 +260,8 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """The dims that count experts, and the dims that multiply a static dim or a number as large as a head's
-    width."""
+    """The dims that count experts, and the dims that multiply a static dim, or a number of at least a
+    head's width (``HEAD``)."""
     static = set(spec.static)
     products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
     heads = {n for names, number in products if names & static or number >= HEAD for n in names - static}

@@ -35,7 +35,7 @@ UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a confined
     compilation."""
-    # An audit hook of the tests watches that the code runs nowhere but in confinement.
+    # An audit hook of the tests watches that the code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", source)
     gates = Gates(progress)
     program = proposal.program(spec)

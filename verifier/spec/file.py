@@ -151,8 +151,8 @@ def plain(node: Any) -> Any:
 
 
 def _line(tree: Any, place: Place) -> int:
-    """The line of the deepest key of ``place`` that the file contains. A number as the last key is the number
-    of a line in a text, from 1."""
+    """The line of the deepest key of ``place`` that the file contains. A number after the key of a
+    text counts the text's lines, from 1."""
     line, node = 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:

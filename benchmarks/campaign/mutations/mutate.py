@@ -20,8 +20,8 @@ TRIES = 40  # attempts before a kind counts as not applicable
 @dataclass(frozen=True)
 class ProgramMutant:
     """A program with one mistake. ``aims``: the values that the mistake's conditions test (see
-    ``site.Site``). ``frozen``: versions of the mutant whose condition uses fixed sizes (a case's, or those
-    where the condition changes) instead of the sizes at which they run."""
+    ``site.Site``). ``frozen``: versions of the mutant. Their condition uses fixed sizes (a case's, or those
+    where the condition changes), whatever the sizes of the run."""
 
     name: str
     kind: str

@@ -44,8 +44,8 @@ def _parts(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _scaled(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the sum of a scaled tile as the scaled sum, or scale a tile down before its sum and the sum up
-    after."""
+    """Rewrite the sum of a scaled tile as the scaled sum. Or scale a tile down before the sum, and scale
+    the sum up afterwards."""
     if random.random() < 0.4:
         half = g.add("multiply", node.args[0], g.constant(0.25))
         return g.add("multiply", g.constant(4.0), g.add(node.op, half))

@@ -28,7 +28,7 @@ from coda_agent.verifier.spec.model import Spec
 Outputs = dict[str, Tensor]
 TAIL = 16  # the number of K elements that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-# mantissa bits that each dtype has fewer than fp32
+# how many more mantissa bits fp32 has than each dtype
 FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}
 
 
