@@ -1,7 +1,7 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
 Everything else, above all PyTorch, comes from the current environment. The environment's paths are absolute,
-so ``install`` must set them again on another machine, which needs no package index.
+so ``install`` must set them again on another machine; for this, it needs no package index.
 """
 
 from __future__ import annotations

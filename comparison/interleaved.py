@@ -204,7 +204,7 @@ def _heartbeat(words: str) -> Iterator[None]:
 
 def _release() -> None:
     """Return unused memory to the driver, because other libraries allocate from there. If the device has a
-    pending error, raise the error, because not every library does so."""
+    pending error, raise the error, because some libraries ignore it."""
     import torch
 
     torch.cuda.synchronize()

@@ -36,7 +36,7 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
     """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy; None if
-    ``accepted_kernel`` returns it or there is none. Raises KernelError."""
+    ``accepted_kernel`` returns it, or if no kernel is accepted. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None

@@ -110,7 +110,7 @@ class _Measuring:
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sessions) if self.asked.again else 0  # earlier failures do not count
+        self.heeded = len(self.results.sessions) if self.asked.again else 0  # do not count earlier failures
 
     def run(self) -> None:
         self.machine = self._known_machine()
@@ -384,7 +384,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug in this program, not in the arm: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        # if the turn is apart, the reference arm has figures from the program's own environment
+        # in CODA's environment (``apart``), the reference arm already has figures from the current one
         own = [] if turn.apart else [turn.row.reference_arm]
         if last in left:
             return {last: why}

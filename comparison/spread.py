@@ -26,7 +26,7 @@ from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.worker import report
 
 UUID = "uuid"  # the key of a session's conditions that holds its GPU's UUID
-SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may not
+SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may take longer
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:

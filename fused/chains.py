@@ -31,7 +31,8 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.signature import DTYPES
 from coda_agent.primitives.lang.trace import Trace
 
-# Sizes of a 7B model. Of several forms of a backward, the one that moves the fewest bytes here is chosen.
+# Sizes of a 7B model. Of several forms of a backward, the one that moves the fewest bytes at these sizes is
+# chosen.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 PLAIN = {Tensor, torch.nn.Parameter, float}
 NORMED = "hg"  # the first operand of a chain's first matmul: the stream times its norm's weight
@@ -48,7 +49,7 @@ class Begun(NamedTuple):
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
-    """Compute a norm of a stream [M, D] without its row scaling in PyTorch, with ``hg`` in ``dtype``."""
+    """Compute in PyTorch a norm of a stream [M, D] without its row scaling, with ``hg`` in ``dtype``."""
     with torch.no_grad():
         return Begun(*_begun(x, gamma, eps, dtype))
 
@@ -92,8 +93,8 @@ class _Kept(NamedTuple):
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
-    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps its address, so
-    that CUDA graphs replay correctly."""
+    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old one's
+    address, so that CUDA graphs replay correctly."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
     if found and found.state == state and all(each() is not None for each in found.of):
@@ -179,12 +180,12 @@ class Link:
             "backward": staticmethod(self._recorded_backward),
         }
         function: Any = type(name, (torch.autograd.Function,), functions)
-        # apply in C++, without the Python wrapper, which only serves torch.func and setup_context
+        # the C++ ``apply``; its Python wrapper only serves torch.func and setup_context
         self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """Return the chain's results, then the outputs without gradients. Pass the tensors from ``begun`` as
-        ``hg`` and under the chain's own name for rstd. Raises NoBackward under torch.func."""
+        """Return the chain's results, then the outputs without gradients. Pass the ``hg`` from ``begun``
+        as ``hg``, and the ``rstd`` under the chain's own name for it. Raises NoBackward under torch.func."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:

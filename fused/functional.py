@@ -91,8 +91,8 @@ def rotates(width: int) -> bool:
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
-    """Interleave cosines and sines [..., length, width] into a kernel's table [tokens, width]. The two halves
-    of each must be equal."""
+    """Interleave cosines and sines [..., length, width] into a kernel's table [tokens, width]. ``cos``
+    and ``sin`` must each have equal halves."""
     half = cos.shape[-1] // 2
     table = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2)
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)

@@ -140,7 +140,7 @@ class Launcher:
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
-        self._in_order = itemgetter(*map(order.index, inputs))  # a tuple, as a GEMM has two inputs
+        self._in_order = itemgetter(*map(order.index, inputs))  # gives a tuple, because a GEMM has two inputs
         self._familiar = FamiliarPlans()
         _launchers.add(self)
 

@@ -6,7 +6,7 @@ read the exponentials, for the gradients of the stream and of the head's weight.
 
 A row's exponentials are relative to a shift that is known before the matmul: ``SHIFT`` above the target's
 logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the row's results
-are multiplied, in fp32, by the exact ratio of the exponentials relative to the log-sum-exp and to the shift.
+are multiplied, in fp32, by exp(shift - log-sum-exp), the exact ratio of the two kinds of exponentials.
 The target's own term is exact too: its exponential is left out, and (softmax - 1) times the target's row of
 the weight is added in fp32. A row's exponentials overflow if its loss exceeds 120. Then everything is
 computed again, with exponentials relative to the log-sum-exp.
@@ -167,8 +167,8 @@ def _factors(
 
 @fused_on_gpu
 def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``h`` times ``scale``, and the rows of ``h`` times ``pull``. Also return the rows of
-    the weight's gradient to which the latter are added."""
+    """Return the rows of ``h`` times ``scale``, and the rows of ``h`` times ``pull``. Also return the
+    row numbers at which the second product is added to the weight's gradient."""
     return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
 
 

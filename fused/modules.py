@@ -28,7 +28,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, activation: str = "swiglu"):
         super().__init__()
-        functional.link_of(functional.MLP, activation)  # or raise
+        functional.link_of(functional.MLP, activation)  # raises ValueError for an unknown activation
         self.activation = activation
         if activation in functional.GATED:
             self.gate_proj = _linear(width, hidden)

@@ -22,8 +22,8 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]
 
 
 class Order(NamedTuple):
-    """The order of a kernel's arguments and results in its spec, needed because a program sorts both by
-    name."""
+    """The order of a kernel's arguments and results in its spec. It is needed, because a program sorts
+    arguments and results by name."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -62,7 +62,7 @@ class Typed(NamedTuple):
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes. All 16-bit matrices together may have another float dtype. A
+    """The program for inputs of these dtypes. All 16-bit matrices may have one other float dtype. A
     vector declared in the matrices' dtype may then have the new dtype or fp32. Raises TypeError for other
     dtypes."""
     signature, own = program.signature, matrices(program)

@@ -2,7 +2,7 @@
 this package (``fused/tuned``), and in the shipped reports.
 
 A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU come
-first, and among them rows of matmuls that are likewise grouped by experts, or likewise not. Among the equally
+first, and among these, rows with the step's kind of matmul (grouped by experts or not). Among the equally
 preferred rows that fit, the nearest is used. A row's distance is the sum of the log2 ratios of M (rounded),
 N, K and the number of experts, plus ``OTHER`` if the row is of another program or step.
 """
@@ -27,12 +27,12 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
-OTHER = 2.0  # of 0 to 4, it finds most tiles of the shipped reports' cases when these are left out
+OTHER = 2.0  # of the values 0 to 4, it finds the most tiles of left-out cases of the shipped reports
 TUNED = Path(__file__).resolve().parent / "tuned"  # tables in the form that ``keep`` writes
 
 
 class TunedStep(NamedTuple):
-    """The fastest schedule of a step on a GPU, for a matmul of these ``products``."""
+    """The fastest schedule of a step on a GPU. ``shape``: the ``products`` of the step's matmul."""
 
     gpu: str
     kernel: str

@@ -33,7 +33,7 @@ __all__ = [
     "unavailable",
 ]
 
-LONG = 600.0  # seconds; a longer wait is drawn this long, or it would make all other bars tiny
+LONG = 600.0  # seconds; a longer wait is drawn this long, so that all other bars stay visible
 LEAST = 0.003  # width of the narrowest bar, as a fraction of the timeline
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = {

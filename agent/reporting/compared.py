@@ -50,9 +50,9 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     comparison first.
 
     For a single run, ``out`` is the path of its page, by default RUN.html in the run's folder. For several
-    names, ``out`` is the path of the comparison, by default in the first run's folder. The runs' pages then
-    go into the folder of ``out``, by default into the runs' folders. For one name that stands for a group,
-    ``out`` is the path of the named run's page, and all other pages go into the same folder.
+    names, ``out`` is the path of the comparison, by default in the first run's folder. The runs' pages go
+    into the same folder as ``out``; without ``out``, into the runs' folders. For one name that stands for a
+    group, ``out`` is the path of the named run's page, and all other pages go into the same folder.
 
     Raises JournalError and OSError.
     """

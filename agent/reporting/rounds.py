@@ -16,8 +16,8 @@ from coda_agent.verifier.report import Ratio, Rejected
 __all__ = ["HEADINGS", "Round", "cells", "rounds"]
 
 HEADINGS = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
-# Events of these kinds, up to and including a report, belong to the report's attempt. Other events, such as
-# measurements, belong to the attempt of the report before them.
+# An event of these kinds belongs to the attempt of the next report; a report belongs to its own attempt. Any
+# other event, such as a measurement, belongs to the attempt of the previous report.
 ASKING = (RESERVED, SETTLED, "answer", "draft", "report")
 
 

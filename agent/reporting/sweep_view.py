@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.fleet.driver import Driver
 
 SHOWN = 20  # limit on the rows of runs in progress in the live table
-# by the last word of a piece's name
+# the phase of a piece of work, by the last word of its name
 PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}
 
 

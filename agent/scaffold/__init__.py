@@ -166,8 +166,8 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """Return the inputs' shapes with ``dim`` replaced by ``number*dim``, the extent of ``number`` parts of
-    ``dim`` each. Unchanged shapes are left out."""
+    """Return the inputs' shapes with ``number*dim`` in place of ``dim``, so that ``dim`` is the extent of one
+    of ``number`` parts. Unchanged shapes are left out."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}

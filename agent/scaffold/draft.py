@@ -90,22 +90,22 @@ class SpecDraft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """Return an error that names a line of the user's file. It is the line that produced line ``line`` of
-        ``key`` ("reference" or "baseline"); without one, the line of the function's ``def``."""
+        """Return an error that names a line of the user's file: the origin of line ``line`` of ``key``
+        ("reference" or "baseline"), or else the line of the function's ``def``."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
 
     def rows(self) -> frozenset[str]:
         """Return the dims that count rows. A dim counts rows if at least two tensors have it as their first
-        axis, and no tensor has it as another axis. If no dim does, return the draft's first dim."""
+        axis, and no tensor has it as another axis. If no dim counts rows, return the first dim."""
         from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """Return the dims, such as a number of heads, that count blocks: every shape multiplies them by a
-        static dim or by a number of at least ``BLOCK``."""
+        """Return the dims that count blocks, such as the number of heads: every shape multiplies such a dim
+        by a static dim or by a number of at least ``BLOCK``."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products, static = [term for d in extents for term in d.terms], set(self.static)
         single = {n for m, number in products if number < BLOCK and not static & {*m} for n in m}

@@ -38,8 +38,8 @@ Swap = tuple[str, str]  # a text and its replacement
 @dataclass(frozen=True)
 class Advice:
     """Advice on the code at ``place``. ``text`` says what a kernel can do instead. ``swaps`` are replacements
-    that follow the advice: with them the reference must run, and its outputs must keep their shapes.
-    ``otherwise`` is the advice if this test fails."""
+    that follow the advice. A test applies them: the reference must run, and its outputs must keep their
+    shapes. ``otherwise`` is the advice if the test fails."""
 
     place: ast.AST
     text: str
@@ -104,8 +104,8 @@ def _dim(args: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int 
 
 
 def _count(name: str, sizes: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """Return the number of parts of a split, and whether the parts may be equal. ``sizes`` holds the split's
-    count or sizes, if any. Otherwise the number of assigned ``names`` is the number of parts."""
+    """Return the number of parts of a split, and whether the parts may be equal. ``sizes`` may hold the
+    split's count or sizes. If they give no number of parts, it is the number of assigned ``names``."""
     match next(iter(sizes), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True

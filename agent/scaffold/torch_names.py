@@ -56,7 +56,7 @@ class TorchNames(ast.NodeTransformer):
         return self.visit_Assign(plain)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Drop ``h = h``, the rest of ``h = h.float()`` after its cast is removed."""
+        """Drop ``h = h``, which remains after the cast of ``h = h.float()`` is removed."""
         new = self.generic_visit(node)
         idle = isinstance(new, ast.Assign) and [ast.unparse(new.value)] == list(map(ast.unparse, new.targets))
         return None if idle else new

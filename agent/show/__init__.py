@@ -61,8 +61,8 @@ def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Sch
 
 @dataclass(frozen=True)
 class Shown:
-    """A kernel and its description. The description always contains the steps. The description also contains
-    the ``resources`` and the roofline at each case's ``sizes``, if these are given, and the CuTeDSL code, if
+    """A kernel and its description. The description always contains the steps. It also contains the
+    ``resources``, if given; the roofline at each case's ``sizes``, if given; and the CuTeDSL code, if
     ``cutedsl`` is true."""
 
     kernel: KernelSource

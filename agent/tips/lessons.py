@@ -28,7 +28,7 @@ UNSEEN = "by its author's word alone"
 @dataclass(frozen=True)
 class FixedFailure:
     """A rejection for ``failed`` (gate/reason). ``fix``: the difference to a later source that passed that
-    gate. If none did, and the failure is that a change was no faster: the difference to the code to beat."""
+    gate. For a change that was no faster, without such a source: the difference to the code to beat."""
 
     spec: str
     failed: str

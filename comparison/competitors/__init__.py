@@ -99,7 +99,7 @@ def entries(arm: str) -> Mapping[str, Implementation]:
 
 
 def composed(spec: str) -> bool:
-    """Whether the QuACK kernel for this spec is composed by us from QuACK's operators, and is not from
+    """Whether we composed the QuACK kernel for this spec from QuACK's operators, instead of taking it from
     QuACK's library."""
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
@@ -120,8 +120,8 @@ def note(spec: Spec, arm: str) -> str:
 
 
 def absent(spec: Spec, arm: str) -> str | None:
-    """Why an arm cannot compute a spec on any machine; None if the arm can, or if only a trial can show
-    it."""
+    """Why an arm cannot compute a spec on any machine; None if the arm can compute it, or if only a
+    trial can tell."""
     from coda_agent.comparison.competitors import flashinfer, liger, upstream
 
     if arm in LIBRARY_ARMS and not admitted(spec, [arm]):

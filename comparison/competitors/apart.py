@@ -1,6 +1,6 @@
 """Compute specs with PyTorch, compiled and eager, in the layout that is best for PyTorch. Gate and up are
 separate contiguous blocks, and so are the first and second elements of rotated pairs. The specs interleave
-both.
+gate with up, and first with second elements.
 
 PyTorch users have no reason to interleave, so this is the layout to compare with. Importing this module
 imports nothing heavy.

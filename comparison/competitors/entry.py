@@ -17,10 +17,10 @@ __all__ = ["Implementation", "Given", "Prepared", "followed", "gated_mlp"]
 class Prepared(NamedTuple):
     """A prepared arm (one library's implementation of a spec).
 
-    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``
-    converts the call's result into the outputs of the spec that the library computes, by name; it is not
-    timed. ``arranged``: operands in the library's own layout, prepared before timing. A user would store them
-    in place of the spec's operands, so they do not count as memory of a call.
+    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``,
+    which is not timed, converts the call's result into the spec's outputs by name, as far as the library
+    computes them. ``arranged``: operands in the library's own layout, prepared before timing. A user would
+    store them in place of the spec's operands, so they do not count as memory of a call.
     """
 
     call: Callable[[], Any]
@@ -46,8 +46,8 @@ def followed(
     name: str,
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = multiplied,
 ) -> Prepared:
-    """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. Here a [rows, K]
-    is the second result of ``first``, and w is [N, K]. ``name``: the name of the matmul's output."""
+    """Return an arm that runs ``first`` and then another matmul, ``multiply(a, w.mT, out)``. ``a`` [rows, K]
+    is the second result of ``first``, and ``w`` is [N, K]. ``name``: the name of the matmul's output."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:

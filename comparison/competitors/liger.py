@@ -178,8 +178,8 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of query and key heads, with separate halves, and buffers for their matmuls. The
-    kernel needs queries and keys as two contiguous tensors. The kernel pads the number of heads of each to a
-    power of two. So that queries need no padding, their number of heads is the largest power of two below
+    kernel needs queries and keys as two contiguous tensors. The kernel pads each tensor's number of heads to
+    a power of two. So that queries need no padding, their number of heads is the largest power of two below
     H."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1

@@ -56,7 +56,7 @@ def toolkit(candidates: Iterable[Path]) -> Path | None:
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
     """A folder that contains libcuda.so: the first one, or else ``own``, which is created if the driver
-    installed only libcuda.so.1. None if neither exists."""
+    installed only libcuda.so.1. None if no folder has either file."""
     folders = list(folders)
     for folder in folders:
         if (folder / "libcuda.so").exists():

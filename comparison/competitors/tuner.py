@@ -29,7 +29,7 @@ PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
 WARM, TIMED = 10, 20  # most warm-up calls and most timed calls per schedule; QuACK makes at least 54 and 200
 SHORT, FEWEST = 100.0, 4  # timed calls end after this many milliseconds, but not before this many calls
 OWN = 254  # number of calls in the tuner's own timing
-# the final, which times the fastest schedules again: its most and fewest schedules, and its most milliseconds
+# limits of the final, which times the fastest schedules again: most and fewest schedules, most milliseconds
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
 SECONDS = 10.0  # seconds between reports while only compilers work
@@ -37,8 +37,8 @@ SECONDS = 10.0  # seconds between reports while only compilers work
 
 @cache
 def prepare() -> None:
-    """Prepare the process before the package is imported. Raises RuntimeError if the environment has other
-    versions."""
+    """Prepare the process before the package is imported. Raises RuntimeError if the environment lacks the
+    pinned versions."""
     check()
     os.environ |= {
         "QUACK_CACHE_AUTOTUNING": "1",  # the package disables this default of QuACK

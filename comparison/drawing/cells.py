@@ -122,7 +122,7 @@ class _Ratio(NamedTuple):
 class _Row:
     """The sessions of one row, without outdated figures. A figure is outdated if a later
     session or the last request to measure (``present``) has another definition of the row (``question``),
-    another arm or another reference arm."""
+    another version of the arm, or another reference arm."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -154,8 +154,8 @@ class _Row:
 
     def _outdated(self, present: Present) -> set[str]:
         """The arms that have changed since they were measured. If the question or the reference arm has
-        changed, the result is all arms. The reference arm itself is never included, because indirect ratios
-        need it."""
+        changed, the result is all other arms. The reference arm itself is never included, because indirect
+        ratios need it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)

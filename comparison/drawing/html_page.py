@@ -124,8 +124,8 @@ def _loss(loss: Loss) -> str:
 
 
 def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
-    """One row per session and arm of the row's columns. An arm is marked if it has changed since its
-    session."""
+    """One table row per session and arm, for the arms of the columns in ``line``. An arm is marked if it has
+    changed since its session."""
     sessions = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for session in sessions for name, arm in session.arms.items()}

@@ -47,7 +47,7 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """Operators of a column that are averaged together. ``name``: for tables. ``told``: for sentences."""
+    """Operators of a column that are averaged together. ``name`` is for tables, ``told`` for sentences."""
 
     name: str
     told: str
@@ -191,7 +191,7 @@ class Summary:
         return f"Against {self.column} (wins are the LLM's): {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """A tally as text, after the kind of operators that it counts."""
+        """A tally as text, preceded by the kind of operators that the tally counts."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
             return f"{shared.own.told}, {tally}"
@@ -318,7 +318,7 @@ _WHY = {
 
 
 def ratio_text(ratio: Interval) -> str:
-    """A ratio with three decimals. It has more if they are needed to show whether an interval contains 1."""
+    """A ratio with three decimals, or with more if they are needed to show whether an interval contains 1."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
     places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
     return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"

@@ -173,7 +173,7 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        # Without next_norm: a recomputed layer computes its whole norm itself, which rounds differently.
+        # Without next_norm: a recomputed layer computes its whole norm itself, and so rounds differently.
         run = partial(_layer, layer, how._replace(next_norm=None, keeps=False), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)

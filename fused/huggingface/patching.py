@@ -79,7 +79,8 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
     reorders them. Without gradients, copies are kept until ``unpatch``, and take nearly as much memory as the
     layers' weights. A copy is renewed if its weight changes, but in-place changes of the weight's ``data``
     are not noticed. In training, a step keeps its copies from the forward to the backward. Under activation
-    checkpointing, both still reorder the weights. Copies of weights that FSDP shards are never kept.
+    checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP shards are never
+    kept.
 
     The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for
     an untested version of transformers.

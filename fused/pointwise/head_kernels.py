@@ -157,8 +157,8 @@ def _backward(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """``gradients``: the gradients of q, k and v. ``strides``: each gradient's strides of sequence, head and
-    token. Each program adds its heads up in registers. It reduces them only once per token and at its end,
-    because a reduction over heads makes the warps wait for each other."""
+    token. Each program adds its heads up in registers. It reduces these sums only once per token and at its
+    end, because a reduction over heads makes the warps wait for each other."""
     tokens, length, period, heads, groups = sizes
     width: tl.constexpr = 2 * HALF
     zeros = tl.zeros((BLOCK, HALF), tl.float32)
