@@ -39,8 +39,8 @@ class Action:
 
 @dataclass(frozen=True)
 class StepText:
-    """A kernel as text. ``step``: the GEMM's step; for a kernel between GEMMs ("vector") the previous step, or
-    -1."""
+    """A kernel as text. ``step``: the GEMM's step; for a kernel between GEMMs ("vector") the previous step,
+    or -1."""
 
     step: int
     kind: Literal["gemm", "vector"]
