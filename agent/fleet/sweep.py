@@ -53,7 +53,7 @@ class Sweep:
         return members(self._events())
 
     def record(self, kind: str, payload: dict[str, Any]) -> None:
-        """Add an event of this session to the journal, with the time by the driver's clock."""
+        """Add an event to the journal, with its time since this process opened the sweep."""
         with self._lock:
             self._number += 1
             key = f"{kind}/{self.session}.{self._number}"

@@ -63,8 +63,8 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _choices(interpreted: dict[str, Any]) -> str:
-    """Text about each choice between values (such as relu or maximum): for each side, the largest share of
-    elements that it decided."""
+    """Text about each choice between values (such as relu or maximum): each side's
+    largest share of decided elements over all runs."""
     return "".join(
         f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
         for choice in interpreted.get("choices", ())  # older reports have no choices

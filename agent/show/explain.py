@@ -198,7 +198,7 @@ class _Writer(Writer):
                 return "-" + self.bound(node.args[0], known, _ATOM), _NEGATIVE
         if node.op in _SPREAD and node.args[0] in self.memory:
             return f"{node.op}({self.memory[node.args[0]]})", _ATOM
-        if node.op in _COMPARE:  # in parentheses, because Python would chain comparisons
+        if node.op in _COMPARE:  # with parentheses as an operand: Python chains a < b < c
             left, right = (self.bound(a, known, 2) for a in node.args)
             return f"{left} {_COMPARE[node.op]} {right}", 1
         if node.op in _INFIX:

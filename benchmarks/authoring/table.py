@@ -2,8 +2,8 @@
 
 ``--collect`` reads the journals of finished runs (a folder of runs for each version of the prompt, called a
 pack) into ``outcomes.json``, with every answer's code and verdict. Then the tables are written to the end of
-docs/authoring_experiment.md. They show how many runs passed all gates that need no GPU at the first answer
-and within three answers, with Wilson's 95 % intervals, and why the rejected answers failed.
+docs/authoring_experiment.md. They show why answers were rejected, and, with Wilson's 95 % intervals, how
+many runs passed the gates that need no GPU: at the first answer, and within three.
 """
 
 from __future__ import annotations

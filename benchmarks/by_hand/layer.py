@@ -4,10 +4,11 @@ rest.
 An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
 returns rstd, and hg = h * gamma with the next norm's gamma. The next projection multiplies hg, and scales the
 rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns these three for the next layer.
-This layer begins the norm of its output, and the plain layer computes the norm of its input. In a stack of
+This layer begins its output's norm; the layer in plain PyTorch computes its input's norm. In a stack of
 layers, both kinds of layer do the same total work. PyTorch computes the stream that enters the first layer
-(``start``). The gradients equal those of the plain layer. This includes the gradient of the input norm's
-weight, because the backward of each norm runs with the backward of the projection after it.
+(``start``). The gradients equal those of the plain layer. The previous layer begins the input's norm, but
+this layer's backward computes the gradient of that norm's weight, with the backward of the projection after
+it.
 
 D is the model's width, and F the FFN's width. z is a projection's result with the row scale applied, and dz
 is the gradient of z.
@@ -31,7 +32,7 @@ is the gradient of z.
 | dx, dgamma, hn, from dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-The backward stores neither hg nor act. The backward computes hn = h * rstd * gamma and act again, and frees
+The forward saves neither hg nor act. The backward computes hn = h * rstd * gamma and act again, and frees
 each after the weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. Inference
 also writes z, because the kernel always does, but does not keep it.
 """
@@ -65,8 +66,8 @@ class ResidualStream(NamedTuple):
 
 class Attended(NamedTuple):
     """Attention's inputs and output. ``heads``: q, k and v, [sequences, heads, length, head width].
-    ``mixed``: the output, through which autograd differentiates. As matrices: qk [tokens, 2*D], v and the
-    output a [tokens, D]."""
+    ``mixed``: the output, through which autograd differentiates. As matrices: qk [tokens, 2*D]; v and
+    ``a`` (the output) [tokens, D]."""
 
     heads: tuple[Tensor, Tensor, Tensor]
     mixed: Tensor
@@ -191,8 +192,8 @@ def unrotated(
     """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z, divided by D.
 
     dq, dk and dv have attention's layout, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. The backward applies the rotation's transpose R'. The row sums follow from dq and dk before
-    R' and from the rotated q and k, even if cosines and sines are rounded: (R' dq) . q = dq . (R q).
+    [tokens, D]. The backward applies the rotation's transpose R'. The row sums use dq and dk before R',
+    and q and k after R: (R' dq) . q = dq . (R q), also with rounded cosines and sines.
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))

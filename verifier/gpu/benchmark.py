@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds: one period of the clock rates at the power limit
+LONGEST = 1.5  # seconds of rounds: at the power limit, clock rates rise and fall about once in this time
 HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"

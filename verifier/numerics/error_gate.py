@@ -25,9 +25,9 @@ OCTAVES = (-150, 128)  # exponents of all fp32 values
 # of larger ones, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-# if values cancel, fp32's error may be this many times fp64's: its roundings are 2**29 times as large
+# if values cancel, fp32's error may be this many times fp64's: 2**29 for its roundings, 8 for slack
 REST = 2.0**32
-# a loss above this fraction of an output's RMS is more than the final rounding (to a dtype wider than fp8)
+# an error above this fraction of an output's RMS is not only final rounding (fp8's is larger)
 LOST = 2.0**-8
 ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
 
@@ -75,8 +75,8 @@ def compare(
     4/sqrt(n), where n counts the elements of the output or tile. This slack is 3% for a full tile, and almost
     nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
     sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
-    says little, so limits are 2**(10/n) times as wide. At M = 1, a row's sum is then rejected if it is wrong
-    by about 0.1% or more. The values of a row share errors from their common inputs, so for m rows the slack
+    says little, so limits are 2**(10/n) times as wide. For example, one row sum (M = 1) may be wrong by
+    up to about 0.1%. The values of a row share errors from their common inputs, so for m rows the slack
     is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If the
     error counted as zero, no other order of summation could pass.
 
@@ -89,7 +89,7 @@ def compare(
 
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
-    """An output's RMS error, divided by the truth's RMS and by the yardstick's RMS error, in any dtype. Both
+    """Two ratios, in any dtype: an output's RMS error over the truth's RMS, and over the yardstick's. Both
     results are NaN if some values are finite and should not be, or the reverse. Values that ``compare``
     excuses are left out."""
     stats, _ = measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
@@ -102,8 +102,7 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """The outputs that are not judged on inputs beyond the typical ones, each with the largest magnitude that
-    is excused.
+    """For a family beyond typical inputs: the excused outputs, each with the largest excused magnitude.
 
     An output is excused at any magnitude if the reference overflows in fp32 or loses more than ``LOST``. If
     the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in fp64. Then
@@ -161,7 +160,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g}), at {where}")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    # if coarse, the errors of small values come mostly from a rounded operand
+    # if coarse (see ``error_sums``), a rounded operand causes most errors of small values
     if limits.values and not stats.coarse:
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")
@@ -252,8 +251,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
-    """Among the values that fp32 represents more finely than ``ONE``, whether most are multiples of ``ONE``,
-    a few of these steps from the truth. Differences of values near 1 are such multiples."""
+    """Whether most values that could be finer than ``ONE`` are multiples of it, and within a few ``ONE`` of
+    the truth. Differences of values near 1 are such multiples."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()

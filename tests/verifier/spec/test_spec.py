@@ -193,7 +193,7 @@ def test_a_reference_is_tried(write, old, new, line, words):
 
 def test_files_that_are_no_spec(write):
     path = write()
-    assert fails(Path("scaledd.yaml")).endswith("no such file; did you mean scaled.yaml? . has scaled")
+    assert fails(Path("scaledd.yaml")).endswith("no such file; did you mean scaled.yaml?")
     assert fails(Path("zzzzzz.yaml")).endswith("no such file; . has scaled")
     assert "Is a directory" in fails(Path("."))
     for text, words in [
