@@ -42,11 +42,11 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Within the ``with`` block, patch QuACK for tracing a kernel of a ``split`` schedule. Without the patch,
-    QuACK's GEMM waits for its predecessor on the stream before its first load. The GEMM's blocks let the
-    successor start when they have no more tiles. With this patch, the first launch waits for that predecessor
-    and then lets the second start at once. In the second launch, a block that has no more tiles waits for the
-    first launch."""
+    """Patch QuACK, within the ``with`` block, for tracing a kernel of a ``split`` schedule. Without the
+    patch, QuACK's GEMM waits for its predecessor on the stream before its first load. The GEMM's blocks let
+    the successor start when they have no more tiles. With this patch, the first launch waits for that
+    predecessor and then lets the second start at once. In the second launch, a block that has no more tiles
+    waits for the first launch."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield
 

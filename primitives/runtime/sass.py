@@ -196,7 +196,7 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within the ``with`` block, record for each traced operation the innermost line of its call stack that
+    """Record, within the ``with`` block, the innermost line of each traced operation's call stack that
     is in the lowered code at ``path``."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from asking import ASK, KEY, TALK
 
-from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage, make, specs
 from coda_agent.agent.run.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("no_keys")
@@ -26,8 +26,9 @@ def test_a_turn_survives_json() -> None:
 
 
 def test_an_unknown_provider_lists_the_known() -> None:
-    with pytest.raises(ProviderError, match="'gpt' is unknown; use one of anthropic, "):
+    with pytest.raises(ProviderError, match=f"'gpt' is unknown; use one of {', '.join(specs())}"):
         make("gpt")
+    assert {"anthropic", "claude-code", "handoff", "mcp", "replay"} <= specs().keys()
 
 
 def test_no_sdk_is_imported_before_its_use() -> None:
