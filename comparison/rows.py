@@ -172,7 +172,7 @@ class LayerRow:
 
     def note(self, arm: str) -> str:
         return {
-            competitors.FUSED: "no model wrote its programs, and nothing is tuned for these sizes",
+            competitors.FUSED: "no model wrote its programs",
             competitors.LIGER: "one matmul computes q, k and v",
             competitors.QUACK: "QuACK's functions compute everything except attention and the last addition",
         }.get(arm, "")
