@@ -32,10 +32,11 @@ from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
 NONE: Mapping[str, int] = MappingProxyType({})
+ACCEPTED = Path(__file__).resolve().parents[2] / "generated_kernels"
 
 
 class Kernel:
-    """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
+    """A program as a function of CUDA tensors: ``Kernel.load("gemm_swiglu")(x=x, w=w)``.
 
     A call launches on the current stream of the tensors' device. The first call with new shapes plans and
     tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. If the
@@ -75,14 +76,18 @@ class Kernel:
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        kernel: str | Path,
         schedules: Mapping[int, Schedule] | None = None,
         edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json. ``edited``: a NAME.raw.py, which replaces the program's lowered code; a
-        confined child process compiles it. Without ``schedules``, edited code runs only on the schedules in
-        the report beside the file. Raises OSError, or ProgramError for an invalid program."""
-        program = Program.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a NAME.program.json: that of an accepted kernel by its NAME, any other by its path.
+
+        ``edited``: a NAME.raw.py, which replaces the program's lowered code; a confined child process
+        compiles it. Without ``schedules``, edited code runs only on the schedules in the report beside the
+        file. Raises OSError, or ProgramError for an invalid program.
+        """
+        path = ACCEPTED / f"{kernel}.program.json"
+        program = Program.from_json((path if path.exists() else Path(kernel)).read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)
         return cls(source, known=_proved(source, Path(edited)) if edited else None)
