@@ -12,9 +12,9 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-# the checkout or the installed package; each contains SPECS and KERNELS
+# the root of the checkout or of the installed package, which contains SPECS and KERNELS
 PACKAGE = Path(__file__).resolve().parents[1]
-NO_SOURCE = {  # suffixes of a kernel's files that are not its source
+NO_SOURCE = {  # suffixes of files that belong to a kernel, but are not its source
     ".raw.py": "edited CuTeDSL, which coda-agent optimize {name} verifies and coda-agent show shows",
     ".cutedsl.py": "the lowered text of a kernel",
     ".program.json": "the program of a kernel, which coda-agent show {path} shows",
@@ -40,8 +40,8 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     """Find the spec of a kernel's file: the given spec, else NAME.yaml in the kernel's folder, else NAME.yaml
     in specs/.
 
-    For an accepted kernel, specs/ comes first, because the kernel was accepted for the spec there. Raises
-    BadParameter if no spec is found.
+    For an accepted kernel, specs/ is searched first, because the kernel was accepted for the spec in specs/.
+    Raises BadParameter if no spec is found.
     """
     if given:
         return spec_file(given)
@@ -78,7 +78,7 @@ def accepted_file(kernel: Path, suffix: str) -> Path:
 
 def refuse_unused(why: str, *names: str, **options: object) -> None:
     """Raise BadParameter for options without effect. ``why`` is the reason and the remedy. ``names`` lists
-    options as the user typed them. ``options`` maps names to values; only options with a true value count."""
+    options as the user typed them. ``options`` maps names to values; a false value means "not given"."""
     given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
     if given:
         raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
@@ -87,7 +87,7 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
     """Wrap a block that reads or writes a file named on the command line. If the block fails, raise
-    BadParameter with that file's name, not with the name of an atomic write's temporary file."""
+    BadParameter with that file's name, because the original error may name a temporary file."""
     try:
         yield
     except FileNotFoundError:
@@ -100,8 +100,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Wrap a block that asks a person a question. Raises KeyboardInterrupt for Ctrl-C, and EOFError if there
-    is no answer: typer raises Abort in either case."""
+    """Wrap a block that asks a person a question. Raises KeyboardInterrupt if the person presses Ctrl-C, and
+    EOFError if the input ends. Without this wrapper, typer raises Abort in either case."""
     try:
         yield
     except typer.Abort as ended:
@@ -130,7 +130,8 @@ def _kernel(path: Path) -> str:
 
 
 def existing_kernel(path: Path) -> Path:
-    """Return the path. Raises BadParameter, with a suggestion, if there is no such file."""
+    """Return the path of an existing kernel file. If the file is missing, raise BadParameter with a
+    suggestion."""
     if not path.exists():
         raise typer.BadParameter(f"{path}: no such kernel file; {_instead(path.name)}")
     return path

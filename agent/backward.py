@@ -25,11 +25,11 @@ from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
 
-NEXT_VALUE = "next"  # the output of the matmul after this kernel; d_next is its gradient
+NEXT_VALUE = "next"  # the output of the matmul after this kernel; d_next is the gradient of that output
 
 
 class Pair(NamedTuple):
-    """The program with the backward's matmuls, and its spec as YAML text."""
+    """The program with the backward's matmuls, and the program's spec as YAML text."""
 
     program: Program
     text: str
@@ -112,9 +112,9 @@ class _Spelled(NamedTuple):
 
 
 def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) -> list[str]:
-    """Return the lines of the forward's reference. They begin with the spec's own reference. Further lines
-    compute the other tensors that the forward must store, join outputs that are column ranges of one tile,
-    and compute the next matmul."""
+    """Return the lines of the forward's reference. The first lines are the spec's own reference. Further
+    lines compute the other tensors that the forward must store, join outputs that are column ranges of one
+    tile, and compute the next matmul."""
     text = spec.reference
     if derived.saves:
         text = f"{text.rstrip()}\n{reference(whole.program._replace(outputs=dict(derived.saves)))}"
@@ -123,9 +123,9 @@ def _forward(spec: Spec, whole: Joined, derived: Derived, behind: str | None) ->
 
 
 def _coming(program: Program, of: Collection[str] | None, behind: str | None) -> dict[str, TensorType]:
-    """The incoming gradients. Gradients that the backward does not read are included, to detect a derivative
-    rule that wrongly drops one. An output is left out if it depends on an operation without a derivative (a
-    statistic), because gradients stop there."""
+    """The incoming gradients. Gradients that the backward does not read are included, so that the gates
+    detect a derivative rule that wrongly drops a gradient. An output is left out if it depends on an
+    operation without a derivative (a statistic), because gradients stop at that operation."""
     types, stops = program.types(), list[bool]()
     for node in program.nodes:
         stopped = bool(node.args) and OPERATIONS[node.op].derivative is None

@@ -1,4 +1,4 @@
-"""Optional packages, and the extra of pyproject.toml that installs each."""
+"""Optional packages, and the extra of pyproject.toml that installs each package."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def output(*command: str) -> str:
 
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
     """Check that a command is on PATH and prints its version. ``without``: what is impossible without the
-    command. ``install`` and ``reinstall`` are the remedies if it is missing or broken."""
+    command. ``install`` is the remedy if the command is missing, and ``reinstall`` if it does not run."""
     path = shutil.which(command)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)

@@ -1,5 +1,5 @@
-"""Options that several commands share. Some are fields of dataclasses. If a command has such a dataclass as a
-parameter, ``grouped`` turns the fields into options of the command."""
+"""Options that several commands share. Some options are fields of dataclasses. If a command has such a
+dataclass as a parameter, ``grouped`` turns the fields into options of the command."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class AuthoringOptions:
 
 @dataclass(frozen=True)
 class Further:
-    """Options that replace those of a resumed run; None keeps the run's value."""
+    """Options that replace a resumed run's options; None keeps the run's value."""
 
     attempts: Annotated[int | None, ATTEMPTS] = None
     improve: Annotated[int | None, IMPROVE] = None

@@ -48,8 +48,8 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 def new_author(
     name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
-    """The header of a new run's journal, and the run's provider. Raises an error, before the run exists, for
-    options that cannot work."""
+    """Return the header of a new run's journal, and the run's provider. For options that cannot work, raises
+    an error before the run exists."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
@@ -60,7 +60,7 @@ def new_author(
 
 
 def refuse_idle(provider: str, *names: str) -> None:
-    """Raise BadParameter if an option is given that this provider does not use."""
+    """Raise BadParameter if an option in ``names`` is only for other providers."""
     for name in names:
         users = providers.used_by(name)
         if users and provider not in users:
@@ -90,8 +90,8 @@ def author(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> Outcome:
-    """Run the loop with the options in the run's header. ``given``: options and limits that replace those of
-    the header in this call only. ``provider``: an existing provider to use."""
+    """Run the loop with the options in the run's header. ``given``: options and limits that replace, in this
+    call only, the options and limits of the header. ``provider``: an existing provider to use."""
     from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Loop
 
@@ -226,5 +226,5 @@ def console(quiet: bool) -> Any:
 
     console = Console(stderr=quiet)
     if not console.is_terminal:
-        console.width = max(console.width, 120)  # a pipe has no width, but tables need one
+        console.width = max(console.width, 120)  # a pipe has no width, but tables need a width
     return console

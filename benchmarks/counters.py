@@ -2,11 +2,13 @@
 
 The command runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and
 writes the export that ``coda-agent show --counters`` reads. The export is NAME.counters.csv in
-generated_kernels/, or, for FILE (the kernel's edited code), NAME.raw.counters.csv in the folder of FILE.
-Without ``--ncu``, the module is the program that ncu profiles: it launches an accepted kernel ``--times``
+generated_kernels/. With ``--raw FILE``, the kernel's edited code in FILE is profiled, and the export is
+NAME.raw.counters.csv in the folder of FILE.
+
+Without ``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel ``--times``
 times (default 3), on normal inputs at a case of its spec (default: the first case). The schedules are those
-that the kernel's report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the
-metrics to request from ncu.
+that the kernel's report measured at that case. ``--compile-only`` compiles the kernel but launches nothing;
+``--metrics`` prints the metrics to request from ncu.
 """
 
 from __future__ import annotations
@@ -55,14 +57,15 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def ncu() -> str | None:
-    """The path of Nsight Compute's command, from PATH or from a CUDA toolkit; None if it is missing."""
+    """The path of Nsight Compute's command, from PATH or from a CUDA toolkit; None if neither has the
+    command."""
     there = sorted(Path("/usr/local").glob("cuda*/bin/ncu"))
     return shutil.which("ncu") or (str(there[-1]) if there else None)
 
 
 def available(command: str | None) -> set[str]:
-    """The metrics that this GPU has, without suffixes; ncu stops at an unknown metric. Empty if ncu is
-    missing or lists no metrics."""
+    """The names of the metrics that this GPU has, without suffixes. They are needed because ncu stops at an
+    unknown metric. The set is empty if ncu is missing or lists no metrics."""
     if command is None:
         return set()
     said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout

@@ -2,10 +2,10 @@
 ``python -m benchmarks.early_launch FILE [--cases decode,1B] [KERNEL ...]``, on an H100.
 
 A finishing kernel is a vector kernel after a GEMM. By default the command measures all accepted kernels with
-a finishing kernel. Kernels run on their reports' schedules. The two versions of a kernel are interleaved in
-one process, from a cold L2, and must give bitwise equal outputs; their GEMMs differ only in names. The table
-has the ordinary version's time over the early version's time. As a control, the early version also runs as a
-second arm, whose time is compared with the first.
+a finishing kernel. Each kernel runs with the schedules in its report. The two versions of a kernel are
+interleaved in one process, from a cold L2, and must give bitwise equal outputs. The GEMMs of the two versions
+differ only in names. The table has the ordinary version's time over the early version's time. As a control,
+the early version also runs as a second arm, and the times of these two equal arms are compared.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def accepted(name: str) -> tuple[Spec, Program]:
 
 @dataclass(frozen=True)
 class ChosenLaunch(KernelSource):
-    """A kernel whose finishing kernels start ``early`` or not."""
+    """A kernel whose finishing kernels start early if ``early`` is true."""
 
     early: bool = True
 
@@ -69,8 +69,8 @@ class ChosenLaunch(KernelSource):
 
 
 def measured(spec: Spec, program: Program, timing: Timing) -> dict[str, Any]:
-    """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if the outputs of
-    the two versions differ in a bit."""
+    """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if an output of
+    one version is not bitwise equal to the same output of the other."""
     kernel = ChosenLaunch(program, by_step(timing.schedules))
     plans = {
         EARLY: Plan(kernel, timing.sizes),

@@ -1,11 +1,12 @@
 """Measure the host time of a call: ``python -m benchmarks.host_time [--json] [NAME ...]``.
 
-The host time of a call is the microseconds that Python and C++ take before the call returns, in CPU time of
-the thread, which excludes other processes. ``torch.mm`` is measured in the same rounds. For a kernel, the
-benchmark measures the launcher and the operator of ``fused``, at the smallest case, which is nearest to
-decoding. For a chain of operations, it measures the launcher of the chain's forward, then the chain without
-and with autograd. On a GPU, the calls launch kernels. Without a GPU, stubs replace the compiled kernels and
-the tensors are on the CPU, so the figures include only the launcher, the operator and autograd.
+The host time of a call is the time that Python and C++ take before the call returns, in microseconds. It is
+CPU time of the thread, which excludes other processes. ``torch.mm`` is measured in the same rounds. For a
+kernel, the benchmark measures the launcher and the operator of ``fused``. It does so at the smallest case,
+which is nearest to decoding. For a chain of operations, the benchmark measures the launcher of the chain's
+forward, then the chain without and with autograd. On a GPU, the calls launch kernels. Without a GPU, stubs
+replace the compiled kernels and the tensors are on the CPU, so the figures include only the launcher, the
+operator and autograd.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from coda_agent.verifier.statistics import ratio
 
 KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
-# The largest size. Host time does not depend on sizes, and short kernels leave no queue on a GPU. Without a
-# GPU, the CPU's allocator makes a system call for a large tensor.
+# The largest size. It can be small, because host time does not depend on sizes. Small sizes also avoid two
+# disturbances: a queue of long kernels on a GPU, and the allocator's system calls for large CPU tensors.
 LARGEST = 128
 CHAINS = {
     "mlp_swiglu": (chains.mlp("swiglu"), ("out",)),
@@ -93,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(name: str, where: str) -> dict[str, Any]:
-    """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. The ratio is
-    the kernel's call over ``torch.mm``, with an interval."""
+    """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. ``ratio``: the
+    kernel's time over the time of ``torch.mm``, with an interval."""
     program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
     timing = min(report["timings"], key=lambda each: math.prod(each["sizes"].values()))
@@ -104,9 +105,9 @@ def measured(name: str, where: str) -> dict[str, Any]:
         for n, t in program.signature.inputs.items()
     }
     for rows_of, rows in sorted_rows(program):
-        inputs[rows_of][1:] = rows(sizes)  # all rows belong to the first expert
+        inputs[rows_of][1:] = rows(sizes)  # so that all rows belong to the first expert
     kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
-    operator = ops.define(program, order, f"{name}_host_time")  # a CPU runs it with stubs
+    operator = ops.define(program, order, f"{name}_host_time")  # without a GPU, the operator runs on stubs
     dims = [sizes[dim] for dim in program.signature.named]
     given = [inputs[n] if inputs[n].ndim else 1.0 for n in order.inputs if n in inputs] + dims
     inputs |= zip(program.signature.named, dims, strict=True)
@@ -129,11 +130,11 @@ def measured(name: str, where: str) -> dict[str, Any]:
 
 
 def measured_chain(name: str, where: str) -> dict[str, float]:
-    """Medians in microseconds of a call of a chain's launcher, of the chain without and with autograd, and of
-    ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the median
-    difference between the chain's time and its launcher's time in the same round."""
+    """Medians in microseconds of a chain's launcher, of the chain without and with autograd, and of
+    ``torch.mm`` without and with autograd. ``inference_more`` and ``training_more``: the chain's time minus
+    its launcher's time in the same round, as a median over the rounds."""
     chain, results = CHAINS[name]
-    link = Link(f"{name}_host_time", chain, results)  # a CPU runs it with stubs
+    link = Link(f"{name}_host_time", chain, results)  # without a GPU, the chain runs on stubs
     program = ops.defined[link.name].program
     declared = link.whole.signature.inputs | program.signature.inputs
     inputs: dict[str, Any] = {}

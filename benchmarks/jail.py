@@ -1,7 +1,7 @@
 """Measure what the sandbox's jail costs: ``python -m benchmarks.jail [--json]``.
 
 Every accepted kernel's file is traced in the jail, an isolated process. The traces alternate with runs of a
-bare ``python -I -S``, so that the ratio of their times also holds on a busy machine.
+bare ``python -I -S``, so that the ratio of the two times is valid on a busy machine too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Operators as people write them in PyTorch. None of them has a spec in ``specs/``, so no author has seen
-them. Each of the last six needs a function that the kernel language (``primitives``) lacks. If that function
-is composed of existing primitives in the obvious way, it overflows or is too inaccurate.
+"""Operators as people write them in PyTorch. None of these operators has a spec in ``specs/``, so no author
+has seen them. Each of the last six operators needs a function that the kernel language (``primitives``)
+lacks. If that function is composed of existing primitives in the obvious way, it overflows or is too
+inaccurate.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def forward(name: str) -> tuple[Spec, Program]:
-    """A spec with the program of its accepted kernel, or of the tests' correct kernel if none is accepted
-    yet."""
+    """A spec with the program of its accepted kernel. If no kernel is accepted yet, the program is that of a
+    correct kernel from the tests."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     file = ROOT / "generated_kernels" / f"{name}.py"
     source = file if file.exists() else min((ROOT / "tests" / "honest" / name).glob("*.py"))

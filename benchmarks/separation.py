@@ -1,9 +1,10 @@
 """Measure the error gate on right and wrong results: ``python -m benchmarks.separation [--json] [SPEC ...]``.
 
-The benchmark runs on an H100, for every accepted kernel or the named ones, on all families of inputs, at the
-spec's case ``decode`` and at hidden (random) sizes. It computes the largest ratio of an error to its limit,
-for the kernel and for each mutant of the reference. A mutant has one mistake: in an output, in a matmul or in
-the reference's text. The benchmark prints the kernel's ratio and the smallest ratio of a mutant.
+The benchmark runs on an H100, for every accepted kernel, or for the kernels of the named specs. It draws all
+families of inputs, at the spec's case ``decode`` and at hidden (random) sizes. For the kernel and for each
+mutant of the reference, it computes the largest ratio of an error to its limit. A mutant has one mistake: in
+an output, in a matmul or in the reference's text. The benchmark prints the kernel's ratio, and the smallest
+of the mutants' ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from coda_agent.verifier.numerics.strength.mutation_score import MutationSample
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAR = 100.0  # a mutant whose error exceeds the limit by this factor is not examined further
+CLEAR = 100.0  # a mutant is not run again once its error is this many times the limit
 Sizes = Mapping[str, int]
 
 
@@ -52,13 +53,13 @@ def main(arguments: list[str]) -> None:
 
 
 def separation(name: str) -> dict[str, Any]:
-    """The largest error of the kernel and of each mutant, over families of inputs and sizes, relative to the
-    limits. A mutant is not run on further families once its error is ``CLEAR`` times a limit."""
+    """The largest ratio of an error to its limit, for the kernel and for each mutant, over all families of
+    inputs and all sizes. Once the ratio of a mutant reaches ``CLEAR``, the mutant is not run again."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
     made, small = list(mutants(spec)), small_sizes(spec)[0]
-    # Mutants that crash are found on the CPU, where an index out of range does not end the process.
+    # A run on the CPU finds the mutants that crash: on a GPU, an index out of range would end the process.
     tried = MutationSample.of(spec, small, 0, "normal")
     honest, wrong = 0.0, {m.name: math.inf if tried.made(m) is None else 0.0 for m in made}
     for seed, sizes in enumerate(_sizes(spec)):
@@ -85,8 +86,8 @@ def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool =
 
 
 def _share(error: OutputError, dtype: str, limits: ErrorLimits, factor: float) -> float:
-    """The largest ratio of an error to its limit. The slope counts only if it failed, because its limit is
-    wider for small samples."""
+    """The largest ratio of an error to its limit. The slope counts only if the error gate rejected it,
+    because the gate widens the slope's limit for small samples."""
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio
     share = max(r / limit for r, limit in zip(ratios, limits.ratios(dtype), strict=True)) / factor
     if error.passed or share > 1:

@@ -1,7 +1,8 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
-Everything else, above all PyTorch, comes from the current environment. The environment's paths are absolute,
-so ``install`` must set them again on another machine; for this, it needs no package index.
+All other packages, above all PyTorch, come from the current environment. The paths of the separate
+environment are absolute. So on another machine ``install`` must set the paths again, but needs no package
+index to do so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def folder() -> Path:
 
 
 def python() -> str | None:
-    """The environment's interpreter, or None if it is not installed. ``versions`` tells whether it works."""
+    """The interpreter of the environment, or None if the environment is not installed. ``versions`` tells
+    whether the interpreter works."""
     ready = folder() / "ready"
     return _interpreter() if ready.exists() else None
 
@@ -55,7 +57,7 @@ def install() -> str:
         # a name that sorts last, so that the environment's own packages come first
         (Path(_output(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
-        # with --quiet, pip would not name conflicting packages
+        # no --quiet, because it would keep pip from naming conflicting packages
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
         _output(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -27,8 +27,8 @@ SAID = 300  # characters of an arm's error
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-# Limit in seconds for all rounds together. At the power limit rounds vary by about 4 %, and twelve arms make
-# long rounds.
+# Limit in seconds for all rounds together. It must leave time for many rounds, because rounds vary by about
+# 4 % at the power limit, and because a round of twelve arms is long.
 ROUNDS_SECONDS = 6.0
 WARM = 4.0  # seconds; a cool GPU is faster than one under load
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of PyTorch's exception
@@ -45,7 +45,7 @@ class SessionArms(Protocol):
     """The arms of a session."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
-        """One function per arm, which lists the jobs that compile its objects."""
+        """One function per arm. The function lists the jobs that compile the arm's objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
         """One function per arm that lacks schedules for these sizes. The function tunes the arm and stores
@@ -92,8 +92,8 @@ def run_interleaved(
     """Run an interleaved benchmark, and return its results.
 
     ``arms``: each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed``: why
-    other arms have no figures. ``conditions``: clock rates and power. The reference arm comes first. Raises
-    Failed if it fails.
+    the other arms have no figures. ``conditions``: clock rates and power. The reference arm comes first.
+    Raises Failed if the reference arm fails.
     """
     report(GATE, PREPARING)  # reported before the stage starts, because the stage may kill the process
     import torch
@@ -108,7 +108,7 @@ def run_interleaved(
         report(GATE, name)
         try:
             with _heartbeat(name):
-                torch.cuda.empty_cache()  # for libraries that do not allocate through PyTorch
+                torch.cuda.empty_cache()  # makes room for libraries that do not allocate through PyTorch
                 arms.append(_prepared(stage, name, prepared))
         except Exception as error:  # a library may raise anything, and the arm's cell reports it
             if cuda_error(str(error)):
@@ -149,7 +149,7 @@ def _prepared(stage: Stage, name: str, prepared: dict[str, dict[str, Any]]) -> t
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise WrongOutput if the arm's outputs are wrong, because its times would mean nothing."""
+    """Raise WrongOutput if the arm's outputs are wrong, because the times of a wrong arm mean nothing."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
@@ -163,9 +163,9 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 def _time_fitting(
     arms: list[timing.Arm], prepared: dict[str, Any], failed: dict[str, str], reference_arm: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Time the arms that fit in memory together. If they do not fit, the arm that uses the most memory fails.
-    It is removed from ``arms``, which frees its buffers. Raises PyTorch's error if only the reference arm is
-    left."""
+    """Time as many arms as fit in memory together. While the arms do not fit, the arm that uses the most
+    memory fails, and is removed from ``arms``, so that its buffers are freed. Raises PyTorch's error if only
+    the reference arm is left."""
     while True:
         try:
             return timed(arms, rounds, longest=ROUNDS_SECONDS)
@@ -203,8 +203,8 @@ def _heartbeat(words: str) -> Iterator[None]:
 
 
 def _release() -> None:
-    """Return unused memory to the driver, because other libraries allocate from there. If the device has a
-    pending error, raise the error, because some libraries ignore it."""
+    """Return unused memory to the driver, because other libraries allocate directly from the driver. If the
+    device has a pending error, raise this error, because some libraries ignore it."""
     import torch
 
     torch.cuda.synchronize()
@@ -213,8 +213,8 @@ def _release() -> None:
 
 
 def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
-    """Compile in parallel the objects that these sessions will load. A failure is only reported: its arm will
-    fail again in its session."""
+    """Compile in parallel the objects that these sessions will load. A failure is only reported, because the
+    arm will fail again in its session."""
     words = f"compiling what {len(sessions)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may need the same object
@@ -226,8 +226,9 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune every arm without known schedules, and store the results on disk. This process tunes, because its
-    compilers have already started. A failure is only reported: its arm will fail again in its session."""
+    """Tune every arm without known schedules, and store the results on disk. Tuning runs in this process,
+    because its compilers have already started. A failure is only reported, because the arm will fail again in
+    its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)
     with _heartbeat(words):
@@ -239,7 +240,8 @@ def tune_ahead(session: SessionArms) -> dict[str, Any]:
 
 
 def _attempt(ahead: Callable[[], Made]) -> Made | None:
-    """The function's result; None if it fails. Raises the error if the device is lost."""
+    """The result of the function ``ahead``, or None if the function fails. Raises the function's error if the
+    device is lost."""
     try:
         return ahead()
     except Exception as error:  # a library may raise anything
@@ -258,9 +260,9 @@ def gpu(_: object) -> dict[str, Any]:
 
 
 def machine(_: object) -> dict[str, Any]:
-    """The GPU's name, and the peak rates (``ceilings``) that it reaches when warm. They are the speeds of the
-    fastest of several cuBLAS matmuls (FLOP/s, with 16-bit and with fp8 operands) and of the fastest of
-    several copies. A copy's speed (B/s) counts both the bytes read and the bytes written."""
+    """The GPU's name, and the peak rates (``ceilings``) that the GPU reaches when warm. Each rate comes from
+    the fastest of several calls. The calls are a cuBLAS matmul with 16-bit operands (FLOP/s), the same matmul
+    with fp8 operands, and a copy (B/s, for the bytes read plus the bytes written)."""
     import torch
 
     n, size = 8192, 1 << 30
@@ -283,8 +285,8 @@ def machine(_: object) -> dict[str, Any]:
 
 
 def _peak(call: Callable[[], object], before: int) -> int:
-    """The peak of allocated bytes during a call, minus the ``before`` bytes allocated before the
-    preparation."""
+    """The peak of allocated bytes during a call, minus ``before``, the bytes that were allocated before the
+    arm was prepared."""
     import torch
 
     torch.cuda.synchronize()

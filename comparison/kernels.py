@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
-    """An operator's accepted kernels by arm, with the schedules tuned at these sizes if there are any. Edited
-    code is tuned only over the schedules of its report, because it was not checked on other schedules."""
+    """An operator's accepted kernels by arm, with the schedules that were tuned at these sizes, if any.
+    Edited code is tuned only over the schedules of its report, because it was not checked with others."""
     found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
 def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
-    """An operator's accepted kernel with its tuning. None if there is none, or if the installed versions
-    lower its program to other code than was measured. Raises KernelError."""
+    """An operator's accepted kernel with its tuning. None if no kernel is accepted, or if the installed
+    versions lower its program to code that differs from the measured code. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
@@ -57,7 +57,7 @@ def written(spec: Spec) -> Program:
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:
-    """The target GPU with the measured peak rates."""
+    """The target GPU, with these measured peak rates in place of its own."""
     gpu = TARGET.machine
     measured = {
         name: getattr(gpu, name)._replace(value=value, source="measured") for name, value in ceilings.items()

@@ -1,4 +1,5 @@
-"""Keys of arms (competing implementations): an arm's figures are valid as long as its key is the same."""
+"""Keys of arms (competing implementations). An arm's figures are valid as long as the arm's key is the
+same."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class Keyed(NamedTuple):
 
 
 def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
-    """The arm's key, or why the arm cannot be tried. ``upstream``: the interpreter for CODA's own package, if
-    installed. ``build``: the GPU and PyTorch's build."""
+    """The arm's key, or why the arm cannot be tried. ``upstream``: the Python interpreter of the environment
+    with CODA's own package; None if this environment is not installed. ``build``: the GPU and PyTorch's
+    build."""
     if why := row.absent(arm):
         return why
     versions = _versions(arm, upstream)
@@ -40,8 +42,8 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
 
 
 def text(kernel: Kernel) -> str:
-    """A kernel's key: its lowered code, its schedules and, if some must still be tuned, the search's
-    version."""
+    """A kernel's key: its lowered code and its schedules. If the kernel must still be tuned, the key also
+    contains the version of the search for schedules."""
     chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.source.fixed}.items())
     if not kernel.source.schedules:
         chosen.append(SEARCHED)
@@ -50,7 +52,7 @@ def text(kernel: Kernel) -> str:
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
-    """The versions of an arm's packages, or the remedy if one is missing."""
+    """The versions of an arm's packages. If a package is missing, a text that says how to install it."""
     packages = PACKAGES[arm]
     if arm == UPSTREAM:
         if upstream is None:

@@ -2,8 +2,8 @@
 
 Rows are measured one after another, so that an interrupted run leaves complete rows. Every session has its
 own worker, which has the GPU to itself. If a session's worker is lost, the session is repeated without the
-arm that was running. If the inputs or the reference arm do not fit in memory, the row is skipped. Its empty
-cells say why they have no figure.
+arm that was running. If the inputs or the reference arm do not fit in memory, the row is skipped, and its
+empty table cells give the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.stages import PATIENCE
 
-BEHIND = 1.03  # an arm that is slower than its column's fastest by this factor is not timed again
+BEHIND = 1.03  # an arm is not timed again if its time exceeds the column's shortest time by this factor
 SESSION_SECONDS = 10.0  # approximate duration of a session with full caches
 CACHED = 0.5  # at least this fraction of the preparation is cached for the next process
 OURS = (PROGRAM, EDITED, FUSED)
@@ -71,11 +71,11 @@ class ProcessRow(NamedTuple):
 
 
 def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress = silent) -> Results:
-    """Measure every missing session; ``keep`` receives the results after each.
+    """Measure every missing session; ``keep`` receives the results after each session.
 
-    ``progress`` receives rows and arms. Raises OutOfTime. Raises InvalidInput if the results come from
-    another GPU, and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug of
-    this program.
+    ``progress`` receives the current row and arm. Raises OutOfTime. Raises InvalidInput if the results come
+    from another GPU, and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug
+    of this program.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -104,18 +104,18 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    # rows measured in this run: operator, case, and whether in the other environment
+    # rows measured in this run: operator, case, and whether in the environment of CODA's own package
     measured: set[tuple[str, str, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sessions) if self.asked.again else 0  # do not count earlier failures
+        self.heeded = len(self.results.sessions) if self.asked.again else 0  # only later failures count
 
     def run(self) -> None:
         self.machine = self._known_machine()
         before = self.results
-        for row in self.asked.rows:  # before the first session, so that tables show the changes
+        for row in self.asked.rows:  # before the first session, so that tables show at once what changed
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
@@ -146,7 +146,7 @@ class _Measuring:
         """The machine as recorded in the results, or measured now. Raises InvalidInput if the results come
         from another GPU."""
         new = self.results.machine is None
-        self.workers.coming = [None]  # a session may follow
+        self.workers.coming = [None]  # prepare a worker in case a session follows
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
             self.workers.begin()
             told = worker.ask(gpu, None, patience=PATIENCE)
@@ -165,8 +165,9 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
-        """Compile and tune before the sessions, for as many rows as the time may allow, in at most half of
-        the remaining time. Failures are ignored: the same arms will fail again in their sessions."""
+        """Compile and tune before the sessions, in at most half of the remaining time, and only for the rows
+        that the time limit may allow. Failures are ignored, because the same arms will fail again in their
+        sessions."""
         requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
@@ -187,7 +188,7 @@ class _Measuring:
             self.bug = error
 
     def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
-        """Run the tasks in one worker until it is lost; return the remaining tasks."""
+        """Run the tasks in one worker until a task fails; return the tasks after the failed one."""
         self.workers.coming, left = [None], iter(tasks)
         with closing(self.workers.take(None)) as worker:
             for place, task, argument in left:
@@ -203,10 +204,10 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if less time is left than the longest comparable session takes. This row's sessions
-        in this environment are comparable. If there are none, all sessions in this environment with the same
-        reference arm (operators or layers) are comparable. If there are none of these either, all sessions
-        are comparable. A row that takes longer than the whole budget starts only if it is the first."""
+        """Raise OutOfTime if less time is left than the longest comparable session took. The comparable
+        sessions are the first of these groups that is not empty: this row's sessions in this environment; the
+        sessions in this environment with the same reference arm (operators or layers); all sessions. A row
+        that takes longer than the whole time limit starts only if it is the first row of this run."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -225,12 +226,12 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """In the ``with`` block, kill a worker that takes longer than this, and raise Late."""
+        """In the ``with`` block, kill a worker that takes longer than ``seconds``, and raise Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: ProcessRow) -> list[str]:
-        """The arms that have no result yet. The model's kernels come first, so that they get memory. The
-        reference arm is listed only if it was requested and no other arm can be tried."""
+        """The arms that have no result yet. Our own kernels come first, so that enough memory is free for
+        them. The reference arm is listed only if it was requested and no other arm can be tried."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.reference_arm]
         if set(keys) == {row.reference_arm} <= set(self.asked.arms) and not turn.apart:
@@ -239,9 +240,10 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in OURS)
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether an arm with its current key has figures from this process, or a failure from any process
-        (which would repeat itself). Results older than a change of the row, the reference arm or this arm do
-        not count, because no table shows them. This holds even if the change was undone."""
+        """Whether an arm with its current key has figures from this process, or a failure from any process. A
+        failure counts for all processes, because it would repeat itself. Results from before a change of the
+        row, of the reference arm or of this arm do not count, because no table shows such results. They do
+        not count even if the change was undone later."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
@@ -260,8 +262,8 @@ class _Measuring:
         return found
 
     def _outdone(self, turn: ProcessRow, arm: str) -> bool:
-        """Whether an earlier process has shown another arm of the same column to be clearly faster. Then no
-        cell will show this arm."""
+        """Whether an earlier process has shown another arm of the same column to be clearly faster, so that
+        no table cell will show this arm."""
         row, keys = turn.row, self._keys(turn.row)
         column = next(column.arms for column in COLUMNS if arm in column.arms)
         for s in self.results.of(row.operator, row.case):
@@ -279,8 +281,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the reference arm. The results receive the reasons
-        why the other arms cannot be tried."""
+        """The key of each arm that can be tried, including the reference arm. Also add to the results why the
+        other arms cannot be tried."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
@@ -293,9 +295,9 @@ class _Measuring:
         return keys
 
     def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the reference arm has figures, store only why the others have
-        none. If the worker was lost during the timing, any arm may be the cause; then run two sessions with
-        half of the arms each."""
+        """Run and store one session. If only the reference arm has figures, store only why the other arms
+        have none. If the worker was lost during the timing, any arm may be the cause, so run two more
+        sessions, each with half of the arms."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._answer(turn, arms)
         self.measured.add(_place(turn))
@@ -324,9 +326,9 @@ class _Measuring:
             self._run_session(turn, half)
 
     def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
-        """The worker's answer. If an arm kills the worker, ask again without that arm, as long as others are
-        left. Raises OutOfTime if more time might help, WorkerError if the worker could not start, and Failed
-        if the GPU is lost. None of these is the fault of an arm."""
+        """Ask a worker to run the session, and return its answer. If an arm kills the worker, ask again
+        without that arm, as long as other arms are left. Raises only errors that no arm caused: OutOfTime if
+        more time might help, WorkerError if the worker could not start, and Failed if the GPU is lost."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.reference_arm]
@@ -363,8 +365,8 @@ class _Measuring:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: ProcessRow) -> dict[str, str]:
-        """Why the arms that were running when the time ended have no figures. Raises OutOfTime instead if
-        earlier sessions used part of the time."""
+        """For each arm that was running when the time ended, the reason why it has no figures. Raises
+        OutOfTime instead if earlier sessions used part of the time."""
         if self.measured:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
@@ -374,8 +376,8 @@ class _Measuring:
     def _blamed(
         self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
     ) -> dict[str, str]:
-        """Reasons for arms that failed because a worker was lost: for the running arm if it is one of
-        ``left``, otherwise for all arms."""
+        """For each arm that failed because a worker was lost, the reason. Only the running arm failed if it
+        is one of ``left``; otherwise all arms failed."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -384,7 +386,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug in this program, not in the arm: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        # in CODA's environment (``apart``), the reference arm already has figures from the current one
+        # in CODA's environment (``apart``), the reference arm has figures from the current environment
         own = [] if turn.apart else [turn.row.reference_arm]
         if last in left:
             return {last: why}

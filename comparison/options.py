@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def operators(self) -> list[str]:
-        """The chosen operators, by their names in results."""
+        """The names that the chosen operators have in results."""
         from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # loads pydantic
 
         both = [LAYER_FORWARD, LAYER_BOTH]
@@ -80,7 +80,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The options for the path of the results, and for how they are shown."""
+    """The options that say where results are stored and how they are shown."""
 
     out: Annotated[
         Path,

@@ -1,7 +1,8 @@
-"""The results of a comparison, stored in ``results.json`` as sessions. A session is one row in one process.
+"""The results of a comparison, stored in ``results.json`` as sessions. A session measures one row in one
+process.
 
 Arms of one session are timed interleaved, so they are compared round by round. Arms of different sessions are
-compared through the reference arm, which is in every session. Times are milliseconds, memory is bytes.
+compared through the reference arm, which is in every session. Times are in milliseconds, memory in bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SCHEMA = 1
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators that are whole layers
 
 
-# Bounds for numbers in a file, which keep their ratios, sums and scales finite.
+# Bounds for the numbers in a file, so that all ratios, sums and scales of these numbers are finite.
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
@@ -32,16 +33,16 @@ class _ResultsModel(BaseModel):
 
 
 class Loss(_ResultsModel):
-    """One output's distance from the truth: its RMS error relative to the truth's RMS, and relative to the
-    yardstick. The yardstick is the error that every kernel must make; for a layer, it is the error of eager
-    PyTorch."""
+    """One output's RMS error, divided by the truth's RMS (``relative``) and by the RMS error of the yardstick
+    (``yardsticks``). For a layer, the yardstick is eager PyTorch."""
 
     relative: Error
     yardsticks: Error
 
 
 class ArmResult(_ResultsModel):
-    """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
+    """The figures of one arm in one session. ``key`` identifies the arm by a library's versions, or by a
+    kernel's hash.
 
     ``milliseconds``: one time per round. ``losses``: by output; empty if the arm computes none of the spec's
     outputs. ``bytes``: a call's peak memory beyond its inputs. ``note``: remarks, such as preparation that is
@@ -64,11 +65,12 @@ class ArmFailure(_ResultsModel):
 
 
 class Session(_ResultsModel):
-    """One row in one process: the arms that were timed, and the arms that failed.
+    """The measurement of one row in one process: the arms that were timed, and the arms that failed.
 
-    ``question`` changes with the row's definition. ``reference_arm``: the arm that is in every session of the
-    row. ``roofline``: the smallest time that the machine's measured peak rates allow. ``conditions``: device,
-    driver, versions, clocks. ``seconds``: the whole session, including imports and compilers.
+    ``question``: a text that changes if the row's definition changes. ``reference_arm``: the arm that is in
+    every session of the row. ``roofline``: the smallest time that the machine's measured peak rates allow.
+    ``conditions``: device, driver, versions, clocks. ``seconds``: the duration of the whole session,
+    including imports and compilation.
     """
 
     operator: str
@@ -99,23 +101,24 @@ class Session(_ResultsModel):
 
 
 class MeasuredMachine(_ResultsModel):
-    """The GPU of a results file, with the peak rates (``ceilings``, see ``comparison.interleaved.machine``)
-    for its rooflines."""
+    """The GPU of a results file. ``ceilings``: the GPU's peak rates, which ``comparison.interleaved.machine``
+    measures for the rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
 
 
 class Present(_ResultsModel):
-    """A row at its last request: its question, and the ``keys`` of its arms, measured or not."""
+    """A row when it was last requested: its ``question``, and the ``keys`` of all arms that could be tried,
+    whether or not they were measured."""
 
     question: str
     keys: dict[str, str]
 
 
 class Results(_ResultsModel):
-    """A results file. ``absent``: why an arm cannot be tried, by operator and arm. ``present``: the row at
-    its last request, by operator and case. ``machine``: measured once, before the first session."""
+    """A results file. ``absent``: why an arm cannot be tried, by operator and arm. ``present``: each row when
+    it was last requested, by operator and case. ``machine``: measured once, before the first session."""
 
     schema_version: int = SCHEMA
     machine: MeasuredMachine | None = None
@@ -126,7 +129,7 @@ class Results(_ResultsModel):
     present: dict[str, dict[str, Present]] = Field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
-        """(operator, case) in the order of their first measurement."""
+        """The pairs (operator, case), in the order of their first measurement."""
         return list(dict.fromkeys(s.row for s in self.sessions))
 
     def of(self, operator: str, case: str) -> list[Session]:
@@ -179,7 +182,8 @@ def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> Inv
 
 
 def read(path: Path) -> Results:
-    """Read a file. Raises InvalidInput, and OSError if it cannot be read."""
+    """Read a results file. Raises InvalidInput if the file is missing or malformed, and OSError if it cannot
+    be read."""
     try:
         found = Results.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -202,6 +206,6 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write a file atomically; an interrupted comparison continues from it."""
+    """Write a results file atomically, so that an interrupted comparison can continue from the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, results.model_dump_json(by_alias=True) + "\n")

@@ -37,13 +37,14 @@ ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # rotated pairs of a head of width 128
 GROUPED = ("1B grouped", "8B grouped", "70B grouped")  # layers with the sizes of Llama 3 and grouped heads
 LAYERS = 1  # increases when a variant's computation or stored values change
-SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
+SQUARES = (2048, 4096, 8192)  # the paper's square sizes, M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
-    """A row. ``question`` changes when the row's definition does: an operator's hash and sizes, or a layer's
-    shape. ``reference_arm``: the arm in every session. ``arms``: the arms that can take part."""
+    """A row. ``question``: a text that changes if the row's definition changes. The text contains an
+    operator's hash and sizes, or a layer's shape. ``reference_arm``: the arm that is in every session.
+    ``arms``: the arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -62,13 +63,14 @@ class Row(Protocol):
         """Why an arm cannot take part, if this is known without a trial."""
 
     def made_of(self, arm: str) -> list[Kernel]:
-        """The accepted kernels that this arm runs; none for a library's arm."""
+        """Our kernels that this arm runs; an empty list for a library's arm."""
 
     def note(self, arm: str) -> str:
         """A remark on the arm for readers."""
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The seconds that no kernel can beat at these peak rates (``comparison.interleaved.machine``)."""
+        """The shortest possible time in seconds at these peak rates (see
+        ``comparison.interleaved.machine``)."""
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         """The task and argument with which a worker runs a session of these arms."""
@@ -76,7 +78,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator at the sizes of ``case``: one of the spec's measured cases, or a square."""
+    """One operator at the sizes of ``case``, which is one of the spec's measured cases or a square case."""
 
     spec: Spec
     case: str
@@ -155,7 +157,7 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
-        """The programs that ``fused`` runs, with their sizes and the schedules that it chooses on this
+        """The programs that ``fused`` runs, with their sizes and the schedules that ``fused`` chooses on this
         machine."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
@@ -178,8 +180,8 @@ class LayerRow:
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The tensor cores' time for matmuls and attention, in seconds. A backward adds twice the forward's
-        time."""
+        """The time in seconds that the tensor cores need for matmuls and attention. A backward adds twice the
+        forward's time."""
         s = self.shape
         products = 2 * s.tokens * s.width * (sum(s.projections) + s.width + 3 * s.ffn)
         attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two matmuls
@@ -193,9 +195,9 @@ class LayerRow:
 
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """Choose rows. The default is CODA's ten operators, at three widths and the paper's square sizes, and
-    layers. ``everything`` adds the rows of all other accepted kernels; ``quick`` keeps only a few. ``only``
-    and ``cases`` select operators and cases by name. Raises InvalidInput if nothing is left."""
+    """Choose rows. By default, choose layers, and CODA's ten operators at three widths and at the paper's
+    square sizes. ``everything`` adds the rows of all other accepted kernels; ``quick`` keeps only a few rows.
+    ``only`` and ``cases`` select operators and cases by name. Raises InvalidInput if no row is left."""
     names = list(QUICK if quick else TEN)
     if everything and not quick:
         names = [name for group in GROUPS.values() for name in group if is_there(name)]
@@ -223,8 +225,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the default table. That table also has RMSNorm's backward with (d, d) weights,
-    because the paper makes a claim about these."""
+    """Whether a row belongs to the default table. The table also has RMSNorm's backward with (d, d) weights,
+    because the paper makes a claim about this case."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -243,8 +245,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's matmul has M = N = K = ``n``. The result is empty except for the three
-    operators that the paper measures at such sizes."""
+    """The sizes at which an operator's matmul has M = N = K = ``n``. The paper measures only three operators
+    at such sizes; for all other operators, the result is empty."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

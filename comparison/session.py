@@ -68,7 +68,7 @@ def measure_operator(request: OperatorArms) -> dict[str, Any]:
 
 
 class _Operator(Stage):
-    """Sets of inputs for one operator, enough that no arm finds its inputs in the L2."""
+    """One operator with so many sets of inputs that no arm finds its inputs in the L2 cache."""
 
     def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference
@@ -89,8 +89,8 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """An output's true values. They are in fp32 for 8-bit and 16-bit outputs, which is precise enough and
-        saves memory: a 70B model's logits take 8 GB in fp32."""
+        """An output's true values. For 8-bit and 16-bit outputs, these values are rounded from fp64 to fp32,
+        which is precise enough and saves memory. For example, a 70B model's logits take 8 GB in fp32."""
         return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
@@ -115,7 +115,7 @@ class _Operator(Stage):
 
 
 def prepare(arm: str, request: OperatorArms, inputs: Mapping[str, Tensor]) -> Prepared:
-    """Prepare one arm on one set of inputs. Raises whatever its library raises."""
+    """Prepare one arm on one set of inputs. Errors of the arm's library are raised unchanged."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 

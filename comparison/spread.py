@@ -1,8 +1,8 @@
 """Spread a comparison over the GPUs of a fleet; all measurements of a row stay on one GPU.
 
-A piece of work completes one row, as ``measuring.measure`` does on one machine, and reports its results after
-every session. Each session names its GPU. If an incomplete row moves to another GPU, it is measured again
-from the start.
+A piece of work completes one row, as ``measuring.measure`` does on one machine, and reports the row's results
+after every session. Each session names its GPU. If an incomplete row moves to another GPU, the whole row is
+measured again there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from coda_agent.comparison.rows import Row
 from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.worker import report
 
-UUID = "uuid"  # the key of a session's conditions that holds its GPU's UUID
+UUID = "uuid"  # the key under which a session's conditions hold the GPU's UUID
 SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may take longer
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
     """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``,
-    and ``ended``: why the measurement ended early (empty if it did not)."""
+    and ``ended``: why the measurement ended early, or "" if all rows are complete."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -63,10 +63,10 @@ def _named(session: Session, gpu: str) -> Session:
 def measure(
     asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
 ) -> Results:
-    """Do the same as ``measuring.measure`` on the pool's GPUs, with one row at a time on each GPU. If a row
-    ended early, raises OutOfTime after all rows."""
+    """Do the same as ``measuring.measure`` on the pool's GPUs, with one row at a time on each GPU. If any row
+    ended early, raises OutOfTime when all rows have ended."""
     spread = _Spread(results, keep, progress, pool)
-    if results.machine is None:  # one GPU's peak rates serve all rows
+    if results.machine is None:  # first measure the peak rates on one GPU; all rows use them
         spread.row(replace(asked, rows=()))
     with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # more GPUs may join later
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
@@ -83,7 +83,7 @@ class _Spread:
         self._lock = threading.Lock()
 
     def row(self, request: ComparisonRequest) -> None:
-        """Complete a row on one GPU; if that GPU is lost, repeat it on another."""
+        """Complete a row on one GPU; if this GPU is lost, measure the row on another GPU."""
         name = " ".join(f"{row.operator} {row.case}" for row in request.rows) or "ceilings"
         label = " ".join(
             row.operator for row in request.rows

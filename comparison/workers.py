@@ -1,5 +1,5 @@
-"""The workers of a comparison. Each session has a new one, which imports modules during an earlier
-session."""
+"""The workers of a comparison. Each session has a new worker, which has imported its modules during an
+earlier session."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "c
 
 @dataclass
 class Workers:
-    """A new worker for each session, because a used worker holds memory. ``coming``: the environments of the
-    next sessions (None is the current one). Up to READY workers for each environment import their modules
-    while an earlier session runs."""
+    """Give each session a new worker, because a used worker holds memory. ``coming``: the environments of the
+    next sessions (None is the current environment). Up to READY workers for each environment import their
+    modules while an earlier session runs."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)

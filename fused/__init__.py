@@ -1,7 +1,7 @@
-"""Accepted kernels for PyTorch programs.
+"""Run accepted kernels in PyTorch models.
 
 ``patch(model)`` makes a Hugging Face model run on these kernels, and ``unpatch(model)`` restores the model.
-``functional`` has the parts of a layer as functions with gradients, and ``modules`` has them as modules.
+``functional`` has functions with gradients for the parts of a layer, and ``modules`` has modules for them.
 ``torch.ops.coda_agent`` has every accepted kernel. The import fails for untested versions of PyTorch, QuACK
 and CuTeDSL (``versions.UnprovedVersion``).
 """

@@ -16,7 +16,7 @@ from coda_agent.primitives.runtime.launchable import check_sizes
 from coda_agent.primitives.runtime.tune import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
-H100 = "NVIDIA H100 80GB HBM3"  # the GPU to build for on a machine without one
+H100 = "NVIDIA H100 80GB HBM3"  # the GPU for which a machine without a GPU builds
 
 
 class Bound(NamedTuple):
@@ -27,8 +27,8 @@ class Bound(NamedTuple):
 
 
 class Build(NamedTuple):
-    """The result of building a program at some sizes. ``refused``: steps whose schedule the compiler
-    refuses."""
+    """A program that ``build`` has compiled at some sizes. ``refused``: the steps whose schedule the compiler
+    refused."""
 
     name: str
     sizes: dict[str, int]
@@ -54,8 +54,8 @@ def called(call: Callable[[], Any]) -> list[Bound]:
 
 def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
     """Compile these programs in parallel, with the schedules that a call on ``gpu`` would choose. ``gpu``
-    defaults to this machine's GPU, or to an H100 if there is none. Objects in the cache are not compiled
-    again. Raises LaunchError for sizes at which a program cannot be launched."""
+    defaults to this machine's GPU; on a machine without a GPU, to an H100. Objects in the cache are not
+    compiled again. Raises LaunchError for sizes at which a program cannot be launched."""
     jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for bound in wanted:
         kernel = on_schedules(bound, gpu)
@@ -102,8 +102,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs on the meta device. They include a 4-D attention mask: to make a mask, the model would
-    read values, which meta tensors lack."""
+    """A model's inputs on the meta device. The inputs include a 4-D attention mask, because a model that
+    makes its own mask reads values of its inputs, and meta tensors have no values."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

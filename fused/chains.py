@@ -1,9 +1,11 @@
-"""Make chains of operations into differentiable operators, with a program forward and a derived backward.
+"""Turn chains of operations into differentiable operators. Each operator has a program as its forward, and a
+derived backward.
 
 A chain is one operator of torch.library with autograd. Its forward is a program that begins with a matmul.
-PyTorch computes the norm before that matmul (``begun``). Autograd does not see this norm: the operator itself
-returns the gradients of the norm's input and weight. ``primitives.derive`` derives the backward for the
-inputs that require gradients: a program of matmuls, and a pointwise part that PyTorch computes.
+PyTorch computes the norm before that matmul (``begun``). Autograd does not record this norm, because the
+operator itself returns the gradients of the norm's input and weight. ``primitives.derive`` derives a backward
+for the inputs that require gradients. The backward has a program of matmuls, and a pointwise part that
+PyTorch computes.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.signature import DTYPES
 from coda_agent.primitives.lang.trace import Trace
 
-# Sizes of a 7B model. Of several forms of a backward, the one that moves the fewest bytes at these sizes is
-# chosen.
+# Sizes of a 7B model. Among several forms of a backward, ``derive`` chooses the form that moves the fewest
+# bytes at these sizes.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 PLAIN = {Tensor, torch.nn.Parameter, float}
 NORMED = "hg"  # the first operand of a chain's first matmul: the stream times its norm's weight
-THROUGH = "through"  # the output by which a chain also returns its stream
+THROUGH = "through"  # an extra output of a chain: the input stream, for later uses
 
 
 class Begun(NamedTuple):
     """A norm of a stream [M, D] without its row scaling, which the next matmul's epilogue applies. ``hg``:
-    the stream times the norm's weight. ``rstd``: the reciprocal RMS [M] in fp32. Autograd does not see
-    either."""
+    the stream times the norm's weight. ``rstd``: the reciprocal RMS [M] in fp32. Autograd records neither
+    tensor."""
 
     hg: Tensor
     rstd: Tensor
@@ -61,7 +63,8 @@ def _begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 class Remade(NamedTuple):
-    """How to compute a reordered weight: the function, and the checkpoint's weights that it takes."""
+    """How to compute a reordered weight: the function, and the function's arguments, which are weights of a
+    checkpoint."""
 
     make: Callable[..., Tensor]
     of: tuple[Tensor, ...]
@@ -84,7 +87,7 @@ _kept: Any = WeakTensorKeyDictionary()  # keyed by the first weight of each resu
 
 
 class _Kept(NamedTuple):
-    """A reordered weight, how it was computed, and from which weights."""
+    """A reordered weight, a description of its computation (``state``), and the original weights (``of``)."""
 
     made: Tensor
     state: tuple[Any, ...]
@@ -93,7 +96,7 @@ class _Kept(NamedTuple):
 
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
-    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old one's
+    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old result's
     address, so that CUDA graphs replay correctly."""
     state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
     found = _kept.get(of[0])
@@ -101,7 +104,7 @@ def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
         return found.made
     made = make(*of)
     if of[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return made  # the graph computes it in every replay
+        return made  # every replay of the graph computes the result again
     if found and (made.shape, made.dtype, made.device) == (
         found.made.shape,
         found.made.dtype,
@@ -119,9 +122,9 @@ def forget(*of: Tensor) -> None:
 
 
 class _Stored(NamedTuple):
-    """The inputs and outputs that a backward uses. ``wrt``: the inputs whose gradients it computes.
-    ``scalars`` and ``tensors``: the values that it reads, by name, with their positions among the operator's
-    inputs and outputs."""
+    """The inputs and outputs that a backward uses. ``wrt``: the inputs whose gradients the backward computes.
+    ``scalars`` and ``tensors``: the values that the backward reads. Each name is mapped to the value's
+    position among the operator's inputs and outputs."""
 
     wrt: tuple[str, ...]
     scalars: dict[str, int]
@@ -134,11 +137,11 @@ ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] 
 class Link:
     """A chain's operators. ``results``: the outputs that the caller gets with gradients. ``rows``: the most
     rows that the backward processes at a time, to keep the tensors between its matmuls small. ``beside``:
-    further outputs that the caller gets, without gradients. ``plain``: the same chain's link without
-    ``beside``; this link uses its backward. ``by_hand``: hand-written functions for the backward's pointwise
-    part on a GPU, keyed by the inputs whose gradients are computed. Such a function takes the values that the
-    backward reads and all sizes; it returns a matrix and a vector, or None if it does not apply. ``stream``:
-    the input that ``apart`` returns beside the result."""
+    further outputs that the caller gets, without gradients. ``plain``: a link without ``beside`` for the same
+    chain; if given, this link uses the backward of ``plain``. ``by_hand``: hand-written functions for the
+    backward's pointwise part on a GPU, keyed by the inputs whose gradients are computed. Such a function
+    takes all sizes and the values that the backward reads. It returns a matrix and a vector, or None if the
+    function does not apply. ``stream``: the input that ``apart`` also returns."""
 
     def __init__(
         self,
@@ -199,9 +202,10 @@ class Link:
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def apart(self, sizes: Sequence[int], **inputs: Any) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the chain's result, split into parts of ``sizes`` columns, and its stream for later uses. If
+        """Return the chain's result, split into parts of ``sizes`` columns, and the stream for later uses. If
         nothing but autograd records the call, a hand-written backward takes the parts' gradients without
-        joining them. The backward's program then also adds the gradient of the stream's later uses."""
+        joining them. In that case, the backward's program also adds the gradient of the stream's later
+        uses."""
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
             ops.check_torch_func()
@@ -211,9 +215,9 @@ class Link:
         return whole.split(sizes, 1), stream
 
     def derived(self, wrt: tuple[str, ...]) -> Derived:
-        """The backward that computes the gradients of the inputs ``wrt``; it is derived once. If ``wrt``
-        contains "through", it also adds the gradient of the stream's later uses. Its program of matmuls
-        becomes an operator, named ``NAME_backward_`` plus the inputs' names."""
+        """The backward that computes the gradients of the inputs ``wrt``, derived at the first request. If
+        ``wrt`` contains "through", the backward also adds the gradient of the stream's later uses. The
+        backward's program of matmuls becomes an operator, named ``NAME_backward_`` plus the inputs' names."""
         if self.plain:
             return self.plain.derived(wrt)
         with self._deriving:
@@ -229,7 +233,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """If the rows are processed in parts, make the program's sums over rows fp32."""
+        """The program, with its sums over rows in fp32 if the rows are processed in parts."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -302,7 +306,7 @@ class Link:
         return *self._backward(ctx, *gradients), None
 
     def _head(self, wrt: tuple[str, ...], head: Program, dtype: torch.dtype) -> PointwiseProgram:
-        """The pointwise part of the backward for these inputs; it is prepared once."""
+        """The pointwise part of the backward for these inputs, prepared at the first request."""
         with self._deriving:
             if (wrt, dtype) not in self._heads:
                 self._heads[wrt, dtype] = PointwiseProgram(head, dtype)
@@ -337,7 +341,7 @@ class Link:
 
 def _plain(given: Sequence[Any]) -> bool:
     """Whether a call with these arguments can skip PyTorch's dispatcher, because nothing traces or intercepts
-    it."""
+    the call."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():

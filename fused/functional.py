@@ -3,7 +3,7 @@
 Residual streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have
 one dtype; a norm's weight has that dtype or fp32. With 16-bit weights, a norm also accepts a stream in fp32,
 because autocast leaves streams in fp32. If a kernel needs certain rows of a weight to be adjacent, PyTorch
-reorders the rows at each use. Parameters, gradients and checkpoints therefore keep their own order.
+reorders the rows at each use, so that parameters and gradients keep the checkpoint's order.
 """
 
 from __future__ import annotations
@@ -85,21 +85,21 @@ def rotary_halves(t: Tensor) -> Tensor:
 
 @cache
 def rotates(width: int) -> bool:
-    """Whether ``before_attention`` can rotate heads of this width: some tile must hold whole heads."""
+    """Whether ``before_attention`` can rotate heads of this width. It can if some tile holds whole heads."""
     (kernel,) = lower(ops.defined[ATTENTION_IN[False, True].name].program).gemms
     return width in kernel.fitting()
 
 
 def angles(cos: Tensor, sin: Tensor, rows: torch.Size) -> Tensor:
-    """Interleave cosines and sines [..., length, width] into a kernel's table [tokens, width]. ``cos``
-    and ``sin`` must each have equal halves."""
+    """Interleave cosines and sines [..., length, width] into a kernel's table [tokens, width]. In ``cos`` and
+    in ``sin``, the first half of the columns must equal the second half."""
     half = cos.shape[-1] // 2
     table = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2)
     return table.expand(*rows, 2 * half).reshape(-1, 2 * half)
 
 
 def link_of(links: Mapping[str, Link], activation: str) -> Link:
-    """The chain of an activation. Raises ValueError for an unknown activation."""
+    """The link for an activation. Raises ValueError for an unknown activation."""
     if activation not in links:
         raise ValueError(f"activation {activation!r} is unknown; use one of {', '.join(links)}")
     return links[activation]
@@ -108,9 +108,9 @@ def link_of(links: Mapping[str, Link], activation: str) -> Link:
 def feed_forward(
     x: Tensor, norm: Norm, up: Tensor, down: Tensor, activation: str, residual: bool = True
 ) -> Tensor:
-    """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. ``up``: [F, D] or, if gated, the
-    interleaved rows of gate and up [2*F, D]. ``down``: [D, F]. ``activation``: swiglu, geglu (tanh form),
-    gelu (tanh form) or relu2."""
+    """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. ``up``: [F, D]; for a gated
+    activation, the interleaved rows of gate and up [2*F, D]. ``down``: [D, F]. ``activation``: swiglu, geglu
+    (tanh form), gelu (tanh form) or relu2."""
     flat = x.flatten(0, -2)
     hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
     link = link_of(MLP if residual else BARE_MLP, activation)
@@ -131,9 +131,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """Return the result of ``after_attention``, and the next norm of that result without its row scaling,
-    which ``before_attention`` accepts. No gradient passes through this ``Begun``: ``before_attention``
-    computes the gradient of the whole norm."""
+    """Return the result of ``after_attention``, and the next norm of that result without its row scaling, as
+    a ``Begun`` for ``before_attention``. No gradient passes through the ``Begun``, because
+    ``before_attention`` computes the gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -141,8 +141,9 @@ def after_attention_with_next_norm(
 
 
 def _shaped(made: Tensor, stream: Tensor) -> Tensor:
-    """Give a fresh result the shape of the stream. ``_unsafe_view`` hides from autograd that this is a view.
-    FSDP2 warns if a module returns a view, because an in-place operation on a view drops its hooks."""
+    """Give a new result the shape of the stream. ``_unsafe_view`` hides from autograd that the returned
+    tensor is a view. If a module returned a visible view, FSDP2 would warn that an in-place operation on the
+    view drops FSDP2's hooks."""
     return torch.ops.aten._unsafe_view.default(made, stream.shape)
 
 
@@ -223,14 +224,14 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The sum of ``cross_entropy``, a scalar. The forward computes its gradients, which saves one matmul of
-    the size of the logits."""
+    """The sum of ``cross_entropy``, a scalar. The forward also computes the gradients, which saves one matmul
+    of the size of the logits."""
     ops.check_device("summed_cross_entropy", (h, weight, target))
     return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
 
 
 def _targets(target: Tensor, weight: Tensor) -> Tensor:
-    """Flatten the targets, and assert that each is a row of the weight or ignored."""
+    """Flatten the targets, and assert that each target is ignored or is the number of a row of the weight."""
     flat = target.flatten()
     inside = (flat >= 0) & (flat < len(weight)) | (flat == loss.IGNORED)
     torch._assert_async(inside.all(), "cross_entropy: a target is not a row of the weight")

@@ -1,5 +1,5 @@
-"""Launch programs without tuning. Plans are cached by device, shapes and dtypes; only recent ones stay in
-memory."""
+"""Launch programs without tuning. Plans are cached by device, shapes and dtypes; only recently used plans
+stay in memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MOST_PLANS = 256
 
 
 class Plans:
-    """A cache of the ``most`` recently used plans. Any thread may ask for a plan. One thread creates it, and
-    others wait.
+    """A cache of the ``most`` recently used plans. Any thread may ask for a plan. One thread at a time
+    creates a plan, while other threads that need a new plan wait.
 
     The processes of a node share compiled objects in QuACK's cache. The cache locks an object while one
     process compiles it.
@@ -128,9 +128,9 @@ def launchable(tensor: Tensor) -> Tensor:
 
 
 class Launcher:
-    """Launches the operator of a program. ``order``: the names of its arguments; the dims that no shape
-    determines come after them. Arguments are not checked again if they are like those of recent calls.
-    Without ``overwrites``, inputs that the program updates are copied first."""
+    """Launches the operator of a program. ``order``: the names of the operator's arguments. In a call, these
+    arguments come first, then the dims that no shape determines. Arguments are not checked again if they are
+    like those of recent calls. Without ``overwrites``, inputs that the program updates are copied first."""
 
     def __init__(
         self, program: Program, order: Sequence[str], outputs: Sequence[str], overwrites: bool = False
@@ -168,7 +168,7 @@ class Launcher:
         inputs = [*self._in_order(arguments)]
         for i in self._numbers:
             inputs[i] = _scalar(float(inputs[i]), plan.device)
-        for i in self._copied:  # a functional operator changes no input
+        for i in self._copied:  # update a copy, because a functional operator changes no input
             inputs[i] = inputs[i].clone()
         made = plan.call(*inputs)
         return [made[name] for name in self.outputs]

@@ -1,15 +1,16 @@
-"""Compute the summed cross-entropy of an output head, and in the same forward its gradients.
+"""Compute the summed cross-entropy of an output head and, in the same forward, the gradients of this sum.
 
 Rows are processed in blocks. A block's first matmul stores the exponentials of its logits. Two more matmuls
 read the exponentials, for the gradients of the stream and of the head's weight. A backward that
 ``primitives.derive`` derives would compute all logits again.
 
-A row's exponentials are relative to a shift that is known before the matmul: ``SHIFT`` above the target's
-logit. The row's log-sum-exp, to which a softmax is relative, is known only afterwards. Then the row's results
-are multiplied, in fp32, by exp(shift - log-sum-exp), the exact ratio of the two kinds of exponentials.
-The target's own term is exact too: its exponential is left out, and (softmax - 1) times the target's row of
-the weight is added in fp32. A row's exponentials overflow if its loss exceeds 120. Then everything is
-computed again, with exponentials relative to the log-sum-exp.
+A softmax needs exponentials relative to the row's log-sum-exp, which is known only after the matmul. So the
+matmul stores exponentials relative to a shift that is known before the matmul: the target's logit plus
+``SHIFT``. Later, the row's results are multiplied in fp32 by exp(shift - log-sum-exp), the exact ratio
+between the two kinds of exponentials. The target's own term is exact too, because its exponential is left out
+of the matmuls, and (softmax - 1) times the target's row of the weight is added in fp32. If a row's loss
+exceeds 120, the row's exponentials may overflow. Then everything is computed again, with exponentials
+relative to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from coda_agent.primitives.derive.chains import Chain
 
 ROWS = 4096  # the most rows whose exponentials exist at a time
 IGNORED = -100  # targets of rows without a loss
-# In nats. bf16 holds exp(x) for x from -87 to 88, and a softmax below exp(-47) is negligible.
+# In nats. bf16 holds exp(x) for x from -87 to 88. Softmax values that become 0 are then below exp(40 - 87),
+# which is negligible.
 SHIFT, MOST = 40.0, 80.0
-# In the second pass, the shift is this far below the log-sum-exp. fp16 holds these exponentials too. The
-# factor is then 2**-7, so scaling a row by it rounds nothing.
+# In the second pass, the shift is this far below the log-sum-exp, so that fp16 holds the exponentials too.
+# The rows' factor, exp(shift - log-sum-exp), is then 2**-7, and multiplying by 2**-7 is exact.
 AGAIN = 7 * log(2)
 
 
@@ -84,8 +86,8 @@ WEIGHT_GRADIENT = ops.Op(_program, _order, _program.signature.inputs, overwrites
 
 
 def targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets' rows of the weight, [M, D], and their logits, [M] in fp32. Row 0 stands for an ignored
-    target. Autograd does not see them."""
+    """The targets' rows of the weight, [M, D], and the targets' logits, [M] in fp32. For an ignored target,
+    row 0 is used. Autograd records nothing."""
     with torch.no_grad():
         return _targets_logits(h.detach(), w.detach(), target)
 
@@ -99,9 +101,9 @@ def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def _forward(
     h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and those gradients that are wanted. The host asks once whether exponentials
-    overflowed, after it has enqueued everything. The answer is copied to the host before the last two
-    matmuls, so that the GPU computes while the host waits."""
+    """Return the summed loss and the wanted gradients: of the stream, of the weight, or of both. The host
+    checks once whether exponentials overflowed, after all work is enqueued. The answer is copied to the host
+    before the last two matmuls, so that the GPU computes them while the host waits."""
     run = partial(_pass, h, w, target, chosen, logit, stream, weight)
     # While a CUDA graph records, no value can be read.
     if h.dtype == torch.float16 or (h.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -126,7 +128,7 @@ def _pass(
     """Return the summed loss with the stream's and the weight's gradients if they are wanted. Also return a
     function that says whether exponentials overflowed. ``twice``: compute the exponentials again, relative to
     the rows' log-sum-exp, so that they cannot overflow."""
-    # the first block's matmul creates dw: filling it with zeros would take a pass over memory
+    # the first block's matmul creates dw, because filling dw with zeros would take a pass over memory
     dw = torch.zeros(w.shape if weight and not len(h) else (0,), dtype=torch.float32, device=w.device)
     total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
     gradients, overflowed = list[Tensor](), lambda: False
@@ -155,9 +157,9 @@ def _pass(
 def _factors(
     lse: Tensor, shift: Tensor, target: Tensor, logit: Tensor, total: Tensor, over: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return, for each row, the factor of its exponentials and the factor of its target's weight. Also return
-    ``total`` plus the rows' losses, and whether exponentials may have overflowed, here or before
-    (``over``)."""
+    """Return two factors for each row: for the row's exponentials, and for the target's row of the weight.
+    Also return ``total`` plus the rows' losses, and whether exponentials may have overflowed in these rows or
+    in earlier blocks (``over``)."""
     counts = target != IGNORED
     scale = torch.where(counts, (shift - lse).exp(), 0.0)
     pull = torch.where(counts, torch.expm1(logit - lse), 0.0)
@@ -173,8 +175,8 @@ def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[T
 
 
 def _on_its_way(flag: Tensor) -> Callable[[], bool]:
-    """Start to copy the flag to the host. Return a function that waits for the copy and returns the value. It
-    does not wait for work that is enqueued later."""
+    """Start to copy the flag to the host. Return a function that waits for the copy, but not for work that is
+    enqueued later, and returns the value."""
     if not flag.is_cuda:
         return lambda: bool(flag)
     there, arrived = flag.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -224,7 +226,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Multiply the saved gradients by the incoming gradient of the sum."""
     ops.check_first_derivative()
-    assert gradient is not None  # ``summed`` returns only the sum, so every backward has its gradient
+    assert gradient is not None  # ``summed`` returns only the sum, so each backward has the sum's gradient
     found = zip(ctx.wanted, ctx.saved_tensors, ctx.dtypes, strict=True)
     return (*[scaled(t, gradient, dtype) if needed else None for needed, t, dtype in found], *[None] * 5)
 

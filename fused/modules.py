@@ -1,7 +1,7 @@
 """Modules of a Llama-like model, for PyTorch programs without a Hugging Face model.
 
-Weights have the names and layouts of Hugging Face's Llama, so its checkpoints load. A stream is
-[..., length, D].
+Weights have the names and layouts of Hugging Face's Llama, so that Llama's checkpoints can be loaded. A
+stream is [..., length, D].
 """
 
 from __future__ import annotations
@@ -121,6 +121,6 @@ class CausalHead(nn.Module):
         return total / (target != loss.IGNORED).sum()
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits [..., vocabulary], by PyTorch's matmul."""
+        """Compute the logits [..., vocabulary] with PyTorch's matmul."""
         made: Tensor = self.lm_head(rms_norm(x, *_norm(self.norm)))
         return made

@@ -1,9 +1,9 @@
-"""Define one functional torch.library operator per kernel. On CUDA it runs the launcher, on a CPU the
-interpreter.
+"""Define one functional torch.library operator per kernel. On a GPU the operator launches the kernel; on a
+CPU the interpreter runs the kernel's program.
 
-``torch.ops.coda_agent.NAME`` takes a kernel's inputs in its spec's order, with numbers for scalars. Further
+``torch.ops.coda_agent.NAME`` takes the kernel's inputs in the spec's order, with numbers for scalars. Further
 arguments are the dims that no input's shape determines, as integers. The outputs are returned in the spec's
-order. Operators have no autograd of their own; ``fused.chains`` provides it.
+order. Kernels' operators have no autograd; ``fused.chains`` adds autograd to the operators of chains.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Op:
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
     def typed(self, inputs: Mapping[str, Any]) -> Typed:
-        """The program for these tensors' dtypes, one object per combination of dtypes. Raises TypeError for
-        dtypes that the program cannot take, and ValueError for tensors on several devices."""
+        """The program for these tensors' dtypes. Each combination of dtypes has one program object. Raises
+        TypeError for dtypes that the program cannot take, and ValueError for tensors on several devices."""
         check_device(self.program.signature.name, (inputs[name] for name in self.tensors))
         key = programs.dtypes(self.tensors, inputs)
         if key not in self._typed:
@@ -166,7 +166,7 @@ class Op:
 
     def fake(self, *arguments: Any) -> Any:
         inputs, dims = self.named(arguments)
-        # without this check, torch.compile would trace a gradient of zero
+        # without this check, a model under torch.compile would silently get gradients of zero
         how, _ = self.checked(inputs)
         first = inputs[self.tensors[0]]
         signature = how.program.signature

@@ -1,4 +1,4 @@
-"""Load the accepted programs by name, and adapt a program to the dtypes of the tensors it is called with."""
+"""Load the accepted programs by name, and adapt a program to the dtypes of a call's tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]
 
 
 class Order(NamedTuple):
-    """The order of a kernel's arguments and results in its spec. It is needed, because a program sorts
-    arguments and results by name."""
+    """The order of a kernel's arguments and results in the spec. The program does not have this order,
+    because it sorts arguments and results by name."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -47,24 +47,24 @@ def _order(name: str) -> Order:
 
 
 def matrices(program: Program) -> str:
-    """The dtype of a program's first 16-bit input matrix. If it has none: fp32 if an input matrix is fp32,
-    else bf16."""
+    """The dtype of a program's first 16-bit input matrix. For a program without such a matrix, the result is
+    fp32 if an input matrix is fp32, and otherwise bf16."""
     kinds = [t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES]
     return next((kind for kind in kinds if kind in NARROW), kinds[0] if kinds else "bf16")
 
 
 class Typed(NamedTuple):
-    """A program for the dtypes of given tensors. ``wide``: everything is fp32; only the interpreter runs
-    this."""
+    """A program for the dtypes of given tensors. ``wide``: whether everything is fp32, which only the
+    interpreter can run."""
 
     program: Program
     wide: bool
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """The program for inputs of these dtypes. All 16-bit matrices may have one other float dtype. A
-    vector declared in the matrices' dtype may then have the new dtype or fp32. Raises TypeError for other
-    dtypes."""
+    """Adapt the program to inputs of these dtypes. All inputs that the program declares as 16-bit matrices
+    may have one other float dtype. A vector that the program declares in the matrices' dtype may have the
+    given matrices' dtype or fp32. Raises TypeError for other dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
@@ -94,7 +94,8 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
 
 
 def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """Remove constants and static dims from ``order``. Raises ValueError if it does not fit the program."""
+    """Remove constants and static dims from ``order``. Raises ValueError if ``order`` does not fit the
+    program."""
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):

@@ -1,8 +1,8 @@
 """Put weights in the order that kernels need.
 
-If a weight is reordered, autograd's gradient of one of its parts is a strided view. PyTorch copies this view
-for the optimizer, at less than half of an H100's memory bandwidth. On a GPU, compiled code makes this copy
-instead.
+A kernel's weight may join the rows of several weights. Autograd's gradient of each joined weight is then a
+strided view, which PyTorch copies for the optimizer at less than half of an H100's memory bandwidth. So on a
+GPU, compiled code makes this copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def paired(first: Tensor, second: Tensor) -> Tensor:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, width: int = 0) -> Tensor:
-    """Join the weights of queries, keys and values into one matrix, by rows. ``width``: the head width, if
-    queries and keys are rotated; the two rows of each rotated pair then become adjacent."""
+    """Join the weights of queries, keys and values into one matrix, by rows. ``width``: 0, or the head width
+    if queries and keys are rotated. With a ``width``, the two rows of each rotated pair become adjacent."""
     if not width:
         return torch.cat((q, k, v))
     if not runs_on_gpu(q):
@@ -35,7 +35,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, width: int = 0) -> Tensor:
 
 
 def rotary_pairs(weight: Tensor, width: int) -> Tensor:
-    """Reorder rows [heads * width, D]: the two rows of each rotated pair, half a head apart, become
+    """Reorder rows [heads * width, D]. The two rows of each rotated pair, which are half a head apart, become
     adjacent."""
     return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 

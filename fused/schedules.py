@@ -1,10 +1,10 @@
-"""Choose schedules at any sizes without tuning: the nearest ones in this machine's tables, in the tables of
-this package (``fused/tuned``), and in the shipped reports.
+"""Choose schedules at any sizes without tuning. Each step gets the schedule of the nearest row in this
+machine's tables, in the tables of this package (``fused/tuned``), or in the shipped reports.
 
-A row of a table gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU come
-first, and among these, rows with the step's kind of matmul (grouped by experts or not). Among the equally
-preferred rows that fit, the nearest is used. A row's distance is the sum of the log2 ratios of M (rounded),
-N, K and the number of experts, plus ``OTHER`` if the row is of another program or step.
+A row gives the fastest schedule of one step at some sizes on one GPU. Rows of the same GPU are preferred.
+Among these, rows with the step's kind of matmul (grouped by experts or not) are preferred. Among the equally
+preferred rows that fit, the nearest row is used. A row's distance is the sum of the absolute log2 ratios of M
+(rounded), N, K and the number of experts. For a row of another program or step, ``OTHER`` is added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 
-OTHER = 2.0  # of the values 0 to 4, it finds the most tiles of left-out cases of the shipped reports
+# Chosen from 0 to 4 by leaving out cases of the shipped reports: 2 finds the tile of the most left-out cases.
+OTHER = 2.0
 TUNED = Path(__file__).resolve().parent / "tuned"  # tables in the form that ``keep`` writes
 
 
@@ -80,7 +81,8 @@ def _nearest(
 
 
 def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int, ...]]:
-    """M, N and K of each step's matmul, and the number of experts if its rows are grouped by experts."""
+    """M, N and K of each step's matmul, and the number of experts if the matmul's rows are grouped by
+    experts."""
     steps = cut(program)
     found = {}
     for step in steps.gemms:
@@ -93,7 +95,7 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
 
 @cache
 def known() -> list[TunedStep]:
-    """The rows of this machine's tables, then those of the package's tables, and then those of the shipped
+    """All rows: first the rows of this machine's tables, then the package's tables, then the shipped
     reports."""
     tables = [path for folder in (_own_tables(), TUNED) for path in sorted(folder.glob("*.json"))]
     return [*(row for path in tables for row in _rows(path)), *_reports()]

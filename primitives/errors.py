@@ -33,18 +33,21 @@ class CodaError(Exception):
 
 
 class Refused(CodaError):
-    """The command did its work, and the answer is no: a kernel is rejected, a budget spent, git refuses."""
+    """The command did its work, and the answer is no: for example, a kernel is rejected, a budget is spent,
+    or git refuses."""
 
     exit_status = 1
 
 
 class InvalidInput(CodaError):
-    """A file or value from the user cannot be used. The message names it, the reason and the remedy."""
+    """A file or value from the user cannot be used. The message names the file or value, the reason and the
+    remedy."""
 
     exit_status = 2
 
 
 class Absent(CodaError):
-    """Something required is missing on this machine. The message names it, and says how to get it."""
+    """Something required is missing on this machine. The message names the missing thing, and says how to
+    get it."""
 
     exit_status = 3

@@ -1,8 +1,8 @@
-"""The module name ``primitives``, from which kernel files and lowered texts import.
+"""Provide the module name ``primitives``, from which kernel files and lowered texts import.
 
-Reports contain hashes of these files, so the files must keep this import. The name refers to this package
-only while such a file loads, so a user may have another module ``primitives``. Device code is always imported
-under the name ``primitives.device``.
+Reports contain hashes of kernel files and lowered texts, so their import statements must not change. The name
+refers to this package only while such a file loads. So a user may have another module ``primitives``. Device
+code is always imported under the name ``primitives.device``.
 """
 
 from __future__ import annotations

@@ -32,12 +32,13 @@ class Target(NamedTuple):
     """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: text that the GPU's
     device name contains.
 
-    ``architecture``: its name for compilers. ``environment``: variables that make compilers target it on any
-    machine. ``elf``: its number in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a
-    pattern for its tensor-core instructions. ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop,
-    as (tile_m, tile_n, pingpong). ``clusters``: numbers of CTAs along M and N. ``swizzles``: sizes of a
-    rasterisation group. ``probes``: the schedules at which every kernel is compiled, each a tile and a
-    cluster. The first probe is the default schedule.
+    ``architecture``: the architecture's name for compilers. ``environment``: variables that make compilers
+    target the architecture on any machine. ``elf``: the architecture's number in a cubin. ``block_bytes``:
+    the most shared memory of a CTA. ``matrix``: a pattern that matches the names of tensor-core instructions.
+    ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop, as (tile_m, tile_n, pingpong).
+    ``clusters``: the allowed numbers of CTAs of a cluster along M and N. ``swizzles``: the allowed sizes of a
+    rasterisation group. ``probes``: the schedules at which every kernel is compiled, each given by a tile and
+    a cluster. The first probe is the default schedule.
     """
 
     machine: Machine
@@ -55,7 +56,8 @@ class Target(NamedTuple):
     probes: tuple[tuple[int, int, bool, int, int], ...]
 
 
-# The datasheet's peaks. Measured, sustained rates would be lower, and a cool chip could exceed them.
+# The datasheet's peaks. A measured sustained rate would be lower than the peak, and a cool chip could exceed
+# the measured rate.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
@@ -74,7 +76,7 @@ HOPPER = Target(
     elf=90,
     block_bytes=227 << 10,
     matrix="[HQ]GMMA",  # HGMMA takes 16-bit operands, QGMMA takes fp8
-    # tile_n is a multiple of 32, because tiles of half the GEMM's width (``pairs``) need that
+    # tile_n is a multiple of 32, because ``pairs`` makes tiles of half the width
     large_tiles=frozenset(
         [(256, n, False) for n in (128, 160, 192, 208)]
         + [(128, n, False) for n in (128, 160, 192, 224, 256)]

@@ -19,7 +19,7 @@ from coda_agent.verifier.timing import FEWEST
 BASELINE = "torch.compile"
 KEPT = "the kernel before"  # the arm of the incumbent, which a change has to beat
 NO_FASTER = "no_faster"  # the error code of a change that is rejected because it is not faster
-MAY_LOSE = 0.01  # in every case, a change's interval may reach at most this far below the incumbent's speed
+MAY_LOSE = 0.01  # how far a change's interval may reach below the incumbent's speed in any case
 # number of processes that an acceptance needs; fewer do not show the variation between processes
 PROCESSES = 3
 
@@ -36,9 +36,9 @@ class InvalidMeasurement(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """The ratio of an arm's time to the candidate's, with a confidence interval over processes. With only one
-    process the interval is over rounds, which is not enough to accept a kernel. Raises InvalidMeasurement for
-    a sample that is not a duration, and ValueError for too few or unpaired samples."""
+    """The ratio of an arm's time to the candidate's time, with a confidence interval over processes. With
+    only one process the interval is over rounds; such an interval is not enough to accept a kernel. Raises
+    InvalidMeasurement for a sample that is not a duration, and ValueError for too few or unpaired samples."""
     pairs = _paired(arm, candidate)
     found = _interval(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -49,8 +49,8 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 def no_slower(kept: Rows, change: Rows) -> bool:
     """Whether a change is as fast as the incumbent. Student's t interval must reach 1; with three processes,
-    the bootstrap's interval would be too narrow for this test. Both intervals must also stay within the
-    allowed loss, or noise could hide a slower kernel."""
+    the bootstrap's interval would be too narrow for this test. Both intervals must also lie above
+    ``1 - MAY_LOSE``, so that noise cannot hide a slower kernel."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -80,9 +80,10 @@ def _durations(rows: Rows) -> None:
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
-    """Raise Failed if the lower bound of the speedup on a deciding case does not exceed the threshold. Raise
-    InvalidMeasurement if a time is shorter than the hardware allows. Also raise it if the measurement is too
-    weak for an acceptance: too few processes or rounds, or a warm L2."""
+    """Check a measurement by the rules of acceptance, and fill in ``figures``. Raise Failed if, on a case
+    that decides, the lower bound of the speedup does not exceed the threshold. Also raise Failed if a change
+    does not beat the incumbent. Raise InvalidMeasurement if a time is shorter than the hardware allows, or if
+    the measurement is too weak for an acceptance: it has too few processes or rounds, or a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:

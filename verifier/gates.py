@@ -15,7 +15,7 @@ from coda_agent.primitives.compiler.lower import PACKAGES
 from coda_agent.verifier.report import Gate, Identity, Rejected
 from coda_agent.verifier.spec.model import Spec
 
-Progress = Callable[[str, str], None]  # (gate, "started" or its result)
+Progress = Callable[[str, str], None]  # arguments: a gate's name, and words on its state
 
 
 class Failed(Exception):
@@ -89,7 +89,7 @@ def identity(spec: Spec, kernel: KernelSource) -> Identity:
 
 
 def judge(errors: list[Any], where: str) -> None:
-    """Raise Failed, with a message for the author, if an output exceeds the error gate."""
+    """Raise Failed, with a message for the author, if an output exceeds the error gate's limits."""
     bad = [e for e in errors if not e.passed]
     if bad:
         raise Failed(

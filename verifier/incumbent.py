@@ -18,8 +18,8 @@ Known = Mapping[int, Sequence[Schedule]]  # schedules worth timing, by step
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The accepted kernel that a change has to beat. It has its tuned schedules by case and step, and its
-    finalists (the schedules of the last tuning round)."""
+    """The accepted kernel that a change has to beat. ``schedules``: its tuned schedules, by case and step.
+    ``finalists``: its schedules in the last tuning round, by case and step."""
 
     kernel: KernelSource
     schedules: Mapping[str, Mapping[int, Schedule]]
@@ -45,18 +45,20 @@ class Incumbent:
 
     @property
     def proved(self) -> Known:
-        """The incumbent's tuned schedules for all cases. Its results were checked with these schedules."""
+        """The tuned schedules of all cases, by step. The incumbent's results were checked with these
+        schedules."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:
-        """A job that tunes the incumbent again over its known schedules, because they may come from another
-        GPU."""
+        """A job that tunes the incumbent again over its known schedules, because the known schedules may come
+        from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """The schedules to time for each step: those of the ``last`` tuning round, or else the ``chosen`` one."""
+    """The schedules to time for each step: the schedules of the ``last`` tuning round, or else the ``chosen``
+    schedule."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 

@@ -1,10 +1,10 @@
 """The gates that need a GPU: numerics, stability, benchmark, decision. These gates run on a program that has
 passed all earlier gates.
 
-Candidate source never runs here: the input is a Program. All GPU work happens in workers
+Candidate source never runs here, because the input is a Program. All GPU work happens in workers
 (``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted measurement
-can continue. One worker tunes and checks the kernel. Then several fresh workers time it, each on its own
-inputs.
+can continue. One worker tunes and checks the kernel. Then several fresh workers time the kernel, each on its
+own inputs.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ from coda_agent.verifier.spec.parts import Case
 from coda_agent.verifier.stages import Checkpoint, StageRunner
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
-ROUNDS = 40  # at most, per process
-FEW_FLOPS = 5e10  # up to here the fp64 reference is fast, so every family of inputs is tried
+ROUNDS = 40  # largest number of rounds per process
+FEW_FLOPS = 5e10  # up to this work the fp64 reference is fast, so every family of inputs is tried
 ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 # the family of inputs for a single row, where exact results say more than statistics
 SINGLE_ROW = ("integers",)
-# The controls (the candidate again, without and with a planted delay) run on the case whose time is nearest
-# to this: long enough that a launch is a small part of it, and short enough for many rounds.
+# The controls (the candidate again, without and with a planted delay) run on the case whose roofline is
+# nearest to this time. The time is long enough that a launch is a small part of it, and short enough for many
+# rounds.
 CONTROL_SECONDS = 1e-3
-RETRIES = 2  # how many processes may fail their controls before the measurement is invalid
+RETRIES = 2  # how often a process may be replaced because its controls failed
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class MeasureOptions:
     """How to measure. ``arms``: names from ``verifier.baselines.pytorch.BASELINES`` or
     ``verifier.baselines.quack.ARMS``. QuACK's arms are left out if QuACK cannot compute the spec. The
     torch.compile arm is required, because the decision compares with it. ``rounds``: rounds per process; long
-    kernels get fewer. ``sanitize``: also run small sizes under compute-sanitizer."""
+    kernels get fewer rounds. ``sanitize``: also run small sizes under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -98,10 +99,10 @@ def measure(
     """Run the GPU gates on every case of the spec.
 
     ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel). The
-    decision compares the candidate with it as well as with the baseline. If the kernel is edited code without
-    known schedules, tuning tries only the schedules of the last round of ``kept``'s tuning. ``quack``: known
-    schedules of QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has started; this function
-    closes them.
+    decision compares the candidate with the incumbent as well as with the baseline. If the kernel is edited
+    code without known schedules, tuning tries only the schedules of the last round of ``kept``'s tuning.
+    ``quack``: known schedules of QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has
+    started; this function closes them.
     """
     gates = Gates(progress)
     options, known, quack = options or MeasureOptions(), known or {}, quack or {}
@@ -198,7 +199,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self.stages.retire(None)  # frees that worker's memory for the timing processes
+        self.stages.retire(None)  # frees the checking worker's memory for the timing processes
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -212,9 +213,9 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """Time a case with controls in one process, and repeat if the controls fail. The process must find
-        the planted delay, and no difference between equal arms. Failed attempts are reported but do not
-        count."""
+        """Time a case with controls in one process; if the controls fail, repeat in a fresh process. The
+        process must find the planted delay, and no difference between equal arms. Failed attempts are
+        reported but do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -225,8 +226,8 @@ class _Session:
         raise InvalidMeasurement(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The ratio between two timings of the same kernel, over all valid processes. It is reported and
-        decides nothing, because the controls have judged each process."""
+        """The ratio between two timings of the same kernel, over all valid processes. The report contains
+        this ratio, but the decision does not use it, because the controls have judged each process."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
@@ -247,8 +248,8 @@ class _Session:
         return found
 
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
-        """Raise InvalidMeasurement if an interrupted measurement continues on another machine: a report
-        covers one machine."""
+        """Raise InvalidMeasurement if an interrupted measurement continues on another machine, because a
+        report covers one machine."""
         first = next(found["conditions"] for found in self.stages.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
@@ -316,8 +317,9 @@ class _Session:
         return self.stages.run(f"tune/{case.name}", tune, job)
 
     def _to_race(self, case: Case) -> Known | None:
-        """The schedules to time: known good ones or, for edited code, the incumbent's finalists. With other
-        schedules, the measurement would compare schedules instead of code."""
+        """The schedules to time: the known good schedules or, for edited code without any, the incumbent's
+        finalists. If edited code had other schedules, the measurement would compare schedules instead of
+        code."""
         if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
@@ -346,8 +348,9 @@ class _Session:
         return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
-        """Jobs for the unmeasured cases and the hidden sizes. Each job runs on those ``tuned`` schedules that
-        fit its sizes, or on one schedule of the compile gate if none fits."""
+        """Jobs for the unmeasured cases and the hidden sizes. Each job runs on the ``tuned`` schedules that
+        fit its sizes. If none of these fits, the job runs on one schedule of the compile gate; without
+        ``tuned``, on all of the compile gate's schedules."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -381,8 +384,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists (schedules of the last tuning round) of those QuACK arms for which all processes agree.
-    Processes disagree if QuACK's cache was emptied between them."""
+    """The finalists (schedules of the last tuning round) of each QuACK arm whose finalists are equal in all
+    processes. Finalists differ if QuACK's cache was emptied between two processes."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

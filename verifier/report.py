@@ -1,7 +1,8 @@
 """Reports on one kernel: ``Accepted | Checked | Rejected``, discriminated by ``status``.
 
-Each report has only the fields of its status. Times are in milliseconds. A ratio is another arm's time over
-the candidate's, so the candidate is faster if the ratio is above 1. Intervals have the stated confidence.
+Each report has only the fields of its status. Times are in milliseconds. A ratio is another arm's time
+divided by the candidate's time, so the candidate is faster if the ratio is above 1. Each interval states its
+confidence.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-# gates for lowered code that an author edited; its program was traced before
+# gates for lowered code that an author edited; the code's program was traced before
 RAW_GATES = ("edit", *GATES[1:])
 # gates for the functions of a proposed primitive
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
-# The version of the measurement protocol, in use since 2026-11-23. Each stricter protocol increments it.
+# The version of the measurement protocol, in use since 2026-11-23. A stricter protocol has a higher number.
 PROTOCOL = 5
 
 CANDIDATE = "candidate"  # the arm that every timing has
 
 # Reports also come from files, so numbers are bounded to keep computations from overflowing.
-Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, or ratios of them
+Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, or a ratio of two times
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
@@ -67,13 +68,13 @@ class Identity(_ReportModel):
     raw: bool = False
 
     def same(self, other: Identity) -> bool:
-        """Whether both identify the same kernel, regardless of package versions."""
+        """Whether the two identities are those of the same kernel. Package versions do not count."""
         return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
 
 
 class Ratio(_ReportModel):
-    """A ratio with its confidence interval: the union of the interval of Student's t over processes and the
-    bootstrap's interval.
+    """A ratio with its confidence interval. The interval is the union of two intervals: that of Student's t
+    over processes, and that of the bootstrap.
 
     ``detectable``: the smallest relative difference that this measurement could detect.
     """
@@ -90,11 +91,11 @@ class Timing(_ReportModel):
     candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
-    timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: if the kernel has
-    several parts, the milliseconds of each part when it runs alone, under the roofline's names.
-    ``finalists``: by step, the last candidates of tuning, fastest first. ``kept_schedules``: the tuned
-    schedules, from this measurement, of the kernel that the candidate would replace. ``quack``: the
-    ``finalists`` of each QuACK arm, by stage; the arm ran on the first of them.
+    timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: for a kernel of
+    several parts, the milliseconds of each part alone, by the part's name in the roofline. ``finalists``: by
+    step, the schedules that remained at the end of tuning, fastest first. ``kept_schedules``: the schedules
+    that this measurement tuned for the kernel that the candidate would replace. ``quack``: the ``finalists``
+    of each QuACK arm, by stage. Each stage of the arm ran with its first finalist.
     """
 
     case: str
@@ -179,8 +180,8 @@ Moment = Annotated[str, AfterValidator(_moment)]
 class _Measurement(_ReportModel):
     """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings from before
     protocols had numbers. ``rival``: the hash of the lowered code that the candidate would replace, if any.
-    ``renewed``: the time and machine of a later repetition of numerics and stability under a newer
-    protocol."""
+    ``renewed``: if the gates numerics and stability ran again later, under a newer protocol, the time and the
+    machine."""
 
     protocol: int = 0
     identity: Identity
@@ -231,7 +232,7 @@ MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field
 
 
 def join(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Combine the result of the gates that need no GPU with the GPU's measurement of the same kernel.
+    """Combine the result of the gates that need no GPU with the measurement of the same kernel on a GPU.
 
     Raises ValueError if their identities differ.
     """

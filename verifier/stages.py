@@ -18,7 +18,7 @@ from coda_agent.verifier.report import PROTOCOL
 # Seconds of silence after which a worker counts as hung. The limit is high because a worker is silent while
 # tuning compiles kernels and while max-autotune searches.
 PATIENCE = 300.0
-# Modules that workers import early; the worker that checks needs no torch.compile.
+# Modules that workers import early. The worker for checks does not need torch.compile.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
 SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
@@ -31,15 +31,15 @@ class Checkpoint(Protocol):
 
 
 def start_workers() -> list[Worker]:
-    """Start two workers ahead of a measurement, so that they import modules meanwhile: one to check, one to
-    time."""
+    """Start two workers before a measurement, one for checks and one for timing. They import modules while
+    the caller does other work."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
 @dataclass
 class StageRunner:
-    """The stages of one measurement. One worker tunes and checks, and each of the timing ``processes`` is a
-    worker. ``ahead``: workers that ``start_workers`` has started."""
+    """Run the stages of one measurement, and keep their results. One worker tunes and checks. Each of the
+    ``processes`` for timing is another worker. ``ahead``: workers that ``start_workers`` has started."""
 
     processes: int
     progress: Progress
@@ -55,8 +55,8 @@ class StageRunner:
     def run(
         self, name: str, task: Task, argument: Any, process: int | None = None, place: str = ""
     ) -> dict[str, Any]:
-        """Return the result of a stage that runs in a worker, new or stored (under ``place``, by default the
-        stage's name)."""
+        """Run a stage in a worker and return its result, or return a stored result. ``place`` is the name of
+        the stored result, by default the stage's name."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -79,8 +79,8 @@ class StageRunner:
         return found
 
     def kept(self, name: str, make: Callable[[], dict[str, Any]], place: str = "") -> dict[str, Any]:
-        """Return a stage's result: from this measurement, from an interrupted one (stored under ``place``),
-        or new."""
+        """Return a stage's result. It comes from this measurement, from an interrupted measurement (stored
+        under ``place``), or from ``make``."""
         if name not in self.found:
             place = f"{place or name} by protocol {PROTOCOL}"  # results under another protocol do not count
             kept = self.keep.load(place) if self.keep else None
@@ -106,11 +106,11 @@ class StageRunner:
         return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
 
     def rounded(self) -> dict[str, float]:
-        """The seconds of each stage, as reports have them."""
+        """The seconds of each stage, rounded for reports."""
         return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
 
     def share(self, stage: str) -> float:
-        """The share of a stage in the seconds of all stages."""
+        """The seconds of a stage, as a fraction of the seconds of all stages."""
         whole = sum(seconds for name, seconds in self.seconds.items() if ":" not in name)
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
@@ -122,8 +122,8 @@ class StageRunner:
         self.progress(gate, words)
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker for the checks, or for one timing process. It also starts the next worker, which can
-        import modules meanwhile."""
+        """The worker for the checks, or for one timing process. The call also starts the next worker, so that
+        it can already import modules."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -131,9 +131,9 @@ class StageRunner:
         return self.workers[process]
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. This applies if the
-        worker died while preparing another arm, or if memory ran out during timing, when the candidate
-        allocates none."""
+        """Raise InvalidMeasurement if an arm other than the candidate killed the worker. Another arm is the
+        cause if the worker died while preparing that arm. Another arm is also the cause if memory ran out
+        during timing, because the candidate then allocates no memory."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise InvalidMeasurement(

@@ -1,9 +1,9 @@
 """Ratios of interleaved samples, with confidence intervals.
 
-Both arms of a round run at the same clock rate and temperature. The reported ratio is the median of the
-rounds' ratios, in which drift cancels. A ratio of two medians would include drift: if the clock rate changes,
-the two medians come from different mixtures of clock rates. Differences between processes (addresses, other
-load) are invisible within one process, so ``across`` samples whole processes.
+Both arms of a round run at the same clock rate and temperature, so drift cancels in the round's ratio. The
+reported ratio is the median of the rounds' ratios. A ratio of two medians would include drift, because each
+median could come from a round with another clock rate. Differences between processes (addresses, other load)
+are invisible within one process, so ``across`` samples whole processes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ MIN_ROUNDS = 8
 RESAMPLES = 2000
 CONFIDENCE = 0.95  # of every interval
 POWER = 0.8  # a difference counts as detectable if a measurement finds it with this probability
-# fraction of rounds dropped at each end (Yuen's choice), so that a few delays of the host do not decide
+# fraction of rounds that are dropped at each end (0.2 is Yuen's choice), so that a few delays of the host do
+# not decide the result
 TRIM = 0.2
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its two-sided confidence interval: from ``low`` to ``high``, the union of both methods'
-    intervals."""
+    """A ratio with its two-sided confidence interval, from ``low`` to ``high``. This interval is the union of
+    the intervals of two methods, ``bootstrap`` and ``student``."""
 
     estimate: float
     low: float
@@ -44,12 +45,13 @@ class Interval:
 
 
 def ratio(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median over rounds i of a[i] / b[i], two samples in the same unit.
+    """The median of a[i] / b[i] over all rounds i, with its interval. The samples ``a`` and ``b`` have the
+    same unit.
 
     If ``a`` is a baseline's time and ``b`` a candidate's, the median is the speedup, and ``low`` is the
-    speedup that may be claimed. The bootstrap resamples rounds (percentile interval). The cross-check is
-    Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive
-    samples.
+    speedup that may be claimed. The interval is the union of two intervals: the percentiles of a bootstrap,
+    which resamples rounds, and Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired,
+    too few or non-positive samples.
     """
     logs = _logs(a, b)
     bootstrap = _bootstrap((tuple(logs),), seed)
@@ -67,9 +69,9 @@ def ratio(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Interval:
 def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0) -> Interval:
     """The geometric mean of several processes' ratios. Each pair has the samples of both arms in one process.
 
-    The interval is Student's t on the processes' log ratios. The cross-check is a bootstrap, which resamples
-    processes and then the rounds within each. Raises ValueError in the same cases as ``ratio``, and for fewer
-    than two processes.
+    The interval is the union of two intervals: Student's t on the processes' log ratios, and the percentiles
+    of a bootstrap, which resamples processes and then the rounds of each process. Raises ValueError in the
+    same cases as ``ratio``, and for fewer than two processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) do not show how processes spread; measure in at least 2")
@@ -90,8 +92,9 @@ def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: in
 
 
 def through(first: Interval, second: Interval) -> Interval:
-    """The ratio a / c, from two measurements of a / b and b / c. Their errors are independent, so the
-    half-widths are combined as the root of the sum of squares, in logarithms."""
+    """The ratio a / c, from one measurement of a / b and one of b / c. The errors of the two measurements are
+    independent. So, in logarithms, the half-width of a / c is the root of the sum of the squared
+    half-widths."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         centre = math.log(first.estimate) + math.log(second.estimate)
@@ -127,8 +130,8 @@ def _logs(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 @lru_cache(1024)  # reports, tables and audits ask for the same ratios again
 def _bootstrap(rows: tuple[tuple[float, ...], ...], seed: int) -> tuple[float, float]:
-    """The bootstrap's percentile interval: resample processes, resample each one's rounds, and take the mean
-    of the medians."""
+    """The bootstrap's percentile interval: resample processes, resample the rounds of each process, and take
+    the mean of the processes' medians."""
     rounds = {len(row) for row in rows}
     means = sorted(_equal_draws(rows, seed) if len(rounds) == 1 else _draws(rows, seed))
     tail = (1 - CONFIDENCE) / 2

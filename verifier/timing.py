@@ -45,7 +45,7 @@ class Samples:
 
 
 class Clock(Protocol):
-    """The device interface of ``measure``: ``CudaClock`` on a GPU, a simulated one in tests."""
+    """The interface of ``measure`` to the device: ``CudaClock`` on a GPU, a simulated clock in tests."""
 
     def now(self) -> float:
         """The time on the host, in seconds."""
@@ -55,7 +55,7 @@ class Clock(Protocol):
 
     def start(self) -> int:
         """Mark the start of a timed region. The host may enqueue the region's work before the device reaches
-        it."""
+        the region."""
 
     def stop(self, mark: int) -> None:
         """Mark the end of a timed region."""
@@ -85,7 +85,7 @@ def measure(
     arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
     one round in which first calls compile, then ``warmup_seconds`` of rounds. The warm-up is long because a
     GPU slows down over seconds as it reaches its power limit, and some kernels slow down more than others.
-    After ``longest`` seconds no further round begins, unless there are fewer than FEWEST. Raises ValueError
+    After ``longest`` seconds no further round begins, if at least FEWEST rounds have run. Raises ValueError
     if there are no arms or rounds, or if names repeat.
     """
     _check(arms, rounds)
@@ -144,11 +144,12 @@ def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
 class CudaClock:
     """CUDA events on the current stream of the current device.
 
-    The host enqueues each region before the device reaches it, so launch latency is not included;
-    ``host_time`` measures it. The host is one round ahead. The device spins before each region, to give the
-    host time. It does not spin if a round's regions take the device more than twice as long as the host takes
-    to enqueue the whole round, including flushes and ``before`` calls. Such long kernels run back to back: an
-    H100 that idles between kernels saves power, and then reaches clock rates that no training step reaches.
+    The host enqueues each region before the device reaches it, so a region's time does not include launch
+    latency; ``host_time`` measures this latency. The host is one round ahead. Before each region, the device
+    spins so that the host has time to enqueue the region. The device does not spin for long kernels. Kernels
+    are long if the device's time for a round's regions is more than twice the host's time to enqueue the
+    whole round, including flushes and ``before`` calls. Long kernels must run back to back, because an H100
+    that idles between kernels saves power, and then reaches clock rates that no training step reaches.
     """
 
     MIN_HEAD_START = 100e-6
@@ -211,11 +212,11 @@ class CudaClock:
 def host_time(
     call: Callable[[], object], n: int = 200, *, synchronize: Callable[[], object] | None = None
 ) -> float:
-    """Seconds that the host spends in ``call``: the median of ``n`` calls. The device finishes each call
-    before the next.
+    """The seconds that the host spends in ``call``, as the median of ``n`` calls. The host waits for the
+    device before each call. Otherwise the launch queue could fill up, and the result would be the device's
+    time.
 
-    With small inputs this is the cost of a launch. Otherwise the host would wait for a full launch queue, and
-    the result would be the device's time.
+    With small inputs, the result is the cost of a launch.
     """
     if n < 1:
         raise ValueError(f"{n} calls give no median; use at least 1")

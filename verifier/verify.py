@@ -111,9 +111,9 @@ def check_edited(
     progress: Progress = silent,
 ) -> Verdict:
     """Run the gates on lowered code that an author edited: the gate ``edit`` in place of ``trace``, then the
-    other gates of ``check``. The code is compiled in confinement, also on the ``tuned`` schedules. Its
-    results can be checked only on a GPU."""
-    # An audit hook of the tests watches that the edited code runs only in confinement.
+    other gates of ``check``. The code is compiled in confinement, also with the ``tuned`` schedules. Only a
+    GPU can check the code's results."""
+    # Tests add an audit hook to Python, which checks that the edited code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", text)
     gates = Gates(progress)
     try:
@@ -140,8 +140,9 @@ def verify(
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """Run all gates that this machine can run. ``gpu``: also run ``verifier.measure.measure``. It stores
-    finished stages in ``keep``; ``quack``: known schedules of QuACK's arms."""
+    """Run the gates that need no GPU, and if ``gpu`` is true also ``verifier.measure.measure``. The
+    measurement stores its finished stages in the checkpoint that ``keep`` returns. ``quack``: known schedules
+    of QuACK's arms."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure
@@ -215,7 +216,8 @@ def _unmeasured() -> str:
 
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
-    """Check the hardware's requirements on names and shapes; type inference has checked the rest."""
+    """Check the hardware's requirements on names and shapes. Type inference has already checked everything
+    else."""
     from coda_agent.primitives.compiler.probe_schedules import candidates, fits
     from coda_agent.primitives.lang.partition import cut
     from coda_agent.primitives.runtime.launchable import alignment_errors
@@ -252,7 +254,8 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The nodes of the output or input that a message names first."""
+    """The nodes of the tensor that a message names first: the node of an output, or all nodes that read an
+    input."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]
@@ -301,7 +304,7 @@ _VALUE = re.compile(r"\bn(\d+)_\d+ =")
 
 def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
     """The line of the kernel file that a compiler's message is about. The message quotes lowered code, in
-    which values are named after nodes."""
+    which the name of a value contains the number of its node."""
     nodes = [int(found) for found in _VALUE.findall(words)]
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
@@ -339,7 +342,8 @@ def _compile_cases(
 def _left_out(
     program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
 ) -> list[str]:
-    """Findings on tiles that are not compiled because their epilogue leaves too little shared memory."""
+    """Findings on tiles that are not compiled, because their epilogue leaves too little shared memory for the
+    operands."""
     return [
         f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at_dims(shown)}: the tiles that it reads "
         "and returns leave that one no room in shared memory for the operands"

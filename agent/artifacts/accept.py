@@ -37,7 +37,7 @@ from coda_agent.verifier.spec.model import Spec
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
-# The fields of a run's header that a recording keeps. The others, such as paths, describe the machine.
+# The fields of a run's header that a recording keeps. Other fields, such as paths, describe the machine.
 HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
@@ -72,18 +72,18 @@ def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list
 def consistent_files(
     name: str, directory: Path | None = None, *, edited: bool = False
 ) -> Iterator[list[Path]]:
-    """In the block, all of a kernel's ``files`` come from the same acceptance. An interrupted acceptance is
-    completed first, and other acceptances wait. ``directory`` is generated_kernels/ by default. Raises
-    OSError, for example FileNotFoundError if the directory does not exist."""
+    """Yield a kernel's ``files``, and keep them unchanged during the block, so that all files come from the
+    same acceptance. An interrupted acceptance is completed first. ``directory`` is generated_kernels/ by
+    default. Raises OSError, for example FileNotFoundError if the directory does not exist."""
     *others, evidence = files(name, directory or KERNELS, edited=edited)
     with atomic_files.consistent(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
 def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
-    """Read a spec's accepted kernel, or None if there is none. ``edited``: read the kernel with edited code
-    instead. ``directory`` is generated_kernels/ by default. ``verifier.audit.provenance``, and not this
-    function, checks that the report covers these files. Raises KernelError."""
+    """Read a spec's accepted kernel; return None if the spec has no accepted kernel. ``edited``: read the
+    kernel with edited code instead. ``directory`` is generated_kernels/ by default. This function trusts the
+    report; ``verifier.audit.provenance`` checks that the report covers these files. Raises KernelError."""
     try:
         with consistent_files(spec.name, directory, edited=edited) as (source, program, *_, evidence):
             text = source.read_text(encoding="utf-8") if edited else None
@@ -96,8 +96,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured later than the edit of its code. The program may then be faster than
-    the edit, because its schedules are better."""
+    """Whether the program was measured later than the edit of its code. If so, the program may be faster than
+    the edit, because the program may have better schedules."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -111,8 +111,8 @@ def is_there(name: str) -> bool:
 
 
 def report(path: Path) -> Accepted:
-    """Read an accepted kernel's report. Raises KernelError if the file contains no such report, and OSError
-    if it cannot be read."""
+    """Read an accepted kernel's report. Raises KernelError if the file contains no report of an accepted
+    kernel, and OSError if the file cannot be read."""
     try:
         found = REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
@@ -137,8 +137,9 @@ def recorded(journal: Record) -> str:
 
 
 def export(run: str, path: Path) -> Path:
-    """Write all events of a run to ``path``, with the run's header except local paths. The run may be in any
-    state, and another process may have it open. Raises JournalError and OSError."""
+    """Write all events of a run to ``path``, with the run's header except ``directory``, a local path. The
+    run may be in any state, and another process may be writing the run's journal. Raises JournalError and
+    OSError."""
     journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
@@ -153,14 +154,14 @@ def accept(
     *,
     looked: bool = False,
 ) -> list[Path]:
-    """Write an accepted kernel's files and its run's recording: either all of them or none. ``looked``: a
-    person has read the kernel; this is required if its code was edited. Raises Refused if the run's result is
-    not an accepted kernel, or if writing fails."""
+    """Write an accepted kernel's files and its run's recording: either all files or none. ``looked``: whether
+    a person has read the kernel, which is required if the kernel's code was edited. Raises Refused if the
+    run's result is not an accepted kernel, or if writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise Refused(f"{primitive} is not a kernel; merge it: coda-agent primitive {primitive} --merge")
-    given = journal.header["run"]  # for a replay, the replay's name; the authorship names the recorded run
+    given = journal.header["run"]  # the name of this run; a replay's authorship names the recorded run
     if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
             f"run {given} is {report.status}, not accepted: "
@@ -195,8 +196,8 @@ def accept(
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's accepted kernel to this outcome's kernel. It is empty if the spec has no
-    accepted kernel, or if nothing changed. An interrupted acceptance is completed first."""
+    """A unified diff from the spec's accepted kernel to this outcome's kernel. The diff is empty if the spec
+    has no accepted kernel, or if nothing changed. An interrupted acceptance is completed first."""
     if isinstance(outcome.report, Rejected):
         return ""
     kernel = outcome.kernel

@@ -17,16 +17,16 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-# states of a replacement's folder: it is being written, is complete, or is being emptied
+# states of a replacement's folder: new files are being written, all are written, all are at their final paths
 STATES = ("draft", "whole", "done")
 PLACES = "places.json"  # in a replacement's folder: the final paths of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace the files with ``contents``, in order. The last file is the evidence for the other files, so it
-    is absent while the others are replaced. ``name`` distinguishes replacements in ``directory``. Raises
-    OSError; afterwards either all files are still the old ones, or the next reader completes the
-    replacement."""
+    """Replace the files with ``contents``, in order. The last file is the evidence for the other files, so
+    the last file is absent while the other files are replaced. ``name`` distinguishes replacements in
+    ``directory``. Raises OSError. After an error, either all files are still the old files, or the next
+    reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)
@@ -44,16 +44,16 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def consistent(directory: Path, name: str = "*") -> Iterator[None]:
-    """In the block, all files come from the same replacement. An interrupted replacement is first completed
-    if its draft folder was already renamed, and discarded otherwise. Without ``name``, this covers all
-    replacements in ``directory``. Raises OSError, for example FileNotFoundError if ``directory`` does not
-    exist."""
+    """Prevent replacements during the block, so that all files come from the same replacement. An interrupted
+    replacement is first completed if its draft folder was already renamed, and discarded otherwise. By
+    default, ``name`` matches all replacements in ``directory``. Raises OSError, for example FileNotFoundError
+    if ``directory`` does not exist."""
     while True:
         _end(directory, name)
         with together(directory):
             if not any(
                 folder.is_dir() for folder in directory.glob(f".{name}.whole")
-            ):  # otherwise another process has just renamed a draft folder, so look again
+            ):  # if such a folder exists, another process has just renamed a draft folder: look again
                 yield
                 return
 
@@ -83,7 +83,7 @@ def _replace(directory: Path, whole: Path) -> None:
     if staged[-1].exists():
         places[-1].unlink(missing_ok=True)
     for file, place in zip(staged, places, strict=True):
-        if file.exists():  # otherwise it was moved before the interruption
+        if file.exists():  # otherwise the file was moved before the interruption
             _move(file, place)
 
 

@@ -1,4 +1,4 @@
-"""Pack checked kernels for an H100 on another machine, and import its measurements into the kernels' runs.
+"""Pack checked kernels for an H100 on another machine, and import the measurements into the kernels' runs.
 
 A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
 another JSON file. The measuring machine gets only programs and edited CuTeDSL, not an author's kernel file.
@@ -45,7 +45,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Schedules = dict[str, tuple[dict[str, Any], ...]]  # schedules by step
+Schedules = dict[str, tuple[dict[str, Any], ...]]  # the schedules of each step, as JSON data
 
 
 class PackedIncumbent(_File):
@@ -74,9 +74,9 @@ class PackedIncumbent(_File):
 
 class PackedKernel(_File):
     """A checked kernel that awaits measurement. ``known``: the best schedules of an earlier tuning, by case.
-    ``quack``: the same for QuACK's arms. ``kept``: the kernel to beat. ``raw``: the kernel's code if an
-    author edited it. ``objects``: the compiled objects of the edited code, so that the other machine need not
-    run the edited Python."""
+    ``quack``: the best schedules of QuACK's arms, by case. ``kept``: the kernel to beat. ``raw``: the edited
+    code if an author edited the kernel's code. ``objects``: the compiled objects of the edited code, so that
+    the other machine need not run the edited Python."""
 
     run: str
     attempt: int
@@ -153,8 +153,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """Compile edited code, and return the objects. The schedules are those of the compile gate, and those
-    that tuning may measure, given the incumbent's schedules."""
+    """Compile edited code, and return the objects. The code is compiled for the schedules of the compile
+    gate, and for the schedules that tuning may measure, which depend on the incumbent's schedules."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -190,11 +190,11 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
-    ``identity``. Given these schedules, tuning only measures them again, even after a change of the
-    lowering."""
+    ``identity``. With known schedules, tuning measures only these schedules, even if the lowering has
+    changed."""
     try:
         before = accept.read(spec)
-    except accept.KernelError:  # another version wrote the files
+    except accept.KernelError:  # another version of coda-agent wrote the files
         return {}
     if before is None or before.report.identity.program_hash != identity.program_hash:
         return {}
@@ -207,10 +207,11 @@ def read(path: Path) -> Bundle:
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:
-    """Copy the measurements of a result file into their runs' journals. A second call does nothing. A run
-    whose measurement is invalid can be measured again.
+    """Copy the measurements of a result file into their runs' journals. A second call changes nothing. An
+    ``Unmeasured`` result is not copied, so that its kernel can be measured again.
 
-    Raises InvalidInput if a result belongs to another kernel than the run's.
+    Raises InvalidInput if a result is of a different kernel than the run's, or if the run already has a
+    different measurement.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, BundleResults).results:
@@ -265,7 +266,7 @@ def _read(path: Path, kind: type[T]) -> T:
         if isinstance(tree, dict) and kind is BundleResults and "coda_agent_bundle" in tree:
             raise InvalidInput(f"{path}: this is a bundle; measure it first: coda-agent measure {path}")
         found = kind.model_validate(tree)
-    # not UTF-8, not JSON, nested too deeply, or with other fields
+    # the content is not UTF-8, is not JSON, is nested too deeply, or has other fields
     except (ValueError, RecursionError) as error:
         words = str(error).splitlines()[0]
         if isinstance(error, ValidationError):

@@ -1,5 +1,5 @@
-"""Measure a bundle on this machine: check its entries again, and measure each in stages. Finished stages
-survive an interruption."""
+"""Measure a bundle on this machine: check all entries again, and measure each entry in stages. Finished
+stages survive an interruption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = "whole"  # the name of the stage that stores a finished entry's result
 
 
 def partial_folder(out: Path) -> Path:
-    """The folder that holds finished cases until ``out`` is complete."""
+    """The folder that holds finished stages until ``out`` is complete."""
     return out.with_name(out.name + ".partial")
 
 
@@ -45,15 +45,16 @@ def measure(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
 ) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
-    are stored in ``out``.partial are not measured again. Raises InvalidInput, which names ``path``, if
-    another version wrote the bundle."""
+    are stored in ``out``.partial are not measured again. Raises InvalidInput, with ``path`` in its message,
+    if the bundle is damaged, or if this machine lowers a program to another text than the machine that
+    checked the program."""
     from coda_agent.verifier.stages import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()
     try:
         checked = [verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # Start the next entry's workers already: they import their modules during this measurement.
+            # Start the next entry's workers now, so that they import their modules during this measurement.
             here, waiting = waiting, start_workers() if place < len(checked) else []
             keep, said = stages(out, entry, options), progress(entry.run)
             found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
@@ -61,7 +62,7 @@ def measure(
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = BundleResults(results=(*done.results, result))
             write(out, done)
-            _close(here)  # if the entry was already finished, its workers are not needed
+            _close(here)  # an entry that was already finished leaves its workers unused
     finally:
         _close([*here, *waiting])
     shutil.rmtree(partial_folder(out), ignore_errors=True)
@@ -74,8 +75,8 @@ def _close(workers: Iterable[Worker]) -> None:
 
 
 def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
-    """Measure an entry, or return its stored result if it was finished before an interruption. The stored
-    result is not changed, because it may already have been imported."""
+    """Return an entry's stored result if the entry was finished before an interruption; otherwise measure the
+    entry. A stored result never changes, because a user may already have imported that result."""
     kept = keep.load(WHOLE)
     if kept is not None:
         return kept
@@ -128,8 +129,8 @@ def _measure_on(
 
 @contextmanager
 def _refusing(path: Path, entry: PackedKernel, what: str) -> Iterator[None]:
-    """In the block, read one part of an entry. Raises InvalidInput, which names the bundle's ``path``, the
-    run and the part, if the part is damaged."""
+    """Wrap a block that reads one part of an entry (``what``). If the part is damaged, raise InvalidInput
+    with a message that names the bundle's ``path``, the run and the part."""
     try:
         yield
     except (CompileError, ProgramError, ValueError) as error:
@@ -174,8 +175,8 @@ def _rival(path: Path, entry: PackedKernel, spec: Spec) -> Incumbent | None:
 
 
 def verified(path: Path, entry: PackedKernel) -> tuple[Spec, KernelSource]:
-    """Lower an entry's program again on this machine. Raises InvalidInput if its hashes differ from those of
-    the machine that checked it."""
+    """Load an entry's spec and kernel, and lower the program again on this machine. Raises InvalidInput if a
+    hash differs from the hash that the checking machine computed."""
     spec = _spec(path, entry)
     with _refusing(path, entry, "its program"):
         kernel = KernelSource.from_json(dict(entry), spec.signature())

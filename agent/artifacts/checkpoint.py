@@ -30,14 +30,14 @@ class FilePieces:
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of one measurement, identified by the kernel's identity, the options, and
-        the other dependencies in ``more``."""
+        """The store for the stages of one measurement. The name of its folder contains a hash of everything
+        that the stages depend on: the kernel's identity, the options, and ``more``."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        """A stage's result; None if it is missing or unreadable, and must be measured again."""
+        """A stage's result; None if the file is missing or unreadable, so that the stage must run again."""
         try:
             found = json.loads(self._path(piece).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -48,7 +48,7 @@ class FilePieces:
         write_atomic(self._path(piece), json.dumps(found))
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """The results of all stages, by the stage's name."""
+        """The results of all stored stages, by the stage's name."""
         names = [unquote(path.stem) for path in self.directory.glob("*.json")]
         return {name: found for name in names if (found := self.load(name)) is not None}
 
@@ -69,10 +69,11 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Yield a function that locks the GPU against other coda-agent commands, and opens the folder with the
-    stages of a kernel's measurement on this GPU. Stages of an interrupted measurement are reused, unless
-    ``again`` is set. If the block raises an exception, the stages are kept. Otherwise they are deleted after
-    the block, because the next measurement draws its own inputs."""
+    """Yield a function that returns the store for the stages of a kernel's measurement on this GPU. The
+    function first locks the GPU against other coda-agent commands. Finished stages of an interrupted
+    measurement are reused; with ``again``, they are deleted first. If the block raises an exception, the
+    stages are kept. Otherwise the stages are deleted after the block, because the next measurement draws its
+    own inputs."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

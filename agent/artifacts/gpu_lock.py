@@ -1,5 +1,5 @@
-"""Lock a GPU. Only one command measures on it at a time, because concurrent commands would slow each other
-down."""
+"""Lock a GPU, so that only one command at a time measures on that GPU. Concurrent commands would slow each
+other down."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAYING = 60.0  # seconds between two messages of a waiting command
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Exclude this user's other measuring commands from this process's first GPU. While such a command runs,
-    wait for it and report the wait to ``say`` at intervals. Raises filelock's Timeout if the other command
-    still runs at ``deadline`` (by ``time.monotonic``)."""
+    """Lock this process's first GPU against other measuring commands of the same user. While another command
+    holds the lock, wait, and report the wait to ``say`` at intervals. Raises filelock's Timeout if the other
+    command still holds the lock at ``deadline`` (by ``time.monotonic``)."""
     lock = FileLock(cache_dir() / f"{_first_gpu()}.lock")
     wait = 0.0
     while True:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Lock the directory exclusively: no other process holds it ``alone`` or ``together``. Raises OSError."""
+    """Lock the directory exclusively: no other process can lock it, ``alone`` or ``together``. Raises
+    OSError."""
     with _locked(directory, fcntl.LOCK_EX):
         yield
 
@@ -27,7 +28,7 @@ def together(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    # Lock the directory itself: its files are replaced, and replacing a file would lose the lock on it.
+    # Lock the directory itself, because a lock on a file is lost when the file is replaced.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)

@@ -1,7 +1,8 @@
 """``coda-agent primitive``: add a missing elementwise primitive to the vocabulary.
 
-A person defines the primitive's meaning in ``specs/primitives/NAME.yaml``. An author writes its CuTeDSL code
-in a run. A person applies the resulting patch. This module never changes a file of the vocabulary itself.
+A person defines the primitive's meaning in ``specs/primitives/NAME.yaml``. An author writes the primitive's
+CuTeDSL code in a run. This module turns the code into a patch, and a person applies the patch. This module
+never changes a file of the vocabulary itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = (
     "from coda_agent.primitives.lang.ops.elementwise import (\n",
     "__all__ = [\n",
-)  # the lines that open lists of names in modules
+)  # in the vocabulary's module: the first lines of the lists of imported and of exported names
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
@@ -71,7 +72,7 @@ def path_of(name: str) -> Path:
 
 
 def proposed(name: str) -> Path:
-    """The path of a primitive's proposal. Raises InvalidInput if it does not exist."""
+    """The path of a primitive's proposal. Raises InvalidInput if the file does not exist."""
     path = path_of(name)
     if not path.is_file():
         raise InvalidInput(
@@ -82,8 +83,8 @@ def proposed(name: str) -> Path:
 
 
 def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
-    """Write a draft of a primitive's proposal, which its owner completes. Raises InvalidInput before anything
-    is written."""
+    """Write a draft of a primitive's proposal, for a person to complete. If the proposal exists or the
+    arguments are invalid, raise InvalidInput and write nothing."""
     path = path_of(name)
     if path.exists():
         raise InvalidInput(f"{path} already exists: edit it, or remove it first")
@@ -110,7 +111,8 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
 
 def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
     """Start a run that writes the primitive proposed at ``path``, or a run that replays a recording. For a
-    replay, the vocabulary may already contain the primitive. Raises SpecError before anything is written."""
+    replay, the vocabulary may already contain the primitive. If the proposal is invalid, raise SpecError or
+    InvalidInput and start no run."""
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
@@ -161,13 +163,13 @@ class PrimitiveTask:
         return proposal_gates.check(self.proposal, self.spec, source, progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """Return a function that checks a primitive on the GPU. It measures no time, because a primitive is
-        only correct or wrong."""
+        """Return a function that checks a primitive on the GPU. The function does not time the primitive,
+        because acceptance depends only on correctness."""
 
         def measure(
             spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
         ) -> Measurement:
-            assert kernel.edited is not None  # the answer consists of the functions
+            assert kernel.edited is not None  # the primitive's functions, which are the author's answer
             return proposal_gates.measure(self.proposal, spec, kernel.edited, progress)
 
         return measure
@@ -194,7 +196,7 @@ def pack() -> str:
 
 
 def _examples() -> Iterable[str]:
-    """Show existing primitives: the definitions of some, then the device functions of all."""
+    """Show existing primitives: the definitions of ``EXAMPLES``, then all device functions."""
     entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
     yield (
         f"# Existing primitives\n\nIn `{FAMILY}`, where `cute` is the text that calls the exact function, "
@@ -206,7 +208,7 @@ def _examples() -> Iterable[str]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """Map the name of each function of a module to its source, with decorators."""
+    """Map the name of each function in a module's text to the function's source, including decorators."""
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:
@@ -231,9 +233,9 @@ def latest(name: str) -> str:
 
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
-    """Write a patch that adds a primitive, as its last run wrote it, to the vocabulary. Return the patch's
-    path, that run's outcome, and a message. The message lists the parts that the primitive's page (the
-    docstring shown in prompts) lacks. Raises InvalidInput."""
+    """Write a patch that adds a primitive to the vocabulary, with the code of the primitive's last run.
+    Return the patch's path, the run's outcome, and a message. The message lists the missing parts of the
+    primitive's page, which is the docstring that prompts show. Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
@@ -255,7 +257,8 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference; runs of early versions may not."""
+    """Whether the run compared numbers with the reference. A run of an early version may lack the
+    comparison."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
@@ -270,8 +273,8 @@ def missing_parts(page: str) -> str:
 
 def patch(proposal: Proposal, source: str, recording: str = "") -> str:
     """A unified diff that adds the primitive to the vocabulary, and its run to the recordings. The
-    primitive's functions go into a new module, because the reports of accepted kernels are valid only if the
-    existing modules do not change. Raises RawError if the source does not define the required functions."""
+    primitive's functions go into a new module, because a change of an existing module would invalidate the
+    reports of accepted kernels. Raises RawError if the source lacks a required function."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"

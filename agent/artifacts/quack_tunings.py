@@ -11,11 +11,11 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
-    """Map each case to the tuned schedules of QuACK's arms, from the report of this spec's accepted kernel or
-    of its edited code. Only reports with the installed version of QuACK are used; if there is none, the
-    result is empty."""
+    """Map each case to the tuned schedules of QuACK's arms, as found in the report of this spec's accepted
+    kernel, or else in the report of its edited code. A report counts only if it used the installed version of
+    QuACK. Without such a report, the result is empty."""
     for edited in (False, True):
-        with suppress(accept.KernelError):  # another version wrote the report
+        with suppress(accept.KernelError):  # another version of coda-agent wrote the report
             found = accept.read(spec, edited=edited)
             told = found.report.quack() if found and found.report.identity.spec_hash == spec.hash else {}
             if told and {each.version for each in told.values()} == {version("quack-kernels")}:

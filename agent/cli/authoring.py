@@ -199,7 +199,7 @@ def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any],
 
 
 def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
-    """Continue several runs at once, and report their results, with all details for the best one."""
+    """Continue several runs at once; then print the best run's report, and one line for each other run."""
     from coda_agent.agent.run import candidates
     from coda_agent.agent.run.history import UNDECIDED
 

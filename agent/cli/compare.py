@@ -81,7 +81,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
     if ray is None and not setup.use_gpu(None):
         raise Absent("comparing needs an H100, and none is here; draw existing results with --from")
     with _gpus(ray) as measure:
-        # another process may have added results meanwhile
+        # read after the wait for the GPU, because another process may have added results during the wait
         found = results.read(path) if path.exists() else results.Results()
         found, ended = _measure(measure, asked, found, path, quiet=drawing.as_json)
     _print(View(found, NAMES), drawing)
@@ -141,8 +141,8 @@ class View:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """The columns with these names. A prefix is enough, in upper or lower case. Without names, all
-    columns."""
+    """The columns with these names, or all columns if ``names`` is empty. A name may be a prefix of a
+    column's name, in upper or lower case."""
     from coda_agent.comparison.competitors import COLUMNS, ROOFLINE
 
     begun = {name: _columns_starting(name.lower()) for name in names}
@@ -195,7 +195,8 @@ def _measure(
 
 @contextmanager
 def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
-    """Report progress and new results: a table on a terminal, otherwise one line per arm."""
+    """Yield two functions, which report progress and new results: in a table on a terminal, otherwise in one
+    line per arm."""
     from rich.live import Live
 
     from coda_agent.comparison.drawing.terminal import table

@@ -24,7 +24,7 @@ KERNEL_OR_SPEC = "An accepted kernel's name or program.json, a kernel's file, or
 
 @dataclass(frozen=True)
 class DeriveOptions:
-    """The options for the gradients to derive, and for the values that are stored for them."""
+    """The options that choose the gradients to derive, and the values to store for the backward."""
 
     wrt: Annotated[
         str | None,

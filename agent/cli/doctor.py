@@ -1,7 +1,8 @@
 """``coda-agent doctor``: check everything that tracing, compiling, measuring and authoring need.
 
-A finding is ``missing`` if this machine lacks something (a GPU, a key), so that some commands cannot run, and
-``broken`` if something is installed but does not work. Both kinds have a remedy. No secret is printed.
+A finding is ``missing`` if this machine lacks something that some commands need, such as a GPU or a key. A
+finding is ``broken`` if something is installed but does not work. Missing and broken findings have a remedy.
+No secret is printed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.signature import Signature
 
 PYTHON = (3, 11)
-FREE_BYTES = 1 << 30  # free space to require: a compiled kernel takes 0.1 MB, and a tuning compiles hundreds
+FREE_BYTES = 1 << 30  # required free space: tuning compiles hundreds of kernels, each of 0.1 MB
 TOOLS = ("cuobjdump", "nvdisasm")
 ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
 PROJECT = "coda-agent"
@@ -55,12 +56,12 @@ def check() -> list[Finding]:
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For ``--json``: ``healthy`` means that nothing is broken."""
+    """The findings as data for ``--json``. ``healthy`` means that nothing is broken."""
     return {"healthy": healthy(findings), "findings": [asdict(f) for f in findings]}
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is broken. A missing item may not be needed."""
+    """Whether nothing is broken. Missing items are allowed, because the user may not need them."""
     return all(f.status != "broken" for f in findings)
 
 
@@ -92,7 +93,8 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def requirements() -> list[Requirement]:
-    """The declared packages: from the checkout's pyproject.toml, else from the installed metadata."""
+    """The packages that coda-agent declares in the checkout's pyproject.toml, or else in the metadata of the
+    installed package."""
     if PYPROJECT.exists():
         declared = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
@@ -110,7 +112,7 @@ def packages() -> list[Finding]:
 
 
 def package(wanted: Requirement) -> Finding:
-    """Compare one package with the range known to work."""
+    """Check that one package is installed, in a version of the range ``wanted``."""
     remedy = f"pip install '{wanted}'"
     try:
         found = importlib.metadata.version(wanted.name)
@@ -170,7 +172,7 @@ def device() -> Finding:
 
 
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
-    """Judge a GPU that PyTorch can use: only Hopper runs sm_90a code."""
+    """Check that a GPU that PyTorch can use is a Hopper GPU, because only Hopper runs sm_90a code."""
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == TARGET.capability:
         return Finding("CUDA device", "ok", detail)
@@ -178,8 +180,8 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
 
 
 def _driver() -> tuple[str, str]:
-    """The driver's version and the first GPU's name, found without PyTorch; "unknown" and "" if that
-    fails."""
+    """The driver's version and the first GPU's name, found without PyTorch. If the driver does not answer,
+    the result is "unknown" and ""."""
     try:
         import pynvml
     except ImportError:
@@ -210,7 +212,7 @@ def tools() -> list[Finding]:
 
 
 def tool(path: Path) -> Finding:
-    """Run a tool to get its version."""
+    """Check that a tool runs, by asking for its version."""
     if not path.exists():
         return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
     try:

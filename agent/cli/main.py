@@ -114,7 +114,8 @@ def bundle(
     from coda_agent.agent.run.runs import folder
 
     with progress.LiveView(setup.console(False)) as watch:
-        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each run once
+        # without duplicates
+        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)
     echo(f"{out}: {len(made.entries)} kernel(s). On the H100: coda-agent measure {out}")
 
 
@@ -270,7 +271,8 @@ def accept(
 
 
 def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
-    """Accept a run's kernel. ``shown``: the kernel that a person has read; any other kernel is refused."""
+    """Accept a run's kernel. ``shown``: the outcome that a person has read; if the run's outcome has changed
+    since, raise Refused."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
 
@@ -395,8 +397,8 @@ def _skip_last_collection() -> None:
 
 def main() -> None:
     """Run the command. Turn expected errors into one clear message and an exit status."""
-    # PyTorch's CPU threads spin while they wait for each other. If another process needs the cores, one
-    # second of interpreter time can take half a minute. PyTorch reads this setting at import.
+    # By default, PyTorch's CPU threads spin while they wait for each other. If another process needs the
+    # cores, one second of interpreter time can take half a minute. PyTorch reads OMP_WAIT_POLICY at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Importing PyTorch creates a million lasting objects. Scanning them in every garbage collection would
     # take a third of a short command's time.

@@ -49,7 +49,7 @@ FAILURES = (CodaError, OSError)  # their messages are meant for the client; any 
 
 
 def server(attempts: int) -> MCPServer:
-    """Create the server, for any transport. Each run that it starts has ``attempts`` attempts."""
+    """Create the server, for any transport. Each run that the server starts has ``attempts`` attempts."""
     made = MCPServer(
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
@@ -86,7 +86,7 @@ def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class McpTools:
-    """The tools. The SDK calls each in a thread, and gives its docstring to clients."""
+    """The server's tools. The SDK calls each tool in a thread, and gives the tool's docstring to clients."""
 
     attempts: int
     alone: threading.Lock = field(default_factory=threading.Lock)  # the compilers are not thread-safe
@@ -217,7 +217,7 @@ class Progress:
 def _loop(
     run: runs.Run, progress: Progress, submission: Submission | None = None, measure: Measure | None = None
 ) -> Loop:
-    """The run's loop. It replays the journal, and makes one more attempt if there is a submission."""
+    """The run's loop, which replays the journal, and makes one more attempt if there is a submission."""
     header = run.journal.header
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
@@ -283,7 +283,7 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
 
 
 def _existing(name: str) -> str:
-    """The name, if it is the name of an existing run; a path is not accepted."""
+    """Return the name of an existing run. Raises ToolError for any other text, such as a path."""
     if name not in runs.names():
         raise ToolError(f"there is no run {name!r}; {runs.latest()}")
     return name

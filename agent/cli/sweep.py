@@ -99,8 +99,8 @@ def resume(
     given: dict[str, Any],
     readmit: Sequence[str] = (),
 ) -> None:
-    """Continue a sweep, perhaps on another cluster. Options in ``given`` replace those of its runs.
-    ``readmit``: excluded slots to use again."""
+    """Continue a sweep, perhaps on another cluster. The options in ``given`` replace the options of the
+    sweep's runs. ``readmit``: excluded slots to use again."""
     from coda_agent.agent.fleet import sweep as sweeps
 
     made = sweeps.reopen(name)
@@ -167,7 +167,7 @@ def _pool(
     *,
     cores: bool = True,
 ) -> Iterator[Pool]:
-    """The pool of the executor that the options name."""
+    """The pool of the executor that the options name, open during the block."""
     from coda_agent.agent.fleet.pool import Pool
 
     slots = executor(ray, gpu, cores=cores)
@@ -182,7 +182,7 @@ def _pool(
 
 
 def spreads(ray: str | None) -> bool:
-    """Whether measurements outside a sweep use a fleet. They do on a Ray cluster, and on a machine with
+    """Whether a measurement outside a sweep uses a fleet: true on a Ray cluster, and on a machine with
     several GPUs."""
     from coda_agent.agent.fleet.executor import usable_gpus
 
@@ -191,8 +191,8 @@ def spreads(ray: str | None) -> bool:
 
 @contextmanager
 def fleet(ray: str | None) -> Iterator[Pool]:
-    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits until a GPU
-    is there."""
+    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits for the first
+    GPU, for at most ``ALONE`` seconds."""
     from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:
@@ -207,8 +207,8 @@ def fleet(ray: str | None) -> Iterator[Pool]:
 
 
 def _members(made: Sweep) -> list[str]:
-    """Return the sweep's runs. Create missing runs: first one run of every spec, then a second of every spec,
-    and so on."""
+    """Return the sweep's runs. Create missing runs: first one run of every spec, then a second run of every
+    spec, and so on."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
@@ -232,8 +232,8 @@ def _members(made: Sweep) -> list[str]:
 
 
 def _attend(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
-    """Show the sweep until its runs have ended. On Ctrl-C, requests in flight may finish, and no new ones
-    start."""
+    """Show the sweep until its runs have ended. On Ctrl-C, start no new requests, and give the requests in
+    flight ``GRACE`` seconds to finish."""
     try:
         _watch(driver, threads, names, console)
     except KeyboardInterrupt:
@@ -272,8 +272,8 @@ def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console
 
 
 def _end(driver: Driver, as_json: bool) -> None:
-    """Print how the sweep ended, write its page, and exit: 0 if every run has a kernel, 1 if a run has none,
-    3 if the sweep stopped early."""
+    """Print how the sweep ended, write its page, and exit. The status is 3 if a run ended early, else 1 if a
+    run has no kernel, else 0."""
     import json
 
     from coda_agent.agent.reporting import sweep_view

@@ -31,8 +31,8 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(BudgetOptions):
-    """The limits of a whole measurement. Each run gets an equal part, and cannot use what another run leaves
-    unspent."""
+    """The limits of a whole measurement. Each run gets an equal part of each limit. What one run leaves
+    unspent is not given to another run."""
 
     budget_tokens: Annotated[
         int | None,
@@ -88,7 +88,7 @@ def propose(
     from coda_agent.agent.tips.lessons import learned
 
     found = learned(run)
-    # raise errors and ask before anything is written
+    # ask the person, and raise errors, before the log changes
     given = _ask_lessons(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
@@ -168,7 +168,7 @@ def measure(
 
 @contextmanager
 def _told_how_to_go_on() -> Iterator[None]:
-    """If a measurement ends early, print how to continue before the error."""
+    """Wrap a measurement: if the measurement ends early, print how to continue, and raise the error again."""
     try:
         yield
     except BaseException:
@@ -177,7 +177,7 @@ def _told_how_to_go_on() -> Iterator[None]:
 
 
 def _measurable(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
-    """The tips to measure. Raises TipsError before the first run if one of them cannot be measured."""
+    """The tips to measure. Raises TipsError, before any run starts, if a tip cannot be measured."""
     from coda_agent.agent.tips import trials
 
     for stray in ids:
@@ -201,7 +201,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimit
 
 
 def _writer(authoring: AuthoringOptions, provider: str) -> str:
-    """The author's name for the log. Another author may need other tips."""
+    """The author's name for the log. The log names the author, because a tip may help only some authors."""
     known = authoring.author if providers.provider_spec(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 

@@ -97,8 +97,8 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
 
 
 def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
-    """The programs of a patched model with 16-bit weights: for training and, unless ``training``, for
-    inference."""
+    """The programs of a patched model with 16-bit weights: for inference and for training, or only for
+    training if ``training`` is set."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
         raise InvalidInput(f"sizes {' '.join(sizes)}: for a model, give sequences x length, such as 8x2048")
@@ -120,8 +120,8 @@ def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> li
     shapes = [(int(each[1]), int(each[2])) for each in found if each]
     return [
         bound
-        # The training program has the same name as the inference program, but more outputs. It is tuned last,
-        # so that its schedules are kept.
+        # The training program has the same name as the inference program, but more outputs. The training
+        # program is tuned last, so that its schedules replace those of the inference program.
         for how in (*[ahead.inference] * (not training), ahead.training)
         for shape in shapes
         for bound in ahead.called(how(model, *shape))
@@ -161,5 +161,5 @@ def _drawn(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         made = torch.zeros if tensor.dtype in INDICES else torch.randn
         drawn[name] = made(shape, device="cuda").to(dtype)
         if not shape:
-            drawn[name].abs_()  # for example eps: a negative one makes every result NaN
+            drawn[name].abs_()  # because a scalar such as eps, if negative, makes every result NaN
     return drawn

@@ -1,4 +1,4 @@
-"""Measure the entries of a bundle on the GPUs of a fleet (local or of a cluster), each entry on one GPU."""
+"""Measure the entries of a bundle on the GPUs of this machine or of a cluster, each entry on one GPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def measure(
     pool: Pool,
     progress: Callable[[str], Progress],
 ) -> bundles.BundleResults:
-    """Do the same as ``bundle_measuring.measure``, on the pool's GPUs. Results are written to ``out`` as they
-    arrive, in the order of the bundle's entries."""
+    """Measure every entry of a bundle, like ``bundle_measuring.measure``, but on the pool's GPUs at the same
+    time. Results are written to ``out`` one by one, in the order of the bundle's entries."""
     checked = [bundle_measuring.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
-    # equal entries have the same stored stages, so they must take turns
+    # equal entries share one folder of stages, so they are measured one after the other
     turns = defaultdict[Path, threading.Lock](threading.Lock)
 
     def whole(entry: bundles.PackedKernel) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def measure(
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
-    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # more GPUs may join later
+    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # one each, because more GPUs may join
         found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(
@@ -67,8 +67,9 @@ def _measured(
     keep: FilePieces,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on one GPU. If that GPU is lost or fails its controls (``driver.measured_on``), start
-    over on another GPU."""
+    """Measure an entry on one GPU. If the GPU is lost or the measurement is invalid, measure again, perhaps
+    on another GPU. After ``VOIDS`` invalid measurements, return the last one. Raises GivenUp after ``LOSSES``
+    lost GPUs."""
     voids = lost = 0
     while lost < LOSSES:
         try:

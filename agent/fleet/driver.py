@@ -2,7 +2,7 @@
 measurements.
 
 An author mostly waits for the network, so one process can drive many runs. A run that loses its slot
-continues like a run that was killed: from its journal and its stored stages. So no answer, verdict or
+continues from its journal and its stored stages, like a run that was killed. Therefore no answer, verdict or
 finished stage is lost.
 """
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import MeasureOptions
 
-SILENCE = 900.0  # after this many seconds without a message, work on a core counts as hung; compiles are slow
-MEASURING = 1800.0  # the same limit for work on a GPU, whose workers have limits of their own
+SILENCE = 900.0  # work on a core counts as hung after this many seconds without a message; compiling is slow
+MEASURING = 1800.0  # like SILENCE, for work on a GPU; the worker processes of that work have their own limits
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
 SAME = "gpu"  # the stage that records which GPU a measurement runs on
 VOIDS = 3  # this many invalid measurements of a kernel end its run or bundle entry; resuming measures again
@@ -61,7 +61,9 @@ VOIDS = 3  # this many invalid measurements of a kernel end its run or bundle en
 
 @dataclass
 class Driver:
-    """One session of a sweep. ``measuring`` is None if no GPU is to be used."""
+    """One session of a sweep, which is the work of one process after the sweep is started or resumed.
+    ``measuring``: how to measure; None if this session uses no GPU. ``given``: options that replace the runs'
+    own options."""
 
     sweep: Sweep
     pool: Pool
@@ -222,7 +224,7 @@ class _OnSlots:
 
     @contextmanager
     def lease(self, say: Any, deadline: float | None) -> Iterator[Slot]:
-        """Hold a GPU of the fleet in the block."""
+        """Hold a GPU of the fleet during the block."""
         self.driver.now[self.run.name] = "waiting for a GPU"
         with self.driver.pool.lease(True, f"{self.run.name} measure", deadline) as self.gpu:
             yield self.gpu
@@ -262,7 +264,7 @@ class _Refused(Exception):
 
 
 class Stages(Checkpoint, Protocol):
-    """Stores a measurement's stages and can list them."""
+    """A store for a measurement's stages that can list the stages."""
 
     def known(self) -> dict[str, dict[str, Any]]: ...
 
@@ -275,9 +277,9 @@ def measured_on(
     keep: Stages,
     progress: Progress,
 ) -> Measurement:
-    """Measure an entry on the GPU of a slot of the pool. The slot sends each finished stage, and ``keep``
-    stores it. A GPU fails its controls if it measures a difference between equal arms, or misses the planted
-    delay. Raises SlotLost."""
+    """Measure an entry on the GPU ``slot``. The slot sends each finished stage, and ``keep`` stores the
+    stage. Tell the pool whether the GPU failed its controls: it measured a difference between equal arms, or
+    missed the planted delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})

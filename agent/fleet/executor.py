@@ -1,8 +1,8 @@
-"""The interface of an executor, which provides slots. A slot runs pieces of work on this machine or on
-another.
+"""The interface of an executor, which provides slots. A slot is a core or a GPU, on this machine or another
+machine, that runs pieces of work.
 
-``local`` provides the slots of this machine, ``on_ray`` those of a Ray cluster. The pool and the driver work
-with either.
+``local`` is the executor for this machine, and ``on_ray`` is the executor for a Ray cluster. The pool and the
+driver work with any executor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early; True: for a slot without a GPU
+AHEAD = {  # modules that a slot's worker imports early; the keys say whether the slot has no GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }
 
 
 class SlotLost(Exception):
-    """A slot is lost, because its process, node or cluster is gone. The work on it may have been correct."""
+    """A slot is lost, because its process, node or cluster is gone. The slot's work need not be the cause."""
 
 
 class ExecutorLost(Absent):
@@ -39,8 +39,8 @@ class ExecutorLost(Absent):
 
 
 class Slot(Protocol):
-    """A core or a GPU that runs one piece of work at a time. ``name`` is unique in the fleet; for a GPU it is
-    the UUID."""
+    """A core or a GPU that runs one piece of work at a time. ``name`` is unique in the fleet; the name of a
+    GPU is its UUID."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class Slot(Protocol):
 
 
 class Executor(Protocol):
-    """The slots that exist now. Nodes may join and leave at any time."""
+    """A provider of slots. Nodes may join and leave at any time, with their slots."""
 
     def slots(self) -> Sequence[Slot]:
         """The slots that exist now. Raises ExecutorLost."""
@@ -68,13 +68,14 @@ class Executor(Protocol):
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """The thread that starts workers. A worker dies with the thread that started it, so this thread lives as
-    long as its process."""
+    """The only thread that starts workers. The thread lives as long as the process, because a worker dies
+    with the thread that started it."""
     return ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 class ProcessSlot:
-    """A slot of this machine. It runs its work in a process, which is replaced if the work kills it.
+    """A slot of this machine. The slot runs its work in a separate process. If the work kills the process, a
+    new process replaces it.
 
     The process gets no API keys, because the work may compile untrusted code. A slot without a GPU sees no
     GPU.
@@ -110,7 +111,7 @@ class ProcessSlot:
 
 
 def usable_gpus() -> list[Gpu]:
-    """The GPUs of this process that have the architecture that lowered kernels need."""
+    """The GPUs of this process that can run lowered kernels (GPUs with the capability of ``TARGET``)."""
     from coda_agent.primitives.target import TARGET
 
     return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]
@@ -130,7 +131,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def _own_hash() -> str:
-    """The hash of this project's Python files. In tests, ``CODA_AGENT_VERSION`` overrides it."""
+    """The hash of this project's Python files. In tests, ``CODA_AGENT_VERSION`` replaces the hash."""
     if given := os.environ.get("CODA_AGENT_VERSION"):
         return given
     hashed = hashlib.sha256()

@@ -11,8 +11,8 @@ from coda_agent.verifier.gpu.visible import Gpu
 
 
 class Local:
-    """The slots of this machine. ``cpus``: the number of cores to use, by default all that this process may
-    use. ``gpus``: the GPUs to use, by default all usable ones."""
+    """The slots of this machine. ``cpus``: the number of cores to use, by default all cores that this process
+    may use. ``gpus``: the GPUs to use, by default ``usable_gpus()``."""
 
     def __init__(self, cpus: int | None = None, gpus: Sequence[Gpu] | None = None):
         node = platform.node()

@@ -2,9 +2,10 @@
 compiled.
 
 Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
-driver's cache receives the objects of all nodes. Before a node compiles, it receives the missing objects of
-earlier work with the same label (the spec's hash, or the operator's name). Slots (cores and GPUs) of one
-machine share a cache, so they send each other nothing.
+driver's cache receives the objects of all nodes. Each piece of work has a label: the spec's hash, or the
+operator's name. Before a node runs a piece, the driver sends the node the missing objects of earlier work
+with the same label. Slots (cores and GPUs) of one machine share a cache, so they need not send objects to
+each other.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def run_shared(
 
 
 def sharing(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a task with the objects that were sent. The answer also names the objects that the task
-    produced."""
+    """Store the objects that were sent, then run a task. The result has the task's ``answer``, and the names
+    of the objects that the task produced (``made``)."""
     write(asked["files"])
     before = _names()
     answer = asked["task"](asked["argument"])
@@ -85,4 +86,4 @@ def _folder() -> Path:
         return objects()
 
 
-_importing = threading.Lock()  # otherwise several driver threads would import QuACK at once
+_importing = threading.Lock()  # only one driver thread at a time may import QuACK

@@ -1,11 +1,11 @@
-"""The executor of a Ray cluster. It starts one actor per core and one per GPU, on each node whose software
-versions equal the driver's.
+"""The executor of a Ray cluster. On each node whose software versions equal the driver's, the executor starts
+one actor for each core, and one actor for each GPU.
 
-Ray only provides the cores and GPUs. Its actors are never restarted and its tasks never retried. If a slot
-(the core or GPU of an actor) is lost, the result of its work is discarded, and the driver runs the work again
-under the same key. An actor gives its work to a separate process. While that process works, the actor sends
-heartbeats ("beat"); then it sends the answer. The driver times the beats with its own clock, so the nodes'
-clocks do not matter.
+Ray only provides the cores and GPUs. Ray never restarts an actor and never retries a task. A slot is the core
+or the GPU of an actor. If a slot is lost, the result of its work is discarded, and the driver runs the work
+again under the same key. An actor gives its work to a separate process. While that process works, the actor
+sends heartbeats ("beat"). At the end the actor sends the answer. The driver uses its own clock to time the
+heartbeats, so the nodes' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BEAT = 2.0  # seconds between two heartbeats of a slot
 SILENT = 20.0  # seconds without a heartbeat after which a slot counts as lost
 LOOK = 1.0  # seconds between two requests for the cluster's list of nodes
 GONE = 10.0  # seconds without an answer after which the cluster's head counts as gone
-FILES = 65_536  # limit of open files; a raylet with many actors needs more than the usual 1,024
+FILES = 65_536  # limit of open files; with many actors, Ray's daemon needs more than the usual 1,024
 
 GPU = "GPU"  # placeholder for a GPU slot's kind until its actor reports the GPU's name
 Message = tuple[str, Any]  # kind ("beat", "progress", "answer", "failed", "lost" or "bug") and content
@@ -59,7 +59,7 @@ class Seat:
     def __init__(self, name: str, needs_gpu: bool):
         self.gpu: Gpu | None = None
         if needs_gpu:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for an actor that reserves no core
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets 1 for an actor that reserves no core
             found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU of this actor
             if len(found) != 1:
                 raise RuntimeError(
@@ -126,8 +126,8 @@ class RaySlot:
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
 
     def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
-        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, or
-        if the work was done but its answer is lost with the node."""
+        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, even if the
+        work was done and only the answer was lost."""
         try:
             for kind, told in self._messages(stream):
                 match kind:
@@ -148,8 +148,8 @@ class RaySlot:
             raise SlotLost(_first_line(error)) from None
 
     def _messages(self, stream: Any) -> Iterator[Message]:
-        """Yield the messages of a piece of work. Raises SlotLost if the slot falls silent, because Ray may
-        notice a lost node much later."""
+        """Yield the messages of a piece of work. Raises SlotLost after ``SILENT`` seconds without a message;
+        Ray itself may notice a lost node much later."""
         while True:
             ready, _ = ray.wait([stream], timeout=SILENT, fetch_local=False)
             if not ready:
@@ -178,8 +178,9 @@ class _Node:
 
 
 class OnRay:
-    """The slots of a Ray cluster. ``address`` is the cluster's address. "auto" means the cluster that already
-    runs here, or else a new cluster of only this machine. ``gpus`` and ``cores``: whether to use them."""
+    """The slots of a Ray cluster. ``address``: the cluster's address; "auto" means the cluster that already
+    runs on this machine, or else a new cluster of only this machine. ``gpus``: whether to use GPUs.
+    ``cores``: whether to use cores."""
 
     def __init__(self, address: str, *, gpus: bool = True, cores: bool = True):
         _raise_limit()
@@ -261,7 +262,7 @@ class OnRay:
 
     def _seat(self, identifier: str, node: _Node, like: RaySlot) -> None:
         """Start the actor of a slot on a node."""
-        # A GPU slot reserves no core: it mostly waits for its GPU, and cores are needed for compiling.
+        # A GPU slot reserves no core, because it mostly waits for its GPU, and compiling needs the cores.
         needs_gpu = like.kind != CPU
         options = {"num_cpus": 0, "num_gpus": 1} if needs_gpu else {"num_cpus": 1}
         actor: Any = ray.remote(Seat).options(**options, **_on(identifier)).remote(like.name, needs_gpu)
@@ -269,8 +270,8 @@ class OnRay:
 
 
 def _running() -> str | None:
-    """The address of the cluster that runs on this machine, if there is one. Ray itself also tries the last
-    cluster's recorded address, for minutes, even if that cluster has died."""
+    """The address of the cluster that runs on this machine; None if no cluster answers. Ray itself would try
+    the recorded address of the last cluster for minutes, even if that cluster has died."""
     if os.environ.get("RAY_ADDRESS"):
         return "auto"
     with suppress(OSError):
@@ -288,8 +289,8 @@ def _on(identifier: str) -> dict[str, Any]:
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """The cluster's nodes. Raises ExecutorLost if the cluster's head does not answer soon; Ray itself would
-    wait for minutes."""
+    """The cluster's nodes. Raises ExecutorLost if the cluster's head does not answer within ``GONE`` seconds;
+    Ray itself would wait for minutes."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -322,8 +323,8 @@ def _last_line(error: Exception) -> str:
 
 
 def _raise_limit() -> None:
-    """Raise the limit of open files to ``FILES``, or as far as the system allows. Raylets that this process
-    starts inherit it."""
+    """Raise the limit of open files to ``FILES``, or as far as the system allows. Raylets (Ray's daemons)
+    that this process starts inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft < wanted:

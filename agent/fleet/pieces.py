@@ -1,7 +1,7 @@
 """The pieces of work that slots (cores and GPUs) run: examine a source, compile a program, measure a kernel.
 
-Each piece is a task of ``verifier.gpu.worker``. It takes plain data and returns JSON. An author's Python runs
-only in the sandbox, as everywhere in this project.
+Each piece is a task of ``verifier.gpu.worker``, which takes plain data and returns JSON. An author's Python
+runs only in the sandbox, as everywhere in this project.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stages:
-    """Stores a measurement's stages. It contains the stages of earlier attempts, and reports each new stage
-    at once."""
+    """The slot's side of a measurement's store of stages. ``load`` reads stages that earlier attempts
+    finished, and ``save`` sends a new stage to the driver."""
 
     def __init__(self, known: dict[str, dict[str, Any]]):
         self._known = known
@@ -77,11 +77,11 @@ class _Stages:
         report(STAGE, json.dumps([piece, found]))
 
 
-_ahead: list[Worker] = []  # workers for this slot's next measurement; they import modules in advance
+_ahead: list[Worker] = []  # workers for this slot's next measurement, started early to import modules
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure a bundle's entry on this slot's GPU, locked against other coda-agent commands."""
+    """Measure a bundle's entry on this slot's GPU, and lock the GPU against other coda-agent commands."""
     from coda_agent.agent.artifacts import bundle, bundle_measuring
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.verifier.stages import start_workers

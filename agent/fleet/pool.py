@@ -20,10 +20,10 @@ from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
 TICK = 0.5  # seconds between two reads of the executor's slots
-# seconds to wait for a slot if the fleet has none of the needed kind, for example while it grows
+# seconds to wait for a core or GPU if the fleet has none, for example because nodes are still joining
 ALONE = 600.0
-INVALID = 2  # this many invalid measurements in a row exclude a GPU; noise may cause a single one
-LOSSES = 5  # how many slots one piece of work may lose before the driver gives it up
+INVALID = 2  # this many failures of its controls in a row exclude a GPU; a single failure may be noise
+LOSSES = 5  # after losing this many slots, a piece of work is given up
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
 
@@ -39,8 +39,8 @@ class Suspect(Exception):
 
 @dataclass
 class SlotState:
-    """The state of a slot. ``now``: the piece that runs on it; "" if it is idle. ``invalid``: how many
-    measurements in a row were invalid on it."""
+    """The state of a slot. ``now``: the piece that runs on the slot; "" if the slot is idle. ``invalid``: how
+    often in a row the GPU has failed its controls."""
 
     slot: Slot
     joined: float
@@ -54,9 +54,9 @@ class SlotState:
 class Pool:
     """The slots of one driver.
 
-    ``left_out``: excluded slots with reasons, possibly from an earlier driver. ``kind``: the only GPU model
-    that may measure (by default the first GPU's), because times of two models cannot be compared.
-    ``objects``: the names of compiled objects by label (``agent.fleet.objects``).
+    ``left_out``: excluded slots with reasons, possibly from an earlier driver. ``kind``: the GPU model that
+    measures, by default the model of the first GPU. Other models are excluded, because times on two models
+    cannot be compared. ``objects``: the names of compiled objects by label (``agent.fleet.objects``).
     """
 
     executor: Executor
@@ -96,10 +96,11 @@ class Pool:
     def lease(
         self, gpu: bool, piece: str, deadline: float | None = None, *, prefer: str = ""
     ) -> Iterator[Slot]:
-        """In the block, hold a slot: the one named ``prefer`` if it is free. Slots are given out in the order
-        of requests. Raises TimeoutError if no slot is free at ``deadline``. Raises GivenUp if the pool is
-        closed, or has had no slot of this kind for a long time. If the block fails and no kernel caused the
-        failure, raises Suspect for the piece's first failure, and GivenUp for the second."""
+        """Hold a slot during the block: a GPU or a core, and the slot named ``prefer`` if that slot is free.
+        Requests are served in their order. Raises TimeoutError if no slot is free at ``deadline``. Raises
+        GivenUp if the pool is closed, or has had no such slot for ``ALONE`` seconds. If the block fails and
+        no kernel caused the failure, raises Suspect for the piece's first failure, and GivenUp for the
+        second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"
@@ -126,9 +127,9 @@ class Pool:
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """Run a piece on a core. The piece starts over if its slot is lost. It also starts over, once, if its
-        process dies or falls silent, because the machine may be the cause. Raises Lost if the piece hangs
-        twice, and GivenUp if it fails twice in another way."""
+        """Run a piece on a core. The piece starts over if its slot is lost. The piece also starts over, once,
+        if its process dies or falls silent, because the machine may be the cause. Raises Lost if the piece
+        hangs twice, and GivenUp if the piece fails twice in another way."""
         for lost in range(LOSSES):
             try:
                 with self.lease(False, piece) as slot:
@@ -144,7 +145,7 @@ class Pool:
 
     def _suspect(self, piece: str, slot: Slot, words: str) -> Exception:
         """The error for a piece whose failure no kernel caused. The first failure is blamed on the slot
-        (Suspect), the second on this project's own code (GivenUp)."""
+        (Suspect), and the second failure on this project's own code (GivenUp)."""
         if piece in self._suspects:
             del self._suspects[piece]
             return GivenUp(f"{piece} failed twice, the second time on {slot.name}: {words}")
@@ -162,7 +163,7 @@ class Pool:
 
     def controlled(self, slot: Slot, fault: str) -> None:
         """Record whether a GPU's controls (``driver.measured_on``) failed in a measurement. Exclude the GPU
-        after INVALID failures in a row. ``fault``: why the controls failed; "" if none failed."""
+        after INVALID failures in a row. ``fault``: why the controls failed; "" if all controls passed."""
         if not (use := self.uses.get(slot.name)):
             return
         use.invalid = use.invalid + 1 if fault else 0
@@ -176,7 +177,7 @@ class Pool:
                 if self._closed:
                     raise GivenUp(self._closed)
                 able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
-                if piece in self._suspects:  # prefer another node than the one where the piece failed
+                if piece in self._suspects:  # if possible, avoid the node on which the piece failed
                     able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
                 free = [use for use in able if not use.now]
                 use = next((use for use in free if use.slot.name == prefer), free[0] if free else None)
@@ -185,7 +186,7 @@ class Pool:
                     self._changed.notify_all()  # so that the next request takes its turn
                     return use
                 if not use and piece in self._suspects and queue[0] is turn:
-                    queue.append(queue.pop(0))  # others may pass while this request waits for another node
+                    queue.append(queue.pop(0))  # serve other requests while this one waits for another node
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
                     raise GivenUp(self._alone("GPU" if gpu else "core"))
@@ -206,8 +207,8 @@ class Pool:
                 self.close(str(lost))
 
     def _look(self) -> None:
-        """Add new slots, drop idle slots that are gone, and exclude slots and nodes that do not fit the
-        fleet."""
+        """Add new slots, drop idle slots that are gone, exclude GPUs of another model, and record the nodes
+        that the executor refuses."""
         found = self.executor.slots()
         here = {slot.name for slot in found}
         for use in [use for name, use in self.uses.items() if name not in here and not use.now]:

@@ -2,8 +2,8 @@
 
 A sweep's folder has its own journal, which records the sweep's runs, compiled programs and every lease of a
 slot (a core or a GPU). Answers, verdicts and costs are in the runs' own journals. Only the driver writes
-journals; a slot returns results and writes nothing of a run. So if the driver is killed, a node is lost or
-the cluster is replaced, only the work in progress is lost.
+journals; a slot only returns results. Therefore, if the driver is killed, a node is lost or the cluster is
+replaced, only the work in progress is lost.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import Event, Journal, JournalError, glance
 from coda_agent.primitives.lang.ir import Program
 
-JOURNAL = "sweep.db"  # in a sweep's folder
+JOURNAL = "sweep.db"  # the journal's file in a sweep's folder
 NAME = re.compile(r"sweep-\d{8}-\d{6}(-\d+)?")
 
 
 @dataclass
 class Sweep:
-    """A sweep that is open in this process; no other process can open it meanwhile."""
+    """A sweep that this process has open. Meanwhile, no other process can open the same sweep."""
 
     name: str
     journal: Journal
@@ -49,7 +49,7 @@ class Sweep:
         return self.journal.header
 
     def runs(self) -> list[str]:
-        """The sweep's runs, in the order in which they start."""
+        """The names of the sweep's runs, in the order in which the runs start."""
         return members(self._events())
 
     def record(self, kind: str, payload: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def read(name: str) -> tuple[dict[str, Any], list[Event]]:
 
 
 def compile_key(spec_hash: str, program: Program) -> str:
-    """The journal's key for compiling a program. It covers the spec (whose cases fix static sizes) and the
-    program with its schedules."""
+    """The journal's key for compiling a program: a hash of the program with its schedules, and of the spec,
+    because the spec's cases fix static sizes."""
     what = json.dumps([spec_hash, program.to_json()])
     return f"compile/{hashlib.sha256(what.encode()).hexdigest()}"

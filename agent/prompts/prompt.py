@@ -1,7 +1,7 @@
 """Assemble the prompt.
 
 The system text is a stable prefix: rules, the vocabulary's docstrings, examples and tips. The task is the
-spec. The prefix contains nothing derived from the spec: its examples are other operators, and tips learned
+spec. The prefix contains nothing derived from the spec: the examples are other operators, and tips learned
 from this spec are left out. The whole prompt fits a token budget.
 """
 
@@ -84,7 +84,7 @@ TIPS_HEADING = "# Tips learned from earlier attempts\n\n"
 
 @dataclass(frozen=True)
 class Prompt:
-    """``system``: the stable prefix; ``task``: the first message."""
+    """The prompt of a run. ``system``: the stable prefix. ``task``: the first message."""
 
     system: str
     task: str
@@ -95,7 +95,7 @@ class Prompt:
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
     """The prompt for a spec, whose YAML is ``text``. Tips come from tips_log.md by default. Only accepted
-    tips are used. If the budget is too small for all, the least helpful ones are dropped."""
+    tips are used. If the budget is too small for all tips, the least helpful tips are dropped."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
@@ -119,7 +119,8 @@ def tokens(text: str) -> int:
 
 
 def _room(parts: Iterable[str], reserved: int) -> int:
-    """The characters left for tips, if the prefix has ``parts`` and the task needs ``reserved`` tokens."""
+    """The number of characters left for tips, if the prefix has ``parts`` and the task needs ``reserved``
+    tokens."""
     beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 

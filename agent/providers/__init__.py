@@ -1,5 +1,5 @@
 """Providers give an author's answers, for example through a model's API. Each provider is one file, with a
-class that has one method.
+class that has one method, ``next_turn``.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
 Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.
@@ -47,8 +47,8 @@ OnText = Callable[[str], None]
 class Message:
     """One message of the conversation. The first message is the user's, and roles alternate.
 
-    ``blocks``: the message in the format of the provider's API, for a message with more than text: tool
-    calls, tool results or thinking.
+    ``blocks``: the message in the format of the provider's API, if the message has more than text (tool
+    calls, tool results or thinking).
     """
 
     role: Literal["user", "assistant"]
@@ -97,7 +97,7 @@ class Usage:
 
     @property
     def given(self) -> int:
-        """All input tokens: uncached, read from the cache, and written to it."""
+        """All input tokens: uncached tokens, cache reads and cache writes."""
         return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens
 
 
@@ -119,7 +119,8 @@ class Turn:
     dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event, without the dollars (which the ledger records)."""
+        """The payload of a journal's "answer" event. The dollars are left out, because another event records
+        them."""
         told = {key: value for key, value in asdict(self).items() if key != "dollars"}
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
@@ -133,13 +134,13 @@ class Turn:
 
 
 class Charge(Protocol):
-    """The tokens and dollars reserved for one request. The resulting turn's usage replaces them. A
-    failed request stays charged in full, because its cost is unknown, unless ``settle`` states the cost.
-    ``dollars``: as in Turn."""
+    """The tokens and dollars reserved for one request. If the request succeeds, the turn's usage replaces the
+    reservation. If the request fails, its cost may be unknown; then the whole reservation counts as spent.
+    ``settle`` states the cost of a failed request. ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
-        """The limit on the answer's tokens. It may be lower than the requested limit."""
+        """The limit on the answer's tokens, which may be lower than the requested limit."""
         ...
 
     def settle(self, usage: Usage, dollars: float | None = None) -> None: ...
@@ -175,10 +176,10 @@ def _unheard(text: str) -> None:
 class Question:
     """A question to a provider. The answer is the turn that follows `messages`.
 
-    `system` is the prompt's stable prefix. It is equal in every question of a run, so that the provider can
-    cache it. `tools` are offered to providers that support tools. `meter` accounts for the cost; a provider
-    that cannot see token counts ignores it. `say` receives text as it arrives, for a person to watch.
-    `deadline`: the moment of `time.monotonic` after which an answer is useless; a provider then raises
+    `system` is the prompt's stable prefix, which is equal in every question of a run, so that the provider
+    can cache the prefix. `tools` are offered to providers that support tools. `meter` accounts for the cost;
+    a provider that cannot see token counts ignores the meter. `say` receives text as it arrives, for a person
+    to watch. `deadline`: the time by `time.monotonic` at which a provider without an answer raises
     ProviderError. `run`: the run's folder, which has the run's name.
     """
 
@@ -192,8 +193,8 @@ class Question:
 
     @property
     def number(self) -> int:
-        """The number of the requested turn, from 1. It appears in the names of a handoff's files, and selects
-        a replay's answer."""
+        """The number of the requested turn, from 1. The number appears in the names of a handoff's files, and
+        selects a replay's answer."""
         return sum(message.role == "user" for message in self.messages)
 
 

@@ -1,11 +1,11 @@
-"""Ask Claude through Anthropic's SDK, streaming.
+"""Ask Claude through Anthropic's SDK, with streaming.
 
-This module handles all faults itself. The SDK's own retries are off: they would obey a Retry-After of an
-hour, and they do not cover a stream that has begun. These transient faults are retried until patience ends:
-no connection; status 408, 409, 429 or 5xx; an overload inside the stream; and a stream that breaks, stalls,
-never ends or ends early. There are only a few retries if the failed request may have cost something, or if
-its answer is empty. Other faults (a wrong key or model, an answer cut at max_tokens, a refusal) are raised at
-once with a remedy.
+This module handles all faults itself. The SDK's own retries are off, because they would obey a Retry-After of
+an hour, and would not cover a stream that has begun. After a transient fault, the request is repeated until
+patience ends. Transient faults are: no connection; status 408, 409, 429 or 5xx; an overload inside the
+stream; and a stream that breaks, stalls, never ends or ends early. If a failed request may have cost
+something, or if an answer is empty, there are only a few retries. Other faults (a wrong key or model, an
+answer cut at max_tokens, a refusal) are raised at once with a remedy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # time limit, in seconds, of requests that count tokens or describe the model
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
-# The SDK's parser raises these for a malformed stream; they have no common base class.
+# The errors that the SDK's parser raises for a malformed stream. They have no common base class.
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
@@ -54,11 +54,11 @@ class Anthropic:
     """Claude through the Messages API, with adaptive thinking if the model supports it. The prompt's prefix
     and the conversation are cached.
 
-    `model` defaults to the environment's CODA_AGENT_MODEL, then to DEFAULT_MODEL. `max_tokens` bounds one
-    answer, thinking included. `effort` and `thinking=False` are for models that accept them. `api_key`
-    defaults to the environment's ANTHROPIC_API_KEY. `timeout`: seconds of silence that count as a stall.
-    `answer_time`: seconds for a whole answer. `patience`: how long transient faults are retried. Raises
-    ProviderError if there is no key.
+    `model` defaults to the environment's CODA_AGENT_MODEL, or else to DEFAULT_MODEL. `max_tokens` limits one
+    answer, including thinking. `effort` and `thinking=False` are for models that accept these settings.
+    `api_key` defaults to the environment's ANTHROPIC_API_KEY. `timeout`: seconds of silence that count as a
+    stall. `answer_time`: seconds for a whole answer. `patience`: how long to retry after transient faults.
+    Raises ProviderError if there is no key.
     """
 
     name = "anthropic"
@@ -112,7 +112,7 @@ class Anthropic:
 
     def _request(self, question: Question) -> dict[str, Any]:
         """The request, without the limit on the answer's tokens. The request marks two prefixes for the
-        cache: the one that all runs share, and the conversation, which the next request repeats."""
+        cache: the system text, which all runs share, and the conversation, which the next request repeats."""
         conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
@@ -144,7 +144,8 @@ class Anthropic:
             self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
 
     def _count(self, request: dict[str, Any]) -> int:
-        """The tokens of a request, as counted by the API; an upper bound if the API does not count them."""
+        """The number of a request's tokens, as counted by the API; an upper bound if the API fails to
+        count."""
         import anthropic
         import httpx2
 
@@ -156,8 +157,8 @@ class Anthropic:
     def _attempt(
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """Make one request, limited to ``seconds``. A failed request is charged at its cost if that is known,
-        and otherwise at its whole reservation."""
+        """Make one request, limited to ``seconds``. A failed request is charged at its cost if the cost is
+        known, and otherwise at its whole reservation."""
         import anthropic
         import httpx2
 
@@ -179,7 +180,7 @@ class Anthropic:
             if stream is None:  # the API refused the request before the stream began
                 charge.settle(Usage())
             return replace(_status_fault(error), unknown=stream is not None)
-        # raised before the stream began; the error's message does not state the cause
+        # this error is raised before the stream begins; its message does not state the cause
         except anthropic.APIConnectionError as error:
             sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
             if sent_none:
@@ -194,7 +195,8 @@ class Anthropic:
             return _broken(f"the stream is malformed: {error}")
 
     def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
-        """Turn a message into a turn; return a fault if it is not a whole answer."""
+        """Convert a message to a turn. If the message is not a whole answer, return a fault; if the budget
+        had lowered the limit at which the answer was cut, return OutOfBudget."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = tuple(ToolCall(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
@@ -269,7 +271,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 def _blank(text: str) -> bool:
     """Whether a text is blank. The API refuses blank text in a request, although the API's own answers may
-    contain it before a tool call."""
+    contain blank text before a tool call."""
     return not text.strip()
 
 
@@ -319,7 +321,8 @@ def _broken(message: str) -> Fault:
 
 
 def _status_fault(error: anthropic.APIStatusError) -> Fault:
-    """The fault for an error from the server, reported before the stream or (with status 200) inside it."""
+    """The fault for an error that the server reported before or inside the stream. An error inside the stream
+    has status 200."""
     status = error.status_code
     kind = error.type or "error"
     message = f"the API answered {status} {kind}: {error.api_message or error.message}"
@@ -348,7 +351,7 @@ def _name(error: BaseException) -> str:
 
 
 def _check() -> Finding:
-    """Whether a key is set; its value is never shown."""
+    """Check that a key is set, without showing the key."""
     if os.environ.get(KEY, "").strip():
         return Finding("anthropic key", "ok", f"{KEY} is set")
     remedy = f"set {KEY}, or use --provider handoff, which needs none"

@@ -1,16 +1,17 @@
 """Ask Claude through the `claude` command line, without its interactive mode. A subscription is enough.
 
 Each turn is one process, which gets the whole conversation and keeps no session. So a run can be resumed on
-any machine. The process has no access to the command's tools, settings or files. It starts in an empty
-directory and answers with text. The command adds the model's name, the platform, that directory and the date
-to the prompt. ANTHROPIC_API_KEY is withheld, because the command would charge it instead of the subscription.
-The model uses the loop's tools by writing blocks of code in its text. So each request is a turn, with its own
-reservation and record.
+any machine. The process has no access to the command's tools, settings or files. The process starts in an
+empty directory and answers with text. The command adds the model's name, the platform, the directory's path
+and the date to the prompt. ANTHROPIC_API_KEY is withheld, because with this key the command would charge the
+key's account instead of the subscription. The model uses the loop's tools by writing blocks of code in its
+text. So each request is a turn, with its own reservation and record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
-dollars. A turn that is killed or breaks off costs what was reserved. The command's own retries are off; only
-``patience`` retries. Two kinds of retry cannot be turned off: up to three continuations of an answer that was
-cut at its limit, and one repetition after an empty answer. These requests are charged but not reserved.
+dollars. A turn that is killed or breaks off is charged its whole reservation. The command's own retries are
+off, so that only the module ``patience`` retries. Two kinds of retry cannot be turned off: up to three
+continuations of an answer that was cut at its limit, and one repetition after an empty answer. The requests
+of these retries are charged without a reservation.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 SET = {
     "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # otherwise `@/a/path` anywhere in a prompt sends that file
     "CLAUDE_CODE_MAX_RETRIES": "0",  # otherwise the command retries ten times within one reservation
-    # otherwise a broken stream is repeated without streaming
+    # otherwise the command repeats a request without streaming if the request's stream breaks
     "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
     "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
     "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # otherwise the command falls back to another model
 }
-WORDS = 400  # characters of the command's output that an error message quotes
+WORDS = 400  # limit on the characters of the command's output that an error message quotes
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
@@ -61,9 +62,9 @@ MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCre
 
 @dataclass(frozen=True)
 class Said:
-    """The output of the command. ``result``: its final summary, empty if there is no summary. ``text``: all
-    of the model's text; the summary has only its last block. ``begun``: the number of responses that began.
-    ``stops``: the stop reasons of the completed responses."""
+    """The output of the command. ``result``: the output's final summary, or empty. ``text``: all of the
+    model's text; the summary has only the last block of the text. ``begun``: the number of responses that
+    began. ``stops``: the stop reasons of the completed responses."""
 
     result: Mapping[str, Any]
     text: str
@@ -72,9 +73,9 @@ class Said:
 
 
 class ClaudeCode:
-    """Claude through its command line. `model` is a model's name or alias; without it the command chooses its
-    default model. `max_tokens` and `time_limit` (seconds) bound one answer, thinking included. `patience`
-    bounds retries. Raises ProviderError if the command is not installed."""
+    """Claude through its command line. `model` is a model's name or alias; if it is None, the command chooses
+    its default model. `max_tokens` and `time_limit` (seconds) limit one answer, including thinking.
+    `patience` limits retries. Raises ProviderError if the command is not installed."""
 
     name = "claude-code"
 
@@ -121,9 +122,10 @@ class ClaudeCode:
     def _attempt(
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """Make one request, which is killed after ``seconds``. If a failed request's cost is known, it is
-        charged at that cost."""
-        # The command's processes may still write to this folder; a failed cleanup must not lose an answer.
+        """Make one request, and kill it after ``seconds``. A failed request is charged at its cost if the
+        cost is known."""
+        # Cleanup can fail, because the command's processes may still write to this folder. Ignore the error,
+        # so that the answer is not lost.
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
@@ -160,8 +162,8 @@ class ClaudeCode:
     def _run(
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
     ) -> tuple[int | None, str, str]:
-        """Run one request for at most ``most`` tokens. Return the command's exit status (None if its time ran
-        out), its output and its error output. It leaves no process running."""
+        """Run one request for at most ``most`` tokens. Return the command's exit status (None if ``seconds``
+        ran out), its output and its error output. None of the command's processes keeps running."""
         prefix = scratch / "system"
         # as a file, because the text may be too long for an argument
         prefix.write_text(system, encoding="utf-8")
@@ -172,7 +174,7 @@ class ClaudeCode:
             return subprocesses.start(
                 [*self._command, "--system-prompt-file", str(prefix)],
                 cwd=scratch / "empty",
-                # a killed command leaves its socket and other files in TMPDIR
+                # TMPDIR: a killed command leaves its socket and other files, which are deleted with scratch
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
                 **files,
             )
@@ -201,7 +203,7 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
 
 
 def _example(tool: Tool) -> str:
-    """The code block that calls a tool. It contains the tool's only argument, or one line per argument."""
+    """The code block that calls a tool, with the tool's only argument, or with one line per argument."""
     arguments = {name: schema["description"] for name, schema in tool.schema["properties"].items()}
     if len(arguments) == 1:
         body = next(iter(arguments.values()))
@@ -284,8 +286,8 @@ def _logged_out(told: str) -> bool:
 
 def _is_known(said: Said, told: str) -> bool:
     """Whether the cost of a failed request is known. If a response broke off, the cost is unknown, because
-    the summary omits or guesses that response's cost. If no response began, a request that the API refused or
-    never received costs nothing; any other cost is unknown."""
+    the summary omits or guesses that response's cost. If no response began, the cost is known only if the API
+    refused or never received the request: it is zero."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)
@@ -293,7 +295,7 @@ def _is_known(said: Said, told: str) -> bool:
 
 
 def _fault(status: int, said: Said, told: str) -> Fault | None:
-    """Why there is no whole answer; None if there is one."""
+    """The fault if the command gave no whole answer, otherwise None."""
     answer, code = said.result, said.result.get("api_error_status")
     if status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
         if code in (None, 401, 403) and _logged_out(told):
@@ -326,8 +328,8 @@ def _token_counts(found: Any, names: Sequence[str]) -> Usage:
 
 
 def _dollars(answer: Mapping[str, Any]) -> float | None:
-    """The cost according to the summary, or else from its models' tokens and prices; None if both are
-    unknown."""
+    """The cost that the summary states, or else the cost computed from each model's tokens and price; None if
+    a model's price is unknown too."""
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)

@@ -2,8 +2,8 @@
 
 Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` there. An answer is complete if its
 last line is END. Without END the author may still be writing, so the answer must stay unchanged for some
-time. The time is longer if the answer has no code block, or an open one. A file named `stop` in the directory
-ends the wait.
+time. This time is longer if the answer has no code block, or if its last code block is open. A file named
+`stop` in the directory ends the wait.
 
 The author needs access only to this directory. An answer must be a regular file of limited size. A link is
 refused, because the text of its target would enter the next prompt.
@@ -26,7 +26,7 @@ from coda_agent.primitives.system.files import write_atomic
 
 END = "<!-- end -->"
 HOW = "<!-- how to answer -->"
-LARGEST = 1 << 20  # the most bytes of an answer
+LARGEST = 1 << 20  # limit on the bytes of an answer
 LARGEST_PROMPT = 1 << 26
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # the opening or closing line of a Markdown code block
 
@@ -35,9 +35,9 @@ class Handoff:
     """Exchange prompts and answers as files in `directory`, which is created if needed. The default is
     `handoff` in the run's folder.
 
-    `author` names the author in reports. The other parameters are in seconds. `time_limit` bounds the wait
-    for one answer. `settle`: how long an answer without END must stay unchanged; `patience`: the same for an
-    answer that looks unfinished; `poll`: the time between two looks at the answer's file.
+    `author` names the author in reports. The other parameters are in seconds. `time_limit` limits the wait
+    for one answer. `settle`: how long an answer without END must stay unchanged. `patience`: how long an
+    answer that also looks unfinished must stay unchanged. `poll`: the time between two looks at the file.
     """
 
     name = "handoff"
@@ -65,8 +65,9 @@ class Handoff:
         """Return the contents of the answer file as a turn. The usage is unknown and counts as zero.
 
         An existing answer is used, and its prompt is not written again. Raises ProviderError at the time
-        limit or the question's deadline (retryable), for a `stop` file, or for unusable files.
-        KeyboardInterrupt is passed on after a message to `say`.
+        limit, at the question's deadline, for a `stop` file, and for unusable files. Only the errors at the
+        time limit and at the deadline are retryable. After Ctrl-C, `say` receives a message, and
+        KeyboardInterrupt is raised again.
         """
         say, number = question.say, question.number
         folder = Path(self._directory or (question.run or Path()) / "handoff")
@@ -155,10 +156,11 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """A file's bytes. Raises ProviderError unless it is a regular file within the size limit."""
+    """A file's bytes. Raises ProviderError if the path is not a regular file, or if the file is too large."""
     if path.is_symlink():
         _refuse_other(path, stat.S_IFLNK)
-    # O_NOFOLLOW: a link may have replaced the file; O_NONBLOCK: a pipe may have no other end.
+    # O_NOFOLLOW, because a link may have replaced the file. O_NONBLOCK, because a pipe without a writer would
+    # block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _refuse_other(path, os.fstat(file.fileno()).st_mode)
         content = file.read(largest + 1)
@@ -174,18 +176,19 @@ def _refuse_other(path: Path, mode: int) -> None:
 
 
 def _is_complete(content: bytes) -> bool:
-    """Whether the last line is END. The content may end in the middle of a character."""
+    """Whether the last line is END. The check uses bytes, because the content may end in the middle of a
+    character."""
     return content.removeprefix(codecs.BOM_UTF8).rstrip().rpartition(b"\n")[2].strip() == END.encode()
 
 
 def _before_end(text: str) -> str:
-    """An answer without its last line (END); "" if that is its only line."""
+    """An answer without its last line (END); "" if the answer has no other line."""
     said = text.rstrip().removesuffix(END)
     return said if said.strip() else ""
 
 
 def _text(answer: Path, content: bytes) -> str:
-    """The answer as text; "" if it is blank. Raises ProviderError if it is not UTF-8."""
+    """The answer as text; "" if the answer is blank. Raises ProviderError if the answer is not UTF-8."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -223,7 +226,7 @@ def _without_instructions(prompt: str) -> str:
 
 
 def _render(question: Question) -> str:
-    # the run's name distinguishes its prompts from another run's prompts for the same spec
+    # the run's name distinguishes this prompt from another run's prompt for the same spec
     parts = [f"<!-- run {question.run.name} -->"] if question.run else []
     parts.append(f"<!-- system -->\n\n{question.system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(question.messages, 1)]

@@ -12,8 +12,8 @@ NAME = "mcp"
 
 @dataclass
 class Submission:
-    """The answer for one run, submitted before the loop asks for it; "" if the client submitted none.
-    ``taken``: whether the loop has read it."""
+    """A provider of one ``answer``, which the client submitted before the loop asks; "" if the client
+    submitted no answer. ``taken``: whether the loop has read the answer."""
 
     answer: str = ""
     author: str = NAME

@@ -1,8 +1,8 @@
 """Retry the requests of a provider that uses a network, and limit the time of one answer.
 
 Outages last from seconds to hours, and runs continue overnight without a person. So retries of a transient
-fault are limited by time, not by number. Permanent faults are raised at once. The time of a stream is limited
-too: the API sends pings, so a read timeout would never end a stream that has no content.
+fault are limited by time, not by number. Permanent faults are raised at once. The total time of a stream is
+limited too. A read timeout is not enough, because the API's pings can keep a stream without content open.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ UNKNOWN = 12
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a request gave no answer. `most`: give up the question after this many such faults. `retry_after`:
-    the seconds that the server asks to wait, or 0. `unknown`: the request may have cost something, but the
-    amount is unknown."""
+    """Why a request gave no answer. `most`: give up the question after this many equal faults. `retry_after`:
+    the seconds that the server asks to wait, or 0. `unknown`: whether the request may have cost an unknown
+    amount."""
 
     message: str
     remedy: str
@@ -46,8 +46,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to retry, in seconds. ``total``: how long one question is retried. ``backoff``: the first
-    wait, which doubles each time. ``longest``: the longest wait, which also limits a Retry-After."""
+    """How long to retry, in seconds. ``total``: the time for all retries of one question. ``backoff``: the
+    first wait; each further wait is twice as long. ``longest``: the limit on one wait, even if the server
+    asks for a longer wait."""
 
     total: float = 2 * 3600.0
     backoff: float = 1.0
@@ -73,13 +74,13 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether the time for retries is over. The last wait ends at that time, and one more request
-        follows."""
+        """Whether the time for retries is over. The last wait ends when the time ends, and is followed by one
+        more request."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request. The wait is ``retry_after`` or, if the server gave none, the
-        backoff. Patience and the deadline limit the wait. `say` receives the reason and the time."""
+        """Sleep before the next request. The wait is ``retry_after``, or the backoff if ``retry_after`` is 0.
+        Patience and the deadline limit the wait. `say` receives the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # jitter keeps parallel runs from retrying together
@@ -103,16 +104,16 @@ def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
     """Repeat ``attempt`` until it succeeds, and return its turn. ``attempt`` takes the seconds until the
-    deadline. Raises ProviderError for a permanent fault, when a fault's retries or patience are used up, and
-    at the question's deadline. Raises OutOfBudget if an attempt returns it."""
+    deadline. Raises ProviderError for a permanent fault, after a fault's last retry, when patience ends, and
+    at the question's deadline. Raises OutOfBudget if an attempt returns OutOfBudget."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # Raised here and not in ``attempt``: there its __context__ could be an SDK exception, which may
-        # hold the API key.
+        # Raise the error here. In ``attempt``, its __context__ could be an SDK exception, which may hold the
+        # API key.
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1
@@ -135,8 +136,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
     """Limit the time that the block may take to read a response. At the limit, shut down the response's
     connection and raise TookTooLong.
 
-    The reader may be waiting for bytes, or receiving endless pings, which the SDK hides. In both cases only
-    closing the connection ends the read.
+    The reader may be waiting for bytes, or receiving endless pings, which the SDK hides. In either case, only
+    shutting down the connection ends the read.
     """
     import httpx2
 
@@ -162,8 +163,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
 
 def retry_after(headers: httpx2.Headers) -> float:
-    """The wait that the server asks for, in seconds; 0 if it asks for none. The header is Retry-After (a
-    number of seconds, or a date) or retry-after-ms (milliseconds)."""
+    """The wait that the server asks for, in seconds; 0 if the server asks for no wait. The header is
+    Retry-After (a number of seconds, or a date) or retry-after-ms (milliseconds)."""
     for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
         try:
             return max(0.0, float(value or "") * scale)  # NaN counts as 0

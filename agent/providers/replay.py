@@ -11,7 +11,7 @@ from coda_agent.agent.run.journal import JournalError
 
 
 class Replay:
-    """Answer turn n of a conversation with the n-th "answer" event of an exported journal.
+    """A provider that answers turn n of a conversation with the n-th "answer" event of an exported journal.
 
     n is the number of user messages, so a resumed run continues at the right answer. The author and usage of
     each turn come from the recording. Raises ProviderError for a file that is missing, damaged or without
@@ -49,7 +49,7 @@ class Replay:
 
 def _header(run: RunContext) -> dict[str, Any]:
     """The header field that names the recorded run. Raises ProviderError if there is no recording, and
-    JournalError if its file is damaged."""
+    JournalError if the recording is damaged."""
     from coda_agent.agent.run.record import recording
 
     if not run.recording.is_file():

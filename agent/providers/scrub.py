@@ -1,4 +1,4 @@
-"""Remove an API key from all text that is stored or shown; a server or proxy may quote the key."""
+"""Remove an API key from all text that is stored or shown, because a server or proxy may quote the key."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Scrub:
 
 
 class ScrubbedStream:
-    """Removes the secret from text, and passes the text to a listener. If a piece of text ends with a
-    possible beginning of the secret, that end is held back until the next piece."""
+    """A stream that removes the secret from text, and passes the text to a listener. If the end of a piece
+    may be the beginning of the secret, that end is held back until the next piece."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub

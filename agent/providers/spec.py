@@ -22,8 +22,8 @@ __all__ = ["Auto", "ProviderSpec", "RunContext"]
 class RunContext:
     """The run for which a provider is chosen or created.
 
-    ``task``: the name of the spec or primitive, for messages. ``recording``: the file with a recorded run of
-    the same task; it may not exist.
+    ``task``: the name of the spec or primitive, for messages. ``recording``: the path for a recorded run of
+    the same task; the file may be missing.
     """
 
     task: str
@@ -60,11 +60,11 @@ class ProviderSpec:
     make: Callable[..., Provider]  # called with the result of `arguments`
     arguments: Callable[[Mapping[str, Any], RunContext], dict[str, Any]] = _nothing  # takes a run's header
     header: Callable[[RunContext], dict[str, Any]] = _nothing  # fields to add to a new run's header
-    options: tuple[str, ...] = ()  # options that this provider uses and some other providers do not
+    options: tuple[str, ...] = ()  # options that this provider uses, except those that all providers use
     package: str = ""  # the pip package with the modules that the provider's file imports lazily
-    offered: bool = True  # whether --provider offers it
+    offered: bool = True  # whether --provider offers this provider
     counted: bool = True  # whether we can count the tokens that the provider uses
-    # why a model cannot have a dollar limit; "" if it can
+    # why a dollar limit cannot be enforced for a model; "" if it can be enforced
     objection: Callable[[str | None], str] = _no_objection
     # whether a person or another program answers; --author then names the author in reports
     by_hand: bool = False

@@ -47,7 +47,7 @@ COLOURS = {
     "other": "#999999",
 }
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same letters
     "font.size": 9,
     "svg.hashsalt": "coda-agent",
     "svg.fonttype": "path",
@@ -72,7 +72,7 @@ class Mark:
 
 
 def unavailable() -> str:
-    """A message that says how to install matplotlib; "" if it is installed."""
+    """A message that says how to install matplotlib; "" if matplotlib is installed."""
     if find_spec("matplotlib"):
         return ""
     return f"Charts need matplotlib: {extras.remedy(ModuleNotFoundError(name='matplotlib'))}"
@@ -90,7 +90,8 @@ def bars(name: str, title: str, milliseconds: Mapping[str, float], roofline: flo
 
 
 def styled(**changes: str) -> AbstractContextManager[None]:
-    """In the block, apply the style that all charts share."""
+    """Apply the style of all charts during the block. ``changes``: other settings of matplotlib, with "_" in
+    place of "."."""
     from matplotlib import rc_context
 
     return rc_context(STYLE | {key.replace("_", "."): value for key, value in changes.items()})
@@ -104,7 +105,8 @@ def image(figure: Figure, kind: str = "svg") -> bytes:
 
 
 def element(name: str, title: str, svg: str) -> Markup:
-    """An SVG image as an element. ``name`` makes its ids unique on the page."""
+    """An SVG image as an HTML element. ``name`` becomes the prefix of all ids in the image, so that the ids
+    are unique on the page."""
     root = _ROOT.search(svg)
     assert root is not None
     label = f'<svg role="img" aria-label="{escape(title)}" '

@@ -163,13 +163,13 @@ def _times(runs: Sequence[Account]) -> list[tuple[str, ...]]:
 
 
 def _best(run: Account) -> Attempt | None:
-    """The best attempt of a run: the last accepted one, or else the fastest measured one; None if none was
-    measured."""
+    """The best attempt of a run: the last accepted attempt, or else the fastest measured attempt; None if no
+    attempt was measured."""
     accepted = [attempt for attempt in run.attempts if attempt.status == "accepted"]
     measured = [attempt for attempt in run.attempts if attempt.timings]
     return accepted[-1] if accepted else max(measured, key=_least, default=None)
 
 
 def _least(attempt: Attempt) -> float:
-    """An attempt's smallest speedup over the baseline; the spec's threshold applies to it."""
+    """An attempt's smallest speedup over the baseline, because every case must reach the spec's threshold."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)

@@ -1,6 +1,6 @@
 """``coda-agent report``: render a run as one HTML page, without scripts, network access or other files.
 
-A journal contains text by others, mostly by a model; ``pages`` escapes all of it.
+A journal contains text that others wrote, mostly a model. ``pages`` escapes all text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def write(name: str, out: Path | None = None) -> Path:
     """Write the page of a run to ``out``, by default RUN.html in the run's folder, and return its path. The
     run may still be running.
 
-    Raises JournalError if the run is missing or another version wrote it. Raises OSError if a file cannot be
-    read or written.
+    Raises JournalError if the run is missing, or if another version of coda-agent wrote the run's journal.
+    Raises OSError if a file cannot be read or written.
     """
     directory = folder(name)
     path = out or default_path(directory)

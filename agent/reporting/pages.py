@@ -1,5 +1,5 @@
-"""Render HTML pages from the folder ``templates``. All values are escaped, and made ``visible`` by
-``safe_text``."""
+"""Render HTML pages from the folder ``templates``. All values are escaped for HTML, and ``safe_text.visible``
+escapes characters that a page would not show."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
 
 
 def figures(gate: Gate) -> str:
-    """The figures of a gate in one or two lines; as JSON if another version wrote them in an unknown form."""
+    """The figures of a gate in one or two lines. If another version of coda-agent wrote the figures in an
+    unknown form, the result is their JSON."""
     try:
         return _FIGURES[gate.gate](gate.figures)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
@@ -63,8 +64,9 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _choices(interpreted: dict[str, Any]) -> str:
-    """Text about each choice between values (such as relu or maximum): each side's
-    largest share of decided elements over all runs."""
+    """Text about each choice between values (such as relu or maximum). Several runs exercised the choice. For
+    each side, the text shows the percentage of elements that the side decided, in the run with the largest
+    percentage."""
     return "".join(
         f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
         for choice in interpreted.get("choices", ())  # older reports have no choices
@@ -107,7 +109,7 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
-    """A table of the measured cases. It has the candidate's time, and each arm's time divided by the
+    """A table of the measured cases. Each row has the candidate's time, and each arm's time divided by the
     candidate's time, with a confidence interval."""
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
@@ -159,7 +161,7 @@ def _config(config: Config) -> str:
 
 
 def _sees(t: Timing) -> str:
-    """Text about the smallest difference that the measurement could detect for every arm."""
+    """The smallest difference in speed that the measurement could detect for every arm, as text."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
     return f"{max(least):.1%}" if least else ""
 

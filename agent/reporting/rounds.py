@@ -1,5 +1,5 @@
-"""The rounds of a run, with the cost and gain of each. A round is a first attempt, a repair (until an attempt
-is accepted) or an improvement."""
+"""The rounds of a run, with the cost and gain of each round. A round is one attempt: the first attempt, a
+repair of a rejected attempt, or an improvement after an accepted attempt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Round:
 
     @property
     def gain(self) -> dict[str, Ratio]:
-        """The speedup over the previously accepted kernel by case, if both were timed together."""
+        """By case, the speedup over the previously accepted kernel, if the case timed the two kernels
+        together."""
         return {t.case: t.ratios[KEPT] for t in self.attempt.timings if KEPT in t.ratios}
 
 
@@ -46,8 +47,8 @@ def rounds(run: Account) -> list[Round]:
 
 
 def _costs(run: Account) -> dict[int, Spent]:
-    """The cost of each attempt, by number. It covers the attempt's measurements and all of its requests,
-    including those without an answer."""
+    """The cost of each attempt, by number. The cost covers the attempt's measurements and all of its
+    requests, including requests without an answer."""
     grouped: dict[int, list[Event]] = {}
     judged = 0
     for event in (step.event for step in run.steps):

@@ -1,7 +1,7 @@
 """Make text from files safe to print. Every command prints through ``echo`` or ``Console``.
 
-Journals, bundles, results, recordings and answers contain text by others. That text's control characters must
-not reach the terminal.
+Journals, bundles, results, recordings and answers contain text that other people or models wrote. Control
+characters in such text must not reach the terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNSEEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u206
 
 def visible(text: str) -> str:
     """Remove terminal colours from ``text``, and escape (``\\u....``) each character that a terminal or page
-    would not show as it is. JSON keeps its meaning, because it has the same escapes."""
+    would not show as it is. Escaped JSON keeps its meaning, because JSON defines the same escapes."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", _COLOURS.sub("", text))
 
 
@@ -31,7 +31,7 @@ def echo(text: object, *, err: bool = False, nl: bool = True) -> None:
 
 
 class Commands(TyperGroup):
-    """A group of commands. Its usage errors are made ``visible``, because they may quote a file."""
+    """A group of commands. Usage errors are made ``visible``, because an error may quote a file."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

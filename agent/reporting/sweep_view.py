@@ -1,4 +1,4 @@
-"""Show a sweep: a live table, and a page with its success rate, cost, speedups, times and slots."""
+"""Show a sweep as a live table, or as a page with its success rate, cost, speedups, times and slots."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.fleet.driver import Driver
 
-SHOWN = 20  # limit on the rows of runs in progress in the live table
-# the phase of a piece of work, by the last word of its name
+SHOWN = 20  # the live table shows at most this many runs in progress
+# maps the last word in the name of a piece of work to its phase
 PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How a slot was used, over all sessions. ``present``: its seconds in the fleet. ``busy``: its seconds of
-    work. ``pieces``: its pieces of work. ``left``: why it left, or ""."""
+    """The use of a slot over all sessions of a sweep. ``present``: the seconds for which the slot was in the
+    fleet. ``busy``: the seconds for which the slot worked. ``pieces``: the number of pieces of work.
+    ``left``: why the slot left the fleet; "" if it is still there."""
 
     name: str
     kind: str
@@ -80,8 +81,8 @@ def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
 
 
 def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, float, int]]:
-    """For each phase: its name, seconds of work, seconds of waiting for a slot, and number of pieces.
-    ``answering``: the seconds for which runs waited for authors."""
+    """Return for each phase its name, seconds of work, seconds of waiting for a slot, and number of pieces of
+    work. ``answering``: the seconds for which runs waited for authors."""
     seconds, waited, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     for event in events:
         if event.kind == "lease":
@@ -153,8 +154,8 @@ def as_dict(name: str) -> dict[str, Any]:
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write a sweep's page and return its path; also write each run's page into the run's folder. ``out``:
-    the path of the sweep's page, by default in the sweep's folder. Raises JournalError and OSError."""
+    """Write the page of a sweep, and the page of each run into the run's folder. Return the path of the
+    sweep's page: ``out``, or by default a path in the sweep's folder. Raises JournalError and OSError."""
     header, events = sweep.read(name)
     name = Path(name).name
     path = out or runs.runs_dir() / name / f"{name}.html"

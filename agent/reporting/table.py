@@ -40,13 +40,13 @@ __all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
-HOST_GOAL = 5.0  # microseconds of host time that a call may take beyond a torch.mm call
+HOST_GOAL = 5.0  # microseconds of host time that a call may take beyond cuBLAS's bare matmuls
 ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The data of all tables, in the order of the tables."""
+    """The reports and rows of all tables, in the order in which the tables show them."""
 
     reports: tuple[Accepted, ...]
     rows: tuple[MeasuredCase, ...]
@@ -59,9 +59,9 @@ class Tables:
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data. ``success`` maps a number of attempts to the share of all runs that passed within
-        that number; ``success_of_specs`` does the same for the runs of ``specs/``. Both are empty without
-        runs."""
+        """The rows as data. ``success`` has an entry for each number of tries in ``TRIES``: how many runs
+        there are, how many passed within these tries, and the interval of the success rate.
+        ``success_of_specs`` counts only the runs of ``specs/``. Without runs, a mapping is empty."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -110,7 +110,8 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
 
 
 def edited(path: Path) -> bool:
-    """Whether a file (``NAME.raw.*``) belongs to a kernel with edited code, or to the run that edited it."""
+    """Whether a file belongs to a kernel with edited code, or to the run that edited the code. The name of
+    such a file is ``NAME.raw.*``."""
     return ".raw." in path.name
 
 
@@ -145,8 +146,8 @@ def _operator_tables(tables: Tables) -> str:
 
 
 def _provenance(reports: Sequence[Accepted]) -> str:
-    """A line on what was measured, on which devices and when. If reports differ in an item, such as the GPU,
-    the line lists all its values."""
+    """A line that says what was measured, on which devices, and when. If the reports differ in an item, for
+    example in the GPU, the line lists all values of the item."""
 
     def each(records: Iterable[dict[str, Any]], key: str) -> str:
         return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
@@ -206,7 +207,7 @@ def _grouped(rows: Sequence[MeasuredCase]) -> Iterable[str]:
 def _by_operator(
     rows: Iterable[MeasuredCase], columns: Mapping[str, Callable[[MeasuredCase], object]]
 ) -> str:
-    """A table of rows; only the first row of each operator names the operator."""
+    """A table with one line per row; only the first line of each operator names the operator."""
     lines: list[list[object]] = []
     last = ""
     for row in rows:
@@ -217,8 +218,8 @@ def _by_operator(
 
 
 def _host(reports: Sequence[Accepted]) -> str:
-    """A line that compares a call's host time at the smallest width with the goal; "" if no report has this
-    time."""
+    """A line that compares the host time of a call with the goal, at the smallest width; "" if no report has
+    host times at this width."""
     calls = {
         report.identity.spec: timing.host_microseconds
         for report in reports
@@ -267,7 +268,7 @@ def _authoring(tables: Tables) -> str:
 
 
 def _rate(tables: Tables, tries: int) -> str:
-    """A line on the success rate within ``tries`` attempts, for the runs of ``specs/`` and for all runs."""
+    """A line on the success rate within ``tries`` tries, for the runs of ``specs/`` and for all runs."""
     within = "at the first try" if tries == 1 else f"within {tries} tries"
     of_specs = tables.of_specs()
     specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""

@@ -81,7 +81,7 @@ _PLACE = {name: place for place, name in enumerate(_GROUP)}
 WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
 RMSNORM_BACKWARD = "gemm_residual_rmsnorm_bwd"
 SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward with a (d, d) weight
-JUDGED = (DRAFT, "report", "measurement")  # kinds of events
+JUDGED = (DRAFT, "report", "measurement")  # kinds of events that hold a verdict
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """One measured case. ``speedup``, ``autotune``, ``before`` and ``quack``: the time of an arm (a competing
-    implementation) over the kernel's time; None if the arm was not measured. The arms are, in this order:
-    ``torch.compile``; ``torch.compile`` with max-autotune; the previous kernel, for example before an edit;
-    the fastest of QuACK's arms (``quack_arm``). ``over_cublas``: the kernel's time over cuBLAS's time.
-    ``roofline``: the roofline's time over the kernel's time."""
+    """One measured case. Each of ``speedup``, ``autotune``, ``before`` and ``quack`` is the time of a
+    competing implementation over the kernel's time; None if the competitor was not measured. ``speedup``:
+    ``torch.compile``. ``autotune``: ``torch.compile`` with max-autotune. ``before``: the previous kernel, for
+    example before an edit. ``quack``: the fastest of QuACK's implementations, named by ``quack_arm``.
+    ``over_cublas``: the kernel's time over cuBLAS's time. ``roofline``: the roofline's time over the kernel's
+    time."""
 
     group: str
     operator: str
@@ -120,10 +121,10 @@ class MeasuredCase:
 @dataclass(frozen=True)
 class RunRow:
     """One recorded run. ``drafts``: how many drafts its author checked. ``answers``: how many answers the
-    author gave. ``passed``: the first try, from 1, that passed every gate that the recording machine ran;
-    None if no try passed. Answers and failed drafts count as tries. ``prompt_tokens`` and ``answer_tokens``:
-    the approximate tokens of the prompt and of all answers. ``tips``: how many tips the author proposed.
-    ``accepted``: whether an accepted kernel comes from this run."""
+    author gave. ``passed``: the number, from 1, of the first try that passed all gates of the recording
+    machine; None if no try passed. A try is an answer or a failed draft. ``prompt_tokens`` and
+    ``answer_tokens``: the approximate tokens of the prompt and of all answers. ``tips``: how many tips the
+    author proposed. ``accepted``: whether an accepted kernel comes from this run."""
 
     group: str
     operator: str
@@ -185,7 +186,7 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
         for e in events
         if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
-    # a rejected measurement also rejects its answer's report
+    # an answer with a rejected measurement has failed, even if its report passed
     failed |= {key.replace("measurement", "report") for key in failed}
     tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(
@@ -204,12 +205,12 @@ def run_row(header: Mapping[str, Any], events: Sequence[Event], accepted: set[st
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number of things in words: 1 row, 2 rows."""
+    """A number with its noun, for example "1 row" or "2 rows"."""
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def span(low: object, high: object) -> str:
-    """A range in words, which is one value if both ends are equal."""
+    """A range in words, or one value if the range's ends are equal."""
     return f"{low} to {high}" if low != high else f"{low}"
 
 

@@ -1,8 +1,9 @@
-"""The limits of a run, and its spending. The cost of a request is reserved before the request and settled
-after it.
+"""The limits of a run, and its spending. Before a request, its highest possible cost is reserved. After the
+request, the actual cost replaces the reservation: the request is settled.
 
-The journal is the ledger, so a kill does not lose a charge. A request of unknown usage (killed, cut off, or
-without usage in the answer) stays charged at its reservation and counts as uncertain.
+The journal records every charge, so a killed process loses none. If the usage of a request stays unknown, the
+reservation remains as an uncertain charge. This happens if the request is killed or cut off, or if the answer
+states no usage.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class RunLimits:
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def shared(self, parts: int) -> RunLimits:
-        """The limits of one candidate, if ``parts`` candidates share the budget equally. The time of a
-        command is not divided."""
+        """The limits of one candidate, if ``parts`` candidates share the budget equally. The limit on a
+        command's time is not divided."""
         tokens = None if self.tokens is None else self.tokens // parts
         dollars = None if self.dollars is None else self.dollars / parts
         gpu_seconds = None if self.gpu_seconds is None else self.gpu_seconds / parts
@@ -64,7 +65,7 @@ class RunLimits:
 @dataclass(frozen=True)
 class Spent:
     """The spending of a run. ``dollars`` covers only models with a known price. ``tokens`` and ``dollars``
-    include their uncertain parts."""
+    include the uncertain tokens and dollars."""
 
     tokens: int = 0
     dollars: float = 0.0
@@ -106,7 +107,7 @@ def is_priced(model: str | None) -> bool:
 
 
 def spent(events: Iterable[Event]) -> Spent:
-    """The spending in a run's events."""
+    """Add up the spending in a run's events."""
     charges: dict[str, Spent] = {}  # by request; settling replaces the reserved charge
     last: dict[str, str] = {}  # the last request of each turn
     gpu_seconds = 0.0
@@ -118,7 +119,7 @@ def spent(events: Iterable[Event]) -> Spent:
             charges[place] = Spent(tokens, dollars, tokens, dollars)
         elif event.kind in (SETTLED, "answer"):
             usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
-            told = event.kind == SETTLED or usage.total > 0  # otherwise the reserved tokens stay charged
+            told = event.kind == SETTLED or usage.total > 0  # if false, the reserved tokens stay charged
             if told or request not in charges:
                 charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
         gpu_seconds += payload.get(GPU_SECONDS, 0.0)
@@ -128,9 +129,9 @@ def spent(events: Iterable[Event]) -> Spent:
 class Purse:
     """A budget shared by the runs of a process. Each run has its own ledger.
 
-    The runs' journals hold the charges; this object only adds them up. Only one request at a time may
-    reserve, so all requests in flight together fit the budget. ``began``: when the budget's time started, by
-    ``time.monotonic``.
+    The runs' journals hold the charges; this object only adds them up. Requests are reserved one after the
+    other, so that all requests in flight together fit the budget. ``began``: when the budget's time started,
+    by ``time.monotonic``.
     """
 
     def __init__(self, before: Mapping[str, Spent] | None = None):
@@ -147,8 +148,8 @@ class Purse:
             self.turns.notify_all()
 
     def total(self, run: str = "", own: Spent | None = None) -> Spent:
-        """The spending of all runs. ``own``: the current spending of ``run``, to replace the recorded
-        spending."""
+        """The spending of all runs. ``own``: the current spending of ``run``, which replaces the recorded
+        spending of this run."""
         with self.turns:
             if own is not None:
                 self._spent[run] = own
@@ -161,7 +162,7 @@ class Purse:
             self._spent[run] = own
 
     def settled(self, run: str, own: Spent) -> None:
-        """Record that a run's request has ended; it may have cost less than reserved."""
+        """Record that a run's request has ended. The request may have cost less than was reserved."""
         with self.turns:
             self._pending.discard(run)
             self._spent[run] = own
@@ -205,9 +206,9 @@ class BudgetLedger:
             self.purse.settled(self._run, self.spent())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
-        """Reserve a request with at most ``max_tokens`` for the answer; return its charge. Raises OutOfBudget
-        if too little is left, or if there is a limit in dollars and ``model`` has no known price. Before
-        raising, waits while requests of other runs may return tokens."""
+        """Reserve the cost of a request whose answer has at most ``max_tokens``; return the charge. Raises
+        OutOfBudget if too little of the budget is left, or if dollars are limited and ``model`` has no known
+        price. Before raising, waits as long as requests of other runs may return tokens."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)
@@ -218,12 +219,12 @@ class BudgetLedger:
         return self._affordable(reserve)
 
     def _affordable(self, act: Callable[[], T]) -> T:
-        """The result of ``act``. With a purse, repeat ``act`` after an OutOfBudget while requests of other
-        runs may return tokens."""
+        """Return the result of ``act``. If there is a purse and ``act`` raises OutOfBudget, repeat ``act`` as
+        long as requests of other runs may return tokens."""
         if not self.purse:
             return act()
         with self.purse.turns:
-            self.purse.settled(self._run, self.spent())  # an earlier request of this run has failed
+            self.purse.settled(self._run, self.spent())  # an earlier, failed request may still be pending
             while True:
                 try:
                     return act()
@@ -250,7 +251,7 @@ class BudgetLedger:
         return _Charge(self.journal, place, model, granted)
 
     def answered(self, turn: Turn) -> dict[str, Any]:
-        """The field for a request's dollars in the answer's event; empty if they are unknown."""
+        """The ``dollars`` field for the event of an answer; empty if the cost of the request is unknown."""
         told = turn.dollars
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
@@ -280,7 +281,7 @@ class BudgetLedger:
         """Raise OutOfBudget if this command's time is up or the purse is closed."""
         if self.purse and self.purse.stopped:
             raise OutOfBudget(self.purse.stopped)
-        # all providers get this deadline
+        # every provider also receives this deadline
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise self.late()
 

@@ -1,7 +1,8 @@
-"""Author several candidates of one spec at once, each a run in its own process.
+"""Author several candidate kernels for one spec at once. Each candidate is a run in its own process.
 
-Candidates share only the GPU, which one of them uses at a time. If one stops or dies, the others continue.
-Each can be resumed, reviewed and accepted by its run's name. The terminal view reads their journals.
+Candidates share only the GPU, which one candidate uses at a time. If a candidate stops or dies, the other
+candidates continue. A candidate can be resumed, reviewed and accepted by the name of its run. The terminal
+view reads the journals of the runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# A child process's program. It restores SIGINT, because shells make background processes ignore this signal.
+# The program of a child process. It handles SIGINT, because shells make background processes ignore this
+# signal.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +35,7 @@ from coda_agent.agent.cli.main import main
 main()
 """
 SPEAKER = "coda-agent: "  # the beginning of a line that states an error
-LOG = "log.txt"  # the file in a run's folder with its process's output
+LOG = "log.txt"  # the file in a run's folder for the output of the run's process
 GRACE = 20.0  # seconds that a candidate may take to stop after SIGINT
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best first
 
@@ -68,7 +70,7 @@ class Candidate:
         return EndedCandidate(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
-        """Why a process ended without a verdict. The journal may lack this reason if the disk was full."""
+        """Why a process ended without a verdict. If the disk was full, the journal may lack the reason."""
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
@@ -82,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class EndedCandidate:
-    """The final state of a candidate and its process's exit status, negative for a signal."""
+    """The final state of a candidate, and the exit status of its process (negative for a signal)."""
 
     past: history.Past
     status: int
@@ -90,8 +92,8 @@ class EndedCandidate:
 
 @contextmanager
 def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
-    """Start one process per run, which resumes that run with ``arguments``. The processes end with the
-    ``with`` block."""
+    """Start one process for each run. A process resumes its run with ``arguments``. All processes end with
+    the ``with`` block."""
     with ExitStack() as stack:
         found = []
         for number, name in enumerate(names, 1):
@@ -111,7 +113,8 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
 
 
 def attend(candidates: Sequence[Candidate], console: Console) -> list[EndedCandidate]:
-    """Show the candidates until all have ended; return their final states, best first. Ctrl-C stops all."""
+    """Show the candidates until all have ended; return their final states, best first. Ctrl-C stops all
+    candidates."""
     try:
         _watch(candidates, console)
     except KeyboardInterrupt:
@@ -134,7 +137,7 @@ def _watch(candidates: Sequence[Candidate], console: Console) -> None:
 
 
 def _tell(candidates: Sequence[Candidate], console: Console) -> None:
-    """Print each candidate's news as plain lines until all candidates have ended."""
+    """Print each candidate's new messages as plain lines until all candidates have ended."""
     told: dict[int, str] = {}
     while True:
         going = any(c.running for c in candidates)

@@ -1,4 +1,4 @@
-"""Read past runs from their journals, which other processes may have open."""
+"""Read the state of runs from their journals, even while other processes have the journals open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NONE = "–"  # shown for a missing figure
 class Past:
     """The state of a run. ``status``: accepted, checked, rejected, authoring (nothing verified yet) or
     unreadable. ``why``: the gate and code of a rejection, or why the run is unreadable. ``running``: whether
-    a process has the run open. ``stopped``: why the run ended early; None if it did not."""
+    a process has the run open. ``stopped``: why the run ended early; "" if it did not end early."""
 
     run: str
     status: str
@@ -43,7 +43,7 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Geometric means over the cases, for the accepted kernel or else the fastest rejected one.
+    # geometric means over the cases of the accepted kernel, or else of the fastest rejected kernel
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
     roofline: float | None = None  # fraction of the roofline
@@ -87,7 +87,7 @@ def as_table(found: list[Past]) -> Table:
 
 
 def _state(run: Past) -> Text:
-    """A text about the run's status, and whether a process works on the run."""
+    """Text that shows the status of a run, and whether a process works on the run."""
     from rich.text import Text
 
     from coda_agent.agent.reporting.render import STYLE
@@ -98,7 +98,7 @@ def _state(run: Past) -> Text:
     elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
     elif run.status == UNDECIDED:
-        state = "interrupted: resume it"  # the process ended without recording an end
+        state = "interrupted: resume it"  # the process ended without recording a reason
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -149,7 +149,7 @@ def past_of(name: str) -> Past:
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """The state. If a process works on the run, ``running`` is set and ``stopped`` is cleared."""
+    """Return the state ``run``. If a process works on the run, set ``running`` and clear ``stopped``."""
     return replace(run, running=True, stopped="") if is_open(journal) else run
 
 

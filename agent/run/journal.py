@@ -1,9 +1,9 @@
 """The durable record of a run. Each step executes once, and its result is committed. A resumed run reads the
-result back.
+committed results back.
 
-A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
-commits it to disk. After a crash or power cut the run starts from the top and replays its recorded steps, so
-it never pays twice for an answer. Only the step in progress is repeated.
+A run is a sequence of keyed steps. If a key has a recorded result, `Journal.once` returns this result;
+otherwise it computes a result and commits it to disk. After a crash or power cut the run starts from the top
+and replays its recorded steps, so it never pays twice for an answer. Only the step in progress is repeated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 SCHEMA = 1
-GPU_SECONDS = "gpu_seconds"  # the key of a measurement's event that holds its GPU seconds
-_APPLICATION = 0x434F4441  # "CODA" in the file's header, which no other SQLite file has
+GPU_SECONDS = "gpu_seconds"  # the field of an event with the GPU seconds that a measurement used
+_APPLICATION = 0x434F4441  # "CODA", which marks the header of a journal's SQLite file
 
 _TABLES = f"""
 PRAGMA journal_mode = OFF;
@@ -83,8 +83,8 @@ class Record(ABC):
         """All committed events, in commit order."""
 
     def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
-        """The run as JSON lines: its header (or ``header``), then its events, without the kinds in
-        ``leaving_out``."""
+        """The run as JSON lines: the header, then the events. ``header`` replaces the run's own header.
+        Events of the kinds in ``leaving_out`` are left out."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
         return "\n".join(lines) + "\n"
@@ -101,7 +101,7 @@ class Snapshot(Record):
 
 
 class Journal(Record):
-    """One run's journal, locked by this process. Use `create` or `open`, and close it."""
+    """One run's journal, locked by this process. `create` and `open` return a journal; close it after use."""
 
     def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
         self.path = path
@@ -134,12 +134,12 @@ class Journal(Record):
     @classmethod
     def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
         with _explained(path):
-            # mode=rw never creates a file; autocommit commits each INSERT to disk before it returns
+            # mode=rw never creates a file; with autocommit, each INSERT is on disk when the call returns
             uri = f"{path.absolute().as_uri()}?mode=rw"
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
-            _check(path, connection)  # first, because the next line would modify even an unrelated file
+            _check(path, connection)  # check first, because the next line would modify even an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
@@ -147,12 +147,12 @@ class Journal(Record):
         return journal
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the recorded result of `key`. If there is none, call `produce`, commit its result to disk
-        and return it.
+        """Return the recorded result of `key`. If no result is recorded, call `produce`, commit its result to
+        disk and return this result.
 
-        The payload is a JSON object. Even the first call returns its JSON form (tuples become lists). If
-        `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another kind, and
-        JournalError if the event cannot be written, for example on a full disk.
+        A result is a JSON object. Even the first call returns the result as JSON represents it, so tuples
+        become lists. If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as
+        another kind, and JournalError if the event cannot be written, for example on a full disk.
         """
         rows = self._rows(_EVENT_OF, key)
         if not rows:
@@ -195,9 +195,9 @@ class Journal(Record):
 
 
 def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
-    """Read the header and events of a journal that another process may have open. Changes nothing. ``after``:
-    the number of the last event that an earlier, successful read returned; only later events are returned.
-    Raises JournalError as ``Journal.open`` does."""
+    """Read the header and events of a journal that another process may have open. Changes nothing. Only
+    events after event number ``after`` are returned; pass the last number that an earlier, successful read
+    returned, or 0 for all events. Raises JournalError as ``Journal.open`` does."""
     if not path.is_file():
         raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
@@ -209,14 +209,14 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
             return _read_aside(path, after, error)
 
 
-# SQLite's errors if it cannot create the index file (-shm) that it needs next to a journal.
+# the errors that SQLite raises if it cannot create its index file (-shm) next to a journal
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
 def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]]:
     """Read the journal at ``uri``, which is ``path`` or a copy of it."""
     with closing(sqlite3.connect(uri, uri=True)) as db:
-        if not after:  # this check reads the whole file
+        if not after:  # only on a first read, because the check reads the whole file
             _check(path, db)
         header = db.execute(_HEADER).fetchall()
         rows = db.execute(_EVENTS, (after,)).fetchall()
@@ -224,8 +224,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """Read a journal on a disk that is full or read-only. If its last writer closed the journal, the file is
-    complete and needs no index. Otherwise read a copy of the file and its log."""
+    """Read a journal on a disk that is full or read-only. If the last writer closed the journal, its file is
+    complete and needs no index. Otherwise read a copy of the file and of its log (-wal)."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -248,8 +248,8 @@ def is_open(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # A shared lock, so that two such checks do not mistake each other for an owner. `_lock` waits for
-        # checks to end.
+        # The lock is shared, so that a check does not mistake another check for an owner. `_lock` waits until
+        # such checks have ended.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         # the errors for a lock that another process holds
@@ -278,7 +278,7 @@ def _event(path: Path, row: tuple[Any, ...]) -> Event:
 
 
 def _load(path: Path, text: object) -> dict[str, Any]:
-    """Parse a JSON object. ``text`` can be anything if the record is damaged."""
+    """Parse a JSON object. In a damaged record, ``text`` can be any value."""
     try:
         found = parse(text) if isinstance(text, str) else text
     except ValueError as error:
@@ -308,7 +308,8 @@ _DAMAGED = "restore it from a copy, or start a new run"
 
 
 def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
-    """Parse one line of an export, which must have exactly these fields."""
+    """Parse one line of an export. The line must have exactly the keys of ``fields``, with values of their
+    types."""
     try:
         data = parse(line)
     except ValueError as error:  # including UnicodeDecodeError
@@ -323,7 +324,7 @@ def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dic
 
 
 def _lock(path: Path) -> FileLock:
-    """Lock the journal for this process. The kernel drops the lock when the process dies."""
+    """Lock the journal for this process. The operating system drops the lock when the process dies."""
     lock = FileLock(_lock_of(path), thread_local=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -340,7 +341,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-_ASKED = 0.2  # seconds, longer than `is_open` ever holds the lock
+_ASKED = 0.2  # seconds to wait for the lock; `is_open` always holds it for less time
 
 
 def _refuse_leftovers(path: Path) -> None:
@@ -353,8 +354,8 @@ def _refuse_leftovers(path: Path) -> None:
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
-    """Create a journal without events at `path` by a rename, so that an interruption leaves a whole journal
-    or none."""
+    """Create a journal without events. A rename puts the complete file at `path`, so that an interruption
+    leaves a whole journal or none."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)
@@ -369,7 +370,7 @@ def _write_empty(path: Path, header: dict[str, Any]) -> None:
 
 
 def _check(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise JournalError unless this is a sound journal of our schema."""
+    """Raise JournalError if a database is not a journal, is damaged or has another schema."""
     application, schema, health = (
         connection.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("application_id", "user_version", "quick_check")
@@ -389,7 +390,7 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into JournalError with a remedy."""
     try:
         yield
-    except sqlite3.ProgrammingError:  # a bug of ours
+    except sqlite3.ProgrammingError:  # a bug in this module
         raise
     except UnicodeDecodeError as error:  # SQLite's message may quote bytes that are no UTF-8
         raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
@@ -404,7 +405,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise JournalError(f"{path}: {error}; {remedy}") from error
 
 
-# SQLite's errors for a file with other contents: missing tables, or text that is not UTF-8.
+# SQLite's errors for a file that is not a journal: tables are missing, or text is not UTF-8.
 _WRONG = (None, sqlite3.SQLITE_ERROR)
 
 

@@ -1,8 +1,8 @@
-"""The loop of a run: draft, verify and feed back. It ends when a kernel is accepted, or when attempts or
-budget are used up.
+"""The loop of a run: an author writes a kernel, the gates verify it, and the author gets the verdict. The
+loop ends when a kernel is accepted, or when attempts or budget are used up.
 
-Every step goes through the journal. So a run that was killed continues where it stopped, and never asks again
-for an answer that it has received.
+The journal records every step. So a run that was killed continues where it stopped, and never asks again for
+an answer that it has received.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # limit on consecutive turns that only call tools; one more ends the attempt
+CALLS = 12  # so many turns in a row may only call tools; one more such turn ends the attempt
 
-# Holds a GPU for one measurement. Arguments: a function that receives the reason for waiting, and the time
-# (by ``time.monotonic``) at which TimeoutError is raised.
+# Holds a GPU for one measurement. The first argument is called with the reason for waiting. The second
+# argument is the time (by ``time.monotonic``) at which waiting ends with TimeoutError.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
@@ -108,9 +108,10 @@ class Loop:
 
     def run(self) -> Outcome:
         """Run until one of these happens: a kernel is accepted and its improvement rounds are over; a kernel
-        is checked but not measured here; attempts or budget are used up; the provider fails. A faster kernel
-        replaces the accepted one. Raises ProviderError if the provider fails before a kernel is
-        accepted, OutOfBudget if the budget is used up before the first report, and JournalError."""
+        is checked but not measured here; attempts or budget are used up; the provider fails. In an
+        improvement round, a faster kernel replaces the accepted kernel. Raises ProviderError if the provider
+        fails before a kernel is accepted, OutOfBudget if the budget is used up before the first report, and
+        JournalError."""
         first = self.opening()
         last = RunView(self.journal.events()).last
         made = last.number if last else 0
@@ -142,7 +143,7 @@ class Loop:
         raise AssertionError("the number of attempts must be limited")
 
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
-        """Record why the run ends early, and what interrupted work has cost. The run can be resumed."""
+        """Record why the run ends early. ``charge``: the cost of interrupted work. The run can be resumed."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
         self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
 
@@ -159,7 +160,7 @@ class Loop:
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
         """Get the next turn that submits a source, and the results of its other tool calls. Appends to
-        ``messages``: the turns that only use tools, with their results, then the returned turn."""
+        ``messages`` each earlier turn that only used tools, with the results, and then the returned turn."""
         for used in range(1 + CALLS):
             say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
@@ -179,7 +180,7 @@ class Loop:
             try:
                 turn = self.provider.next_turn(question)
             except ProviderError:
-                self.ledger.timely()  # tools may have used up the time
+                self.ledger.timely()  # raises OutOfBudget if the author's tools used up the time
                 raise
             return turn.to_json() | self.ledger.answered(turn)
 
@@ -200,7 +201,7 @@ class Loop:
         return words
 
     def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
-        """Check the source on this machine, then measure it here or take an imported measurement."""
+        """Check the source on this machine. Then measure its kernel here, or use an imported measurement."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
         # an author may set schedules only after a kernel was accepted, or when editing an accepted kernel
@@ -235,8 +236,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Interrupt the gates in the ``with`` block when the time is up. Raises OutOfBudget then, so there is
-        no verdict."""
+        """Interrupt the gates in the ``with`` block when the time is up, and raise OutOfBudget: there is no
+        verdict."""
         try:
             with until(self.ledger.deadline):
                 yield
@@ -277,7 +278,7 @@ class Loop:
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
-        if isinstance(found, Unmeasured):  # there is no verdict, so the next attempt starts over
+        if isinstance(found, Unmeasured):  # no verdict: the next measurement of the kernel starts over
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
@@ -285,9 +286,9 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The earlier rejection of the same kernel against the same incumbent (the kernel to beat). None without
-    such a rejection, or if this attempt itself was measured. The kernel is not measured again, because a slow
-    kernel may win by chance if it is measured often enough."""
+    """The measurement of an earlier attempt that rejected the same kernel against the same incumbent (the
+    kernel to beat). None if there is no such measurement, or if attempt ``number`` was measured. A rejected
+    kernel is not measured again, because a slow kernel that is measured often enough may win by chance."""
     attempt = attempts[number]
     if attempt.measured:
         return None
@@ -307,7 +308,8 @@ def _same(text: str | None, other: str | None) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens of a text. The text comes from a model, so it is only tokenized and never compiled."""
+    """The tokens of a text, without comments, blank lines and indentation. A model wrote the text, so it is
+    only tokenized and never compiled."""
     passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
@@ -321,8 +323,8 @@ def _final(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome
 @dataclass
 class JournalPieces:
     """The finished stages of a measurement, stored in the journal so that an interrupted measurement can
-    continue. Each stage is charged with the GPU's time since the previous stage, so a kill loses at most one
-    charge."""
+    continue. Each stage is charged for the GPU's time since the previous stage, so a killed run loses at most
+    the charge of one stage."""
 
     journal: Journal
     prefix: str
@@ -348,14 +350,14 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """The charge for the seconds that no event has charged yet."""
+        """The GPU seconds since the last charge, as the field of an event."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
 def result_of(journal: Record, spec: Spec) -> Outcome | None:
-    """A run's result according to its journal: its last accepted kernel, or else its last verified attempt,
-    or None."""
+    """A run's result according to its journal: its last accepted kernel, or else its last verified attempt;
+    None if no attempt was verified."""
     run = RunView(journal.events())
     at = run.standing
     if at is None:
@@ -374,6 +376,6 @@ def as_incumbent(outcome: Outcome) -> Incumbent:
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
-    """The author of an attempt. For a replay, the author of the recorded run."""
+    """The author, number and run of an attempt. The run of a replay is the recorded run."""
     run = journal.header.get("replays") or journal.header["run"]
     return Authorship(author=turn.author, attempts=number, run=str(run))

@@ -1,8 +1,9 @@
-"""The task of ``coda-agent optimize``: a model edits an accepted kernel's CuTeDSL, and sees its measurements.
+"""The task of ``coda-agent optimize``: a model edits the CuTeDSL of an accepted kernel, and sees the kernel's
+measurements.
 
-The program remains the contract: edited code must compute the same outputs, and be faster than the kernel
-that it started from. The prompt begins with ``cutedsl.md``, which is the same for every run, and ends with
-the kernel to edit.
+Edited code must compute the same outputs as the kernel's program, and be faster than the kernel from which
+the edit started. The prompt begins with ``cutedsl.md``, which is the same for every run. The kernel to edit
+comes after it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ interval is above 1.
 
 @dataclass(frozen=True)
 class Original:
-    """The kernel that an edit starts from. It is either an accepted kernel (which may itself be an edit) or a
-    derived kernel without a report. ``counted``: text about the kernel's hardware counters, if an export of
-    them exists."""
+    """The kernel that an edit starts from: an accepted kernel, which may itself be an edit, or a derived
+    kernel, which has no report. ``counted``: text about the kernel's hardware counters; "" if no export of
+    the counters exists."""
 
     kernel: KernelSource
     report: Accepted | None
@@ -84,8 +85,8 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
-    """Text about the hardware counters; "" if there is no export, or if its schedule differs from the
-    schedule in the report."""
+    """Text about the hardware counters; "" if there is no export, or if the counters belong to another
+    schedule than the report's."""
     name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -164,7 +165,7 @@ class EditingTask:
 
     @property
     def _tuned(self) -> tuple[Schedule, ...]:
-        """The kernel's tuned schedules, without duplicates."""
+        """The kernel's tuned schedules with ``swizzle`` set to 8, without duplicates."""
         every = [s._replace(swizzle=8) for steps in self.rival().schedules.values() for s in steps.values()]
         return tuple(dict.fromkeys(every))
 

@@ -168,7 +168,7 @@ class _Judged(_Shape):
     @model_validator(mode="after")
     def _sound(self) -> _Judged:
         _check_report(self.report)
-        if self.program:  # the text is hashed later; raises ValueError if it cannot be encoded
+        if self.program:  # raise ValueError for a text that cannot be encoded, and so cannot be hashed later
             f"{self.source}{self.raw}".encode()
         return self
 
@@ -201,8 +201,8 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """The verdict in a recording, which an earlier measurement protocol may have given. Only its status is
-    validated."""
+    """A verdict in a recording. Only the verdict's status is validated, because the verdict may come from an
+    earlier measurement protocol."""
 
     status: str
 
@@ -281,8 +281,8 @@ def opened(path: Path) -> Journal:
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """The header and events of an exported run. An earlier protocol may have given its verdicts. Raises
-    JournalError."""
+    """The header and events of an exported run, whose verdicts may come from an earlier measurement protocol.
+    Raises JournalError."""
     header, events = journal.read_export(path)
     with _checking(path, "header"):
         _Recorded.model_validate(header)

@@ -22,14 +22,14 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError
 
-# events of other kinds are listed and not grouped
+# events of other kinds are listed, but belong to no attempt
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")
 Verdict = Accepted | Checked | Rejected
 
 
 @dataclass(frozen=True)
 class CheckedDraft:
-    """A draft that an author checked before it answered."""
+    """A draft that an author checked before answering."""
 
     source: str
     report: Verdict
@@ -39,8 +39,8 @@ class CheckedDraft:
 class Attempt:
     """One attempt with its source and verdict. ``report`` is None until the source is verified.
 
-    ``timings`` exist even if the kernel was rejected as too slow. ``voids``: why measurements of the kernel
-    were invalid.
+    ``timings`` exist even if the kernel was rejected as too slow. ``voids``: the reason for each invalid
+    measurement of the kernel.
     """
 
     number: int
@@ -106,8 +106,8 @@ def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
     """The events by attempt. Attempts count from 1. Number 0 has the prompt and all events whose kind is not
     in KINDS.
 
-    The order of events determines the attempts. A key names only an author's turn, and an attempt may take
-    several turns.
+    Attempts follow from the order of events, because an event's key names only an author's turn, and an
+    attempt may take several turns.
     """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0

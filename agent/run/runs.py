@@ -1,5 +1,5 @@
-"""Runs on disk. ``runs/NAME/`` contains a run's journal, the spec as it was at the start, and handoff
-files."""
+"""Runs on disk. ``runs/NAME/`` contains a run's journal, the spec as it was at the start, and the files of
+the ``handoff`` provider."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coda_agent.verifier.spec.model import Spec
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 JOURNAL = "journal.db"  # in a run's folder
-DERIVED = "derived"  # the journal header's field with a derived backward's program
+DERIVED = "derived"  # the field of a journal's header that holds the program of a derived backward
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
@@ -47,8 +47,8 @@ class Run:
 
     @property
     def derived(self) -> Program | None:
-        """The derived program that the run's kernel has to beat, as it was when the run started; None if
-        there is none. Raises JournalError if it is damaged."""
+        """The derived program that the run's kernel has to beat, as it was when the run started; None if the
+        header has no such program. Raises JournalError if the program is damaged."""
         text = self.journal.header.get(DERIVED)
         try:
             return Program.from_json(text, self.spec.signature()) if text else None
@@ -151,7 +151,7 @@ def look(name: str) -> tuple[Snapshot, Spec]:
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
     path = directory / "spec.yaml"
-    # it was checked when the run started
+    # not checked again, because the spec was checked when the run started
     spec, text = load(path, check=False), path.read_text(encoding="utf-8")
     if spec.hash != header["spec_hash"]:
         raise JournalError(f"{path}: the spec has changed since the run started; undo the change")

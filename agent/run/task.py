@@ -54,8 +54,8 @@ class Task(Protocol):
         """The author's first prompt."""
 
     def rival(self) -> Incumbent | None:
-        """The incumbent, which the first answer must beat in addition to the baseline; None if there is
-        none."""
+        """The incumbent, which the first answer must beat in addition to the baseline; None if the task has
+        no incumbent."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         """Run the gates that need no GPU. ``schedules``: the schedules that the author set, by step."""
@@ -104,7 +104,7 @@ class AuthoringTask:
 
 
 def _to_beat(program: Program) -> str:
-    """Text about the derived program, from which the author starts."""
+    """Text about the derived program, whose kernels the author has to beat."""
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]

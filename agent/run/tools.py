@@ -19,7 +19,7 @@ from coda_agent.verifier.report import REPORT, Rejected
 from coda_agent.verifier.spec.model import Spec
 
 DRAFT, TIP = "draft", "tip"  # kinds of events
-LONGEST = 2000  # limit on the characters of a tip's field
+LONGEST = 2000  # a field of a tip has at most this many characters
 _TEXT = {"type": "string"}
 
 
@@ -68,8 +68,8 @@ Judge = Callable[[str], dict[str, Any]]  # maps a source to its report and progr
 
 @dataclass(frozen=True)
 class Tools:
-    """Executes a run's tool calls. The journal stores the results of drafts and tips, so these calls run only
-    once."""
+    """Executes a run's tool calls. The journal stores the results of ``check`` and ``propose_tip``, so each
+    of these calls runs only once."""
 
     journal: Journal
     spec: Spec
@@ -94,7 +94,7 @@ class Tools:
 
 
 def submission(turn: Turn) -> str | None:
-    """The source that a turn submits with the ``submit`` tool; None if it submits none."""
+    """The source that a turn submits with the ``submit`` tool; None if the turn does not call ``submit``."""
     for call in reversed(turn.calls):
         if call.name == SUBMIT.name:
             source = call.input.get("source")
@@ -103,8 +103,8 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message that answers a turn. ``words`` has the results of its calls by id. ``text`` replaces a
-    missing result, and answers a turn without calls."""
+    """The message that answers a turn. ``words``: the results of the turn's tool calls, by id. ``text``: the
+    result of each call that ``words`` lacks, and the answer to a turn without calls."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -125,7 +125,7 @@ def checked(report: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: ToolCall) -> dict[str, str] | str:
-    """A call's input, or a message about its fault."""
+    """The input of a call, or a message that says what is wrong with the call."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(t.name for t in TOOLS)}"

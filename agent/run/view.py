@@ -97,6 +97,6 @@ class RunView:
 
     @property
     def standing(self) -> Judged | None:
-        """The attempt that is the run's result: the last accepted one, or else the last one."""
+        """The attempt that is the run's result: the last accepted attempt, or else the last attempt."""
         accepted = [number for number, attempt in self.attempts.items() if attempt.accepted]
         return self.attempts[max(accepted)] if accepted else self.last

@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-The command parses the function's source. Options or the user's answers add missing facts. To infer the shapes
-and dtypes of the outputs, the command runs the function's body as the spec's reference.
+The command parses the function's source. Missing facts come from options or from the user's answers. To infer
+the shapes and dtypes of the outputs, the command runs the function's body as the spec's reference.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
 
 
 def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDraft:
-    """Return a draft whose reference can run. Its outputs and sizes are placeholders."""
+    """Return a draft whose reference can run. The outputs and sizes in the draft are placeholders."""
     place = f"{function.path}:{function.line}"
     inputs = _inputs(function, options)
     dims = _dims(inputs)
@@ -100,7 +100,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
 
 
 def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDraft]:
-    """Return the inputs' shapes and dtypes. They come from options, annotations or the user's answers."""
+    """Return the inputs' shapes and dtypes, taken from options, annotations or the user's answers."""
     inputs = {t.name: t for t in function.tensors}
     _check_names("shape", options.shape, [*inputs, *function.outputs])
     _check_names("dtype", options.dtype, [*inputs, *function.outputs])
@@ -175,7 +175,7 @@ def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
 
 def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
     """Choose the distribution of each input. Weights are scaled so that a matmul's output is as large as the
-    matmul's input. A vector's values are around 1."""
+    matmul's input. The values of a vector are around 1, except for biases and indices."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
@@ -192,8 +192,9 @@ def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _domain(name: str, entry: TensorDraft, init: str) -> str:
-    """Return an input's domain, the legal values: integers stay in the range of ``init``; a vector whose name
-    contains "rstd" or "scale" is positive."""
+    """Return the domain of an input, its legal values. Integers stay in the range of ``init``. An input with
+    "rstd" or "scale" in its name is positive if ``init`` is uniform and has no minus sign. All other inputs
+    are finite."""
     if entry.dtype in INDICES and (bounds := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{bounds[1]}, {bounds[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
@@ -215,7 +216,7 @@ def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int
 
 
 def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Return three cases: the timed one, one with few rows, and one with ragged sizes. In the ragged case a
+    """Return the timed case, a case with few rows, and a case with ragged sizes. In the ragged case a
     tensor's row is still a multiple of 16 bytes, as TMA requires."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
-BLOCK = 16  # the fewest columns that form a block of a tile
+BLOCK = 16  # a block of a tile has at least this many columns
 PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # text that needs no quotes in YAML
 
 
@@ -43,8 +43,8 @@ class SpecDraft:
     cases: list[dict[str, Any]] = field(default_factory=list)
 
     def text_of(self, key: str) -> list[SourceLine]:
-        """Return the lines of ``key`` ("reference" or "baseline"). The first lines assign the integer
-        parameters that are not dims."""
+        """Return the lines of the text ``key`` ("reference" or "baseline"). The first lines assign the
+        integer parameters that are not dims."""
         lines: tuple[SourceLine, ...] | None = getattr(self.function, key)
         fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
         return (
@@ -75,8 +75,8 @@ class SpecDraft:
         return [f"{self.function.path}:{number}: {text}".replace("\n", " ") for number, text in remarks]
 
     def spec(self, check: bool = False) -> Spec:
-        """Load the draft as a spec. Raises ScaffoldError, which names a line of the user's file, if the
-        draft is not a valid spec."""
+        """Load the draft as a spec. If the draft is not a valid spec, raises ScaffoldError, which names a
+        line of the user's file."""
         from coda_agent.verifier.loading import load
         from coda_agent.verifier.spec.file import SpecError
 

@@ -54,14 +54,14 @@ class TensorParameter:
 
 @dataclass(frozen=True)
 class SizeParameter:
-    """An integer parameter. It is a static dim if a shape names it, and a number otherwise."""
+    """An integer parameter. If a shape names the parameter, it is a static dim; otherwise it is a number."""
 
     value: int | None
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a reference or baseline. ``number``: the line of the user's file that it comes from."""
+    """A line of a reference or baseline. ``number``: the number of this line in the user's file."""
 
     text: str
     number: int
@@ -101,8 +101,8 @@ class Function:
 def read(target: str, required: Collection[str] = ()) -> Function:
     """Parse the function ``path/to/file.py:function``.
 
-    A parameter that defaults to None is dropped, with the branches that need it. ``required`` names
-    parameters to keep. Raises ScaffoldError if the function cannot become a spec.
+    A parameter that defaults to None is dropped, with the branches that need it. Parameters in ``required``
+    are kept. Raises ScaffoldError if the function cannot become a spec.
     """
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])

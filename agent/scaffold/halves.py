@@ -1,6 +1,6 @@
 """Advice on a reference that splits a tile into contiguous parts, such as the halves of its columns.
 
-Such splits are common in PyTorch code. A kernel can split a tile only into its even and odd columns.
+Such splits are common in PyTorch code, but a kernel can split a tile only into its even and odd columns.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Swap = tuple[str, str]  # a text and its replacement
 @dataclass(frozen=True)
 class Advice:
     """Advice on the code at ``place``. ``text`` says what a kernel can do instead. ``swaps`` are replacements
-    that follow the advice. A test applies them: the reference must run, and its outputs must keep their
-    shapes. ``otherwise`` is the advice if the test fails."""
+    that make the reference follow the advice. With the replacements, the reference must still run, and its
+    outputs must keep their shapes. ``otherwise`` is the advice if this test fails."""
 
     place: ast.AST
     text: str
@@ -104,8 +104,9 @@ def _dim(args: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int 
 
 
 def _count(name: str, sizes: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """Return the number of parts of a split, and whether the parts may be equal. ``sizes`` may hold the
-    split's count or sizes. If they give no number of parts, it is the number of assigned ``names``."""
+    """Return the number of parts of a split, and whether the parts may be equal. ``sizes``: the arguments for
+    the number or the sizes of the parts. If these arguments do not show the number of parts, count the
+    assigned ``names``."""
     match next(iter(sizes), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True
@@ -170,8 +171,8 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """Return advice on a rotation's cosines and sines. ``first`` is the first concatenated tile; if it is not
-    part of a rotation, return ""."""
+    """Return advice on a rotation's cosines and sines. Return "" if ``first``, the first concatenated tile,
+    is not part of a rotation."""
     match first:
         case ast.UnaryOp(op=ast.USub()):  # a negated half, later multiplied by the sine
             return (
@@ -201,8 +202,8 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Yield advice on a tile that is split into two or more parts by slices, such as ``z[:, :n]`` and ``z[:,
-    n:]``."""
+    """Yield advice on a tile that is split into two or more parts by slices, such as ``z[:, :n]`` and
+    ``z[:, n:]``."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):

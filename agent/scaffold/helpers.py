@@ -17,8 +17,8 @@ SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 class Helper:
-    """A function or lambda at the file's top level. ``value`` is its return expression, or None if calls of
-    the helper cannot be inlined."""
+    """A function or lambda at the file's top level. ``value`` is the helper's return expression, or None if
+    calls of the helper cannot be inlined."""
 
     def __init__(self, args: ast.arguments, value: ast.expr | None):
         simple = value and not (
@@ -75,7 +75,8 @@ class Inlined(ast.NodeTransformer):
         self.scopes = 0
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """Yield each statement. Before it, yield assignments of arguments that a helper reads twice."""
+        """Yield each statement with its calls of helpers inlined. Before a statement, yield assignments of
+        the arguments that a helper reads more than once."""
         for node in statements:
             self.before, self.statement = [], node
             if isinstance(node, ast.For):
@@ -121,8 +122,8 @@ class Inlined(ast.NodeTransformer):
                 raise self.fail(node, f"{message}; rename one of them")
 
     def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-        """Return an expression for each parameter. Assign an argument that the helper reads twice to a new
-        name, so that the argument is computed only once."""
+        """Return an expression for each parameter. Assign an argument that the helper reads more than once to
+        a new name, so that the argument is computed only once."""
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
         arguments = dict(bound)
         for parameter, argument in bound.items():

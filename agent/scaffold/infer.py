@@ -1,4 +1,5 @@
-"""Infer the shapes and dtypes of outputs: run a draft's reference with a different size for every dim."""
+"""Infer the shapes and dtypes of outputs by running a draft's reference with a different size for every
+dim."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
     spec = draft.spec()
     try:
-        # Outputs have no shapes yet. No odd size is tried: if a dim must be even, ``cut`` finds the remedy.
+        # The outputs' shapes are not known yet. Odd sizes are not tried, because ``cut`` finds the remedy for
+        # a dim that must be even.
         check_reference(spec.model_copy(update={"outputs": {}}), odd=False)
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
@@ -45,7 +47,7 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
     """Test the swaps of each note; return the notes. If the reference fails with the swaps, or an output
-    changes shape, the note's text becomes ``otherwise``."""
+    changes shape, ``otherwise`` replaces the note's ``text``."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -79,7 +81,7 @@ def _indices(draft: SpecDraft, message: str) -> str:
 
 def _run(draft: SpecDraft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Return the outputs, computed in the inputs' dtypes. If this machine cannot compute in these dtypes,
-    return them in fp64."""
+    return the outputs computed in fp64."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -129,7 +131,8 @@ def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Fou
 
 
 def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
-    """Return the simplest formula over the dims that gives ``extents`` at the trial sizes, or None."""
+    """Return the simplest formula over the dims that gives ``extents`` at the trial sizes; None if no formula
+    does."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
     plain = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
@@ -145,9 +148,9 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: SpecDraft, output: Found) -> tuple[str, int] | None:
-    """If an extent of the output is one n-th of a dim (n is 2, 3 or 4), as with ``chunk(3)``, return the dim
-    and n; otherwise None. The extent may be rounded, because a trial size need not be a multiple of 3 or
-    4."""
+    """Return a dim and a number n (2, 3 or 4) if an extent of the output is the dim divided by n, as after
+    ``chunk(n)``; otherwise return None. The quotient may be rounded, because a trial size need not be a
+    multiple of 3 or 4."""
     unknown = [place for place, extent in enumerate(output.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

@@ -43,8 +43,8 @@ class Names:
 
 
 class TorchNames(ast.NodeTransformer):
-    """Rewrites a statement with the names that a reference can use. If ``casts`` is false, casts to floats
-    are removed."""
+    """Rewrites a statement with the names that a reference can use. If ``casts`` is false, casts to floating
+    dtypes are removed."""
 
     def __init__(self, names: Names, casts: bool):
         self.names, self.casts = names, casts
@@ -151,7 +151,7 @@ def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
 
 
 def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield, for each import, the name in the file and the full name."""
+    """For each import, yield the name that the file uses, and the full name."""
     yield "torch", "torch"
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -34,7 +34,8 @@ def floors(program: Program, sizes: Cases) -> dict[str, Roofline]:
 
 
 def sibling(kernel: Path, suffix: str) -> Path:
-    """The path NAME.SUFFIX next to a kernel's file, whose name begins with "NAME."."""
+    """The path NAME.SUFFIX next to a kernel's file. NAME is the part of the file's name before the first
+    dot."""
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
@@ -93,7 +94,7 @@ class Shown:
         }
 
     def render(self) -> Group:
-        """The same data, drawn for a terminal."""
+        """The data of ``to_dict``, drawn for a terminal."""
         from rich.console import Group
         from rich.text import Text
 

@@ -3,7 +3,7 @@ of Nsight Compute, next to the roofline's bytes.
 
 An export is the output of ``ncu --csv --page raw`` (or ``--page details``); docs/performance.md has the
 command. ``read``, ``counters`` and ``as_dict`` return data, ``words`` returns text for a prompt, and
-``as_table`` a table.
+``as_table`` returns a table.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show: the first of ncu's ``names`` that an export contains. ``unit``: the unit shown.
-    ``scale``: the size of that unit in base units (seconds, bytes, percent, counts). ``label``: the figure's
-    name on the details page."""
+    """A figure to show. ``names``: ncu's names for it; the first name that an export contains is used.
+    ``unit``: the unit in which the figure is shown. ``scale``: the size of this unit in base units (seconds,
+    bytes, percent, counts). ``label``: the figure's name on the details page."""
 
     title: str
     unit: str
@@ -97,7 +97,8 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# For a stall reason: the average number of warps that wait for this reason whenever an instruction is issued.
+# ncu's metric for a stall reason: how many warps, on average, wait for this reason when an instruction is
+# issued.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
@@ -121,11 +122,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 @dataclass(frozen=True)
 class Counters:
     """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
-    by the keys of METRICS. ``stalls``: the average number of stalled warps at each issue, by reason, largest
-    first. ``floor``: the roofline at the export's case. ``other_text``: whether the export measures other
-    lowered code than the kernel's. ``schedule``: the schedule in the export. ``tuned``: the schedule in the
-    kernel's report for that case. Both schedules are texts from ``spelled``; "" if unknown, None for a kernel
-    without schedules."""
+    by the keys of METRICS. ``stalls``: for each stall reason, how many warps on average wait when an
+    instruction is issued; largest first. ``floor``: the roofline at the export's case. ``other_text``:
+    whether the export measures lowered code that differs from the kernel's. ``schedule``: the schedule in the
+    export. ``tuned``: the schedule in the kernel's report for that case. A schedule is a text from
+    ``spelled``, "" if it is unknown, or None for a kernel without schedules."""
 
     kernel: str
     launches: int
@@ -138,16 +139,18 @@ class Counters:
 
     @property
     def other_schedule(self) -> bool | None:
-        """Whether the counted schedule differs from the schedule in the report; None if unknown."""
+        """Whether the schedule in the export differs from the schedule in the report; None if one is
+        unknown."""
         return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
 @dataclass(frozen=True)
 class Export:
-    """The contents of an export file. ``program`` and ``case``: the names that the file states, if any.
-    ``launches``: for each launch, its kernel and its values by ncu's names, in base units. For edited
-    CuTeDSL, the program's name ends in .raw, and ``text`` is the beginning of the code's hash. ``schedules``:
-    texts from ``spelled`` by step; empty for older files."""
+    """The contents of an export file. ``program``: the name that the file states, if any. ``case``: the case
+    that the file states, or else the case that was given to ``read``. ``launches``: for each launch, its
+    kernel and its values by ncu's names, in base units. For edited CuTeDSL, the program's name ends in .raw,
+    and ``text`` is the beginning of the code's hash. ``schedules``: texts from ``spelled`` by step; empty for
+    older files."""
 
     path: Path
     program: str | None
@@ -158,8 +161,8 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Read a CSV export of ncu. Raises InvalidInput if the file is no such export, or if it measures another
-    case than ``case``."""
+    """Read a CSV export of ncu. Raises InvalidInput if the file is not such an export, or if it measures a
+    case other than ``case``."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -210,8 +213,8 @@ def spelled(schedule: Schedule) -> str:
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Parse the raw page, which has one row per launch and one column per metric. Its first row has the
-    units."""
+    """Parse the raw page, which has one row per launch and one column per metric. The page's first row has
+    the units."""
     units = rows.pop(0) if rows and not rows[0]["ID"] else {}
     for row in rows:
         values = {name: _value(text, units.get(name, "")) for name, text in row.items() if "__" in name}
@@ -236,7 +239,8 @@ _UNIT = re.compile(r"([numKMGT]?)(second|s|byte|sector|inst)$")
 
 
 def _value(text: str, unit: str) -> float | None:
-    """The value of a figure, such as ``1,234.5 usecond``, in its base unit; None if it is not a number."""
+    """The value of a figure, such as ``1,234.5 usecond``, in its base unit; None if the text is not a
+    number."""
     try:
         number = float(text.replace(",", ""))
     except ValueError:
@@ -248,9 +252,9 @@ def _value(text: str, unit: str) -> float | None:
 def counters(
     source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """For each kernel of ``source``, in launch order: its figures in an export, and the schedules in its
-    report. ``sizes``: the sizes of the export's case. Raises InvalidInput if the export contains no kernel of
-    ``source``."""
+    """Return the figures of each kernel of ``source`` in an export, in launch order, with the kernel's
+    schedules in the export and in the report. ``sizes``: the sizes of the export's case. Raises InvalidInput
+    if the export contains no kernel of ``source``."""
     program, edited = source.program, source.edited is not None
     name = program.signature.name + (".raw" if edited else "")
     if export.program not in (None, name):
@@ -273,7 +277,7 @@ def counters(
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
-            # the roofline applies to the whole step
+            # the roofline is for the whole step, not for a part
             floor = floors.get((step, kind)) if len(parts) == 1 else None
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:
@@ -286,7 +290,8 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of each part of a step, told apart by their grids. A ``split`` step has two parts."""
+    """The launches of a step, by part. Launches of one part have the same grid. A ``split`` step has two
+    parts."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -373,15 +378,16 @@ def _figure(c: Counters, key: str) -> str:
 
 
 def _short(value: float) -> str:
-    """Format a value with three significant digits, or with all digits before the decimal point."""
+    """Format a value with three significant digits. A whole number, or a value of at least 100, has no
+    decimals."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def counted(
     source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """Read an export and its figures, with the schedules from the report next to ``kernel``. The sizes are
-    those of the case that the export names, by default the spec's first case. Raises InvalidInput, and
+    """Read an export and its figures. The tuned schedules come from the report next to ``kernel``. The sizes
+    are those of the export's case, or by default of the spec's first case. Raises InvalidInput, and
     KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
@@ -402,7 +408,7 @@ def _title(c: Counters) -> str:
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:
-    """The same table for a terminal."""
+    """The counters as a table for a terminal, with one column per kernel."""
     said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
     drawn = new_table(said, ["counter", *map(_title, found)], [])
     for cells in zip(*map(rows, found), strict=True):

@@ -27,7 +27,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
+    """One action of a step, for example ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
     A ``sweep`` is a loop over the accumulator before the epilogue. It computes a statistic of each head.
     """
@@ -40,7 +40,7 @@ class Action:
 @dataclass(frozen=True)
 class StepText:
     """A kernel as text. ``step``: the GEMM's step; for a kernel between GEMMs ("vector") the previous step,
-    or -1."""
+    or -1 if no step precedes the kernel."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -56,8 +56,8 @@ def steps(program: Program) -> list[StepText]:
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 
-# Operators and their precedence. fp32 sums and products are not associative, so a right operand needs a
-# precedence one level higher.
+# Operators and their precedence. fp32 sums and products are not associative, so a right operand of the same
+# precedence gets parentheses.
 _COMPARE = {
     "greater": ">", "greater_equal": ">=", "less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!=",
 }  # fmt: skip
@@ -70,8 +70,8 @@ _LANES = ("even", "odd")
 
 
 class _Writer(Writer):
-    """Write the graph's nodes as expressions. Values in memory have names, and so do values that a step uses
-    twice."""
+    """Write the graph's nodes as expressions. A value gets a name if it is in memory, or if a step uses it
+    more than once."""
 
     def __init__(self, program: Program):
         super().__init__(program, cut(program))
@@ -173,7 +173,7 @@ class _Writer(Writer):
         return f"gemm({', '.join(operands)})"
 
     def term(self, index: int, known: Mapping[int, str]) -> tuple[str, int]:
-        """The expression for a node (its name if it has one), and the expression's precedence."""
+        """The name of a node, or else its expression; and the precedence of this text."""
         if index in known:
             return known[index], _ATOM
         return self.written(index, known)
@@ -198,7 +198,7 @@ class _Writer(Writer):
                 return "-" + self.bound(node.args[0], known, _ATOM), _NEGATIVE
         if node.op in _SPREAD and node.args[0] in self.memory:
             return f"{node.op}({self.memory[node.args[0]]})", _ATOM
-        if node.op in _COMPARE:  # with parentheses as an operand: Python chains a < b < c
+        if node.op in _COMPARE:  # gets parentheses as an operand, because Python chains a < b < c
             left, right = (self.bound(a, known, 2) for a in node.args)
             return f"{left} {_COMPARE[node.op]} {right}", 1
         if node.op in _INFIX:

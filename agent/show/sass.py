@@ -1,6 +1,6 @@
 """``coda-agent show KERNEL --sass``: show lowered code next to its machine code.
 
-``as_dict`` returns the data for programs; ``tables`` draws it with rich.
+``as_dict`` returns the data for other software; ``tables`` draws the data with rich.
 """
 
 from __future__ import annotations

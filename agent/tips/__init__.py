@@ -1,12 +1,12 @@
 """Read and change the tips log, which contains lessons from failed attempts. A prompt contains the accepted
 tips, except those learned from the prompt's own spec.
 
-People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` followed by ``-
-field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, and versions. Optional
-fields are state, level and measured. The state is accepted by default, because a person who writes a tip
-wants it used. The level is cutedsl if the tip is for editors of CuTeDSL instead of authors of programs. The
-field measured holds the tip's measurement. An edit changes or adds lines of one entry and leaves every other
-byte unchanged.
+People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` and a line
+``- field: value`` for each field. The fields are spec (one, or several with commas), failed (gate/reason),
+fix and versions. Optional fields are state, level and measured. The state is accepted by default, because a
+person who writes a tip wants it used. The level is cutedsl if the tip is for editors of CuTeDSL instead of
+authors of programs. The field measured holds the tip's measurement. An edit changes or adds lines of one
+entry and leaves every other byte unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONAL = ("state", "level", "measured")
 VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # the two kinds of authors that read tips
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
 AND, OR_ELSE = ", ", " | "  # separators in merged tips' fields: OR_ELSE in fix, AND in the other fields
-ALIKE = 0.85  # two lessons may mean the same if difflib's ratio for them exceeds this
+ALIKE = 0.85  # two lessons may mean the same if difflib's ratio for them exceeds this value
 VERDICTS = ("hurts", "undecided", "helps")
 
 
@@ -88,13 +88,13 @@ class Tip:
 
     @property
     def difference(self) -> float:
-        """The tip's gain in the share of first attempts that pass; 0 if the tip was not measured."""
+        """How much the tip raises the share of first attempts that pass; 0 if the tip was not measured."""
         return self._measured()[1]
 
     @property
     def help(self) -> tuple[int, float, int]:
-        """A sort key: verdict, then difference, then number. More helpful tips, and then newer tips, come
-        later."""
+        """A sort key: verdict, then difference, then number. More helpful tips come later. Among equally
+        helpful tips, newer tips come later."""
         return VERDICTS.index(self.verdict), self.difference, self.number
 
     def _measured(self) -> tuple[str, float]:
@@ -104,9 +104,9 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """The entry that ``add`` made or changed for a lesson. ``merged``: an older entry has the same words, and
-    the evidence was added to it. ``alike``: for a new entry, other entries (in any state) that may mean the
-    same."""
+    """The entry that ``add`` made or changed for a lesson. ``merged``: whether the evidence was added to an
+    older entry with the same words. ``alike``: for a new entry, other entries (in any state) that may mean
+    the same."""
 
     tip: Tip
     merged: bool
@@ -177,8 +177,8 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Add a lesson to the log as a proposed tip. If an entry has the same words, only add the evidence to it;
-    its state and lesson stay. Raises TipsError and OSError."""
+    """Add a lesson to the log as a proposed tip. If an entry has the same words, only add the evidence to
+    that entry, and keep its state and lesson. Raises TipsError and OSError."""
     with _changing(path):
         text = _text(path)
         tips = [entry.tip for entry in _entries(path, text)]
@@ -228,13 +228,13 @@ def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
 
 
 def _plain(lesson: str) -> str:
-    """A lesson normalised for comparison. Operators stay, because a * b differs from a / b."""
+    """A lesson normalised for comparison. Arithmetic operators stay, because a * b differs from a / b."""
     return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
 
 
 def _alike(tip: Tip, lesson: Lesson) -> bool:
-    """Whether a person should compare a tip with a lesson: their words are similar, or their failure and fix
-    are equal."""
+    """Whether a person should compare a tip with a lesson, because their words are similar, or because their
+    failures and fixes are equal."""
     words = SequenceMatcher(None, _plain(tip.lesson), _plain(lesson.lesson), autojunk=False)
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
@@ -244,7 +244,7 @@ def _parts(value: str, between: str = ",") -> tuple[str, ...]:
 
 
 def _united(name: str, old: str, new: str) -> str:
-    """A field's value: ``old``, with the parts of ``new`` that it lacks."""
+    """The union of two values of a field: ``old``, then the parts of ``new`` that ``old`` lacks."""
     if name == "fix":
         return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
@@ -318,8 +318,8 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Lock the log against other processes. This locks the log's folder, because every change replaces the
-    file."""
+    """Lock the log against other processes. The lock is on the log's folder, because every change replaces
+    the log's file."""
     directory = path.resolve().parent
     with ExitStack() as stack:
         try:
@@ -349,7 +349,8 @@ def _newline(text: str) -> str:
 
 
 def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
-    """The text after setting these fields of one entry. New fields follow the entry's last field."""
+    """The log's text, after setting the fields ``values`` of the entry ``id``. New fields follow the entry's
+    last field."""
     entry = next(entry for entry in _entries(path, text) if entry.id == id)
     lines = text.split("\n")
     for name, value in values.items():
@@ -367,8 +368,8 @@ def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
 
 
 def _appended(text: str, tip: Tip) -> str:
-    """The text with a new entry at its end. A comment in the text records the new id, so it is never reused,
-    even if the entry is removed."""
+    """The text with a new entry at its end. A comment in the text records the new id, so that the id is never
+    reused, even after the entry is removed."""
     newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
     lines = text.split("\n")
     marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]

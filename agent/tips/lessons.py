@@ -1,5 +1,5 @@
-"""Find the lessons in a run's journal. They are: failures that a later attempt or draft fixed; changes that
-were no faster than the kernel that they started from; and tips that the author proposed."""
+"""Find the lessons in a run's journal: failures that a later attempt or draft fixed; changes that were no
+faster than the kernel that they started from; and tips that the author proposed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class FixedFailure:
-    """A rejection for ``failed`` (gate/reason). ``fix``: the difference to a later source that passed that
-    gate. For a change that was no faster, without such a source: the difference to the code to beat."""
+    """A rejected source, and how to fix it. ``failed``: the gate and reason of the rejection. ``fix``: the
+    difference to a later source that passed the gate. If a change was no faster and no later source passed,
+    ``fix`` is the difference to the code to beat."""
 
     spec: str
     failed: str
@@ -64,8 +65,8 @@ class RunLessons:
         return tuple(failure for failure in self.failures if failure.failed not in named)
 
     def named(self, failed: str | None) -> FixedFailure:
-        """The failure for ``failed`` (gate/reason); by default the run's only failure. Raises TipsError
-        unless exactly one fits."""
+        """The failure for ``failed`` (gate/reason); by default the run's only failure. Raises TipsError if no
+        failure fits, or if several fit."""
         fitting = [failure for failure in self.failures if failed in (None, failure.failed)]
         if len(fitting) == 1:
             return fitting[0]
@@ -118,7 +119,7 @@ def _failures(
 ) -> Iterator[FixedFailure]:
     """For each gate/reason, the last rejection that has a fix. The fix is the difference to the next source
     that passed the gate. If a change was no faster and no later source passed, its fix is the difference to
-    the code to beat. That code is ``best`` at first; each accepted source replaces it."""
+    the code to beat: the last source accepted before the change, or ``best`` if none was accepted."""
     found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -165,8 +166,8 @@ def _versions(events: Sequence[Event]) -> str:
 def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
-    """An author's tip. Its failure is the one of ``failures`` that the tip names, or else a description in
-    the author's words."""
+    """A tip that the author proposed. If the tip names one of ``failures``, this is its failure. Otherwise
+    the author's own words describe the failure."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

@@ -1,8 +1,8 @@
-"""Measure whether a tip helps: author the same specs with and without it, under equal limits, and compute a
-confidence interval for the difference.
+"""Measure whether a tip helps: author the same specs with and without the tip, under equal limits, and
+compute a confidence interval for the difference.
 
 The verdict depends on first attempts, because an author who knows the lesson should avoid the failure at
-once. The verdict is "undecided" unless the 95% interval excludes 0.
+once. The verdict is "undecided" if the 95% interval contains 0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_promp
 from coda_agent.verifier.loading import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
-"""Authors a spec's kernel with these tips in the prompt. Returns the attempts needed; None if none passed."""
+"""Authors a spec's kernel with these tips in the prompt. Returns the attempts needed; None if all failed."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The numbers of successes in ``runs`` runs with the tip, and in as many runs without it."""
+    """The numbers of successful runs among ``runs`` runs with the tip, and among ``runs`` runs without the
+    tip."""
 
     with_tip: int
     without: int
@@ -52,8 +53,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class TipMeasurement:
-    """The result of measuring a tip. ``first``: runs that passed at the first attempt; they decide the
-    verdict. ``within``: runs that passed at any attempt within the limit."""
+    """The result of measuring a tip. ``first`` counts the runs that passed at the first attempt, and decides
+    the verdict. ``within`` counts the runs that passed at any attempt within the limit."""
 
     tip: str
     first: Effect
@@ -80,8 +81,8 @@ def part(limits: RunLimits, runs: int) -> RunLimits:
 def measure(
     tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author
 ) -> TipMeasurement:
-    """Author each spec ``repeats`` times with the tip and as often without it. All prompts also contain the
-    other accepted tips of ``known``. Call ``refuse_without_effect`` first."""
+    """Author each spec ``repeats`` times with the tip, and ``repeats`` times without the tip. All prompts
+    also contain the other accepted tips of ``known``. Call ``refuse_without_effect`` first."""
     with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
@@ -97,7 +98,7 @@ def measure(
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
-    """The tips in prompts with this tip, and the tips in prompts without it."""
+    """Two lists of tips: for prompts with ``tip``, and for prompts without ``tip``."""
     without = [other for other in in_prompts(known) if other.id != tip.id]
     return sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number), without
 
@@ -123,9 +124,9 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An ``Author`` that starts real runs. It continues a run of an interrupted measurement of the same tip,
-    if the run has the same spec, prompt and options. ``options``: header fields of the runs, as for
-    ``generate``."""
+    """An ``Author`` that starts real runs. If an interrupted measurement of the same tip left a run with the
+    same spec, prompt and options, the author continues that run. ``options``: header fields of the runs, as
+    for ``generate``."""
 
     tip: Tip
     known: Sequence[Tip]
@@ -190,8 +191,8 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 def _attempts_needed(loop: Loop) -> tuple[int | None, int, str]:
     """The attempts that a run needed to pass (None if it did not pass), the number of judged attempts, and a
-    text about how it ended. A run did not pass if its budget ended it, or if a requested measurement is still
-    missing."""
+    text about how the run ended. A run did not pass if its budget was used up, or if a requested measurement
+    is still missing."""
     try:
         outcome = loop.run()
     except OutOfBudget:

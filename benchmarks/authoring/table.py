@@ -33,7 +33,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcome(pack: str, run: Path) -> Outcome:
-    """One run: the code and verdict of each answer."""
+    """Return a run's pack, operator, and the code and verdict of each answer."""
     header, events = record.glance(run / JOURNAL)
     answers = [extract(event.payload["text"]) for event in events if event.kind == "answer"]
     reports = [event.payload["report"] for event in events if event.kind == "report"]
@@ -61,7 +61,7 @@ def passed(outcomes: Iterable[Outcome], tries: int) -> int:
 
 
 def rates(outcomes: Sequence[Outcome]) -> str:
-    """Passes by kind of operator and pack."""
+    """A table of success rates, by kind of operator and by pack."""
     lines: list[list[object]] = []
     for kind, names in {**KINDS, "all": tuple(chain(*KINDS.values()))}.items():
         for pack in packs(outcomes):
@@ -76,8 +76,8 @@ def packs(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def gain(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line on the difference of two packs' rates at the first answer (the later pack minus the earlier);
-    none unless there are two packs."""
+    """A line with the difference of two packs' success rates at the first answer: the second pack's rate
+    minus the first pack's rate. No line if the number of packs is not two."""
     arms = [[o for o in outcomes if o["pack"] == pack] for pack in packs(outcomes)]
     if len(arms) != 2:
         return []

@@ -1,14 +1,14 @@
-"""The layer with this project's accepted kernels, forward and backward. PyTorch computes attention and the
-rest.
+"""A Transformer layer whose projections run in this project's accepted kernels, forward and backward. PyTorch
+computes attention and the other steps.
 
 An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
-returns rstd, and hg = h * gamma with the next norm's gamma. The next projection multiplies hg, and scales the
-rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns these three for the next layer.
-This layer begins its output's norm; the layer in plain PyTorch computes its input's norm. In a stack of
-layers, both kinds of layer do the same total work. PyTorch computes the stream that enters the first layer
-(``start``). The gradients equal those of the plain layer. The previous layer begins the input's norm, but
-this layer's backward computes the gradient of that norm's weight, with the backward of the projection after
-it.
+returns rstd and hg = h * gamma, where gamma is the weight of the next norm. The next projection multiplies
+hg, and scales the rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns these three
+for the next layer. This layer begins its output's norm; the layer in plain PyTorch computes its input's norm.
+In a stack of layers, both kinds of layer do the same total work. PyTorch computes the stream that enters the
+first layer (``start``). The gradients equal those of the plain layer. The previous layer begins the input's
+norm, but this layer's backward computes the gradient of that norm's weight, in the same kernel as the
+backward of the next projection.
 
 D is the model's width, and F the FFN's width. z is a projection's result with the row scale applied, and dz
 is the gradient of z.
@@ -33,8 +33,8 @@ is the gradient of z.
 | dWqkv = dqkv' @ hn | torch.mm |
 
 The forward saves neither hg nor act. The backward computes hn = h * rstd * gamma and act again, and frees
-each after the weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. Inference
-also writes z, because the kernel always does, but does not keep it.
+each after the weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. The kernel
+always writes z, but inference does not keep z.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Unrotate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tens
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream h [tokens, D], and what the next norm needs of it: hg = h * gamma [tokens, D] and
+    """The residual stream h [tokens, D], with two tensors for the next norm: hg = h * gamma [tokens, D] and
     rstd [tokens]. h and hg are bf16, rstd is fp32."""
 
     h: Tensor
@@ -66,8 +66,8 @@ class ResidualStream(NamedTuple):
 
 class Attended(NamedTuple):
     """Attention's inputs and output. ``heads``: q, k and v, [sequences, heads, length, head width].
-    ``mixed``: the output, through which autograd differentiates. As matrices: qk [tokens, 2*D]; v and
-    ``a`` (the output) [tokens, D]."""
+    ``mixed``: the output, through which autograd differentiates. ``qk`` [tokens, 2*D], ``v`` and ``a``
+    [tokens, D] are the same tensors as matrices; ``a`` is the output."""
 
     heads: tuple[Tensor, Tensor, Tensor]
     mixed: Tensor
@@ -139,7 +139,7 @@ class HandArranged(Layer[ResidualStream, Saved]):
         return ffn | self._mixing_backward(saved, dh1)
 
     def _ffn_backward(self, saved: Saved, dout: Tensor) -> tuple[Tensor, Gradients]:
-        """dh1, and the gradients of the MLP's weights and norm."""
+        """Return dh1, and the gradients of the MLP's weights and norm."""
         found = self._kernel("down_backward", dy=dout, w_down=self.weights.down, z=saved.z)
         down = dout.mT @ found.pop("act")
         dh1, norm, hn1 = self._norm_backward(
@@ -160,7 +160,7 @@ class HandArranged(Layer[ResidualStream, Saved]):
     def _norm_backward(
         self, of: str, dz: Tensor, h: Tensor, rstd: Tensor, s: Tensor, dres: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dgamma and hn of the norm before a projection. ``of``: the projection's name."""
+        """Return dx, dgamma and hn of the norm before a projection. ``of``: the projection's name."""
         w, gamma = {
             "gate_up": (self.weights.gate_up, self.weights.ffn_norm),
             "qkv": (self.weights.qkv, self.weights.attention_norm),
@@ -189,11 +189,13 @@ class HandArranged(Layer[ResidualStream, Saved]):
 def unrotated(
     dq: Tensor, dk: Tensor, dv: Tensor, qk: Tensor, v: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z, divided by D.
+    """Return the gradient [tokens, 3*D] of q, k and v before the rotation, and the row sums of dz * z,
+    divided by D.
 
     dq, dk and dv have attention's layout, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. The backward applies the rotation's transpose R'. The row sums use dq and dk before R',
-    and q and k after R: (R' dq) . q = dq . (R q), also with rounded cosines and sines.
+    [tokens, D]. The backward applies the rotation's transpose R'. The row sums multiply dq and dk before R'
+    with q and k after R. The sums are the same, because (R' dq) . q = dq . (R q), also with rounded cosines
+    and sines.
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))

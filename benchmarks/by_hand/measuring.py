@@ -24,7 +24,7 @@ from coda_agent.verifier.incumbent import worth_racing
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 4  # fastest schedules to time at sizes without a report, in addition to the best of each tile
+FEW = 4  # how many of the fastest schedules to time at sizes without a report, besides the best of each tile
 
 
 def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
@@ -37,7 +37,7 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
 
 def known_kernels(width: str) -> dict[KernelCall, Kernel]:
     """The accepted kernels of a layer of this width, by call. Raises LookupError if some operator has no
-    kernel that the installed versions of its packages can use."""
+    kernel for the installed package versions."""
     found = {}
     for call in calls(WIDTHS[width]).values():
         spec = _spec(call)
@@ -56,8 +56,8 @@ def compiled(kernels: Mapping[KernelCall, Kernel]) -> Launched:
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """Return the kernel. If its report has no schedule at these sizes, the kernel's tuning is limited to the
-    best schedules of its last tuning at ``case``, because a full search takes minutes."""
+    """Return the kernel, without a full search for schedules, which takes minutes. If the kernel's report has
+    no schedule at these sizes, the tuning tries only the best schedules of the last tuning at ``case``."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.accepted_kernel(_spec(call), edited=False)
@@ -67,7 +67,7 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # The best schedule of each tile is included: a search over too few tiles would time every tile.
+        # Include the best schedule of each tile, because a search over too few tiles would time every tile.
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)

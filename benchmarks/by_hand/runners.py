@@ -1,4 +1,4 @@
-"""Run a layer's kernels: launched on a GPU, or interpreted on any machine."""
+"""Run a layer's kernels: launch them on a GPU, or interpret them on any machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KernelCall(NamedTuple):
 
 def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
     """Every kernel call of a layer of this shape, by its position in the layer. The forward's calls come
-    first; ``backward`` adds those of the backward.
+    first; ``backward`` adds the calls of the backward.
 
     An operator may occur at two positions, with sizes that need different schedules.
     """
@@ -67,14 +67,15 @@ class Runner(Protocol):
 
 class Launched:
     """Launch kernels on the inputs' GPU and the current stream. A kernel's first call builds its plan and, if
-    needed, tunes it; later calls must have inputs with the same shapes and dtypes."""
+    needed, tunes the kernel; later calls must have inputs with the same shapes and dtypes."""
 
     def __init__(self, kernels: Mapping[KernelCall, Kernel]) -> None:
         self.kernels = kernels
         self._plans: dict[KernelCall, Plan] = {}
 
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Raises LookupError for a call without a kernel, LaunchError for inputs of other sizes."""
+        """Launch the call's kernel. Raises LookupError if there is no kernel for the call, and LaunchError if
+        the inputs have other sizes."""
         if call not in self._plans:
             self._plans[call] = self._plan(call, inputs)
         return self._plans[call](inputs)
@@ -88,15 +89,15 @@ class Launched:
 
 
 class Interpreted:
-    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels; the times are
-    meaningless."""
+    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels, but the times
+    say nothing about the kernels."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs
 
     def run(self, call: KernelCall, inputs: Tensors) -> dict[str, Tensor]:
-        """Raises ValueError if the inputs' shapes contradict each other, and LaunchError if their sizes
-        differ from the call's."""
+        """Interpret the call's kernel. Raises ValueError if the inputs' shapes contradict each other, and
+        LaunchError if their sizes differ from the call's."""
         program = self.programs[call.operator]
         shapes = {name: t.shape for name, t in inputs.items()}
         _agree(call, solve_sizes(program.signature, shapes, dict(call.sizes)))

@@ -67,8 +67,8 @@ def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
 
 
 def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[CampaignTask]:
-    """The first ``number`` tasks of a sequence. The sequence has each kind for each program to which it
-    applies, shuffled; then the same tasks with the next seed, and so on."""
+    """The first ``number`` tasks of a sequence. The sequence begins with every pair of a program and a kind
+    that applies to the program, in random order. The same pairs follow with the next seed, and so on."""
     pairs = [(n, k) for n in names for k in kinds if number and applies(CampaignTask(group, n, k, seed))]
     for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)

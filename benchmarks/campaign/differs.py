@@ -18,14 +18,14 @@ from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-AIMED = 24  # the most draws whose nodes come near the thresholds in a mutant's conditions
+AIMED = 24  # limit on the draws that aim at the thresholds in a mutant's conditions
 INTEGERS = ("integers", "offsets")  # forms of init for inputs that are indices or row offsets
-STEPS = 4  # the most times that a draw is rescaled to come near a threshold
+STEPS = 4  # a draw is rescaled at most this many times to come near a threshold
 
 
 class CampaignDraw:
-    """A draw with its true outputs. ``says``: whether the draw can prove a difference: some true outputs are
-    finite, and the original program passes the error gate on the draw."""
+    """A draw with its true outputs. ``says``: whether the draw can prove a difference. For this, some true
+    outputs must be finite, and the original program must pass the error gate on the draw."""
 
     def __init__(self, spec: Spec, program: Program, draw: Draw):
         self.spec, self.draw = spec, draw
@@ -34,17 +34,17 @@ class CampaignDraw:
         self.says = any(bool(t.isfinite().any()) for t in self.truth.values()) and not self.differs(program)
 
     def differs(self, program: Program) -> bool:
-        """Whether a program's outputs exceed the error gate on this draw."""
+        """Whether a program's outputs fail the error gate on this draw."""
         found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
         got = {}
         for name, output in self.spec.outputs.items():
-            truth = self.truth[name]  # values that are not finite prove nothing
+            truth = self.truth[name]  # used where it is not finite, because such values prove nothing
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
         return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
 
 
 class Judge:
-    """Decides which mutants of one program differ from it. All mutants see the same draws."""
+    """Decides which mutants of a program differ from the program. All mutants see the same draws."""
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
@@ -52,7 +52,7 @@ class Judge:
         self._more = (CampaignDraw(spec, program, draw) for draw in draws(spec, seed))
 
     def samples(self) -> Iterator[CampaignDraw]:
-        """The draws on which the original program passes. They are created when first needed."""
+        """The draws on which the original program passes. A draw is created when it is first needed."""
         for index in count():
             while index >= len(self._kept):
                 if (sample := next(self._more, None)) is None:
@@ -69,15 +69,17 @@ class Judge:
         return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
 
     def seen(self, *versions: Program) -> str:
-        """The name of the first draw on which one of these programs differs; empty if there is none."""
+        """The name of the first draw on which one of these programs differs; empty if no draw shows a
+        difference."""
         for sample in self.samples():
             if any(sample.differs(version) for version in versions):
                 return sample.draw.name
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
-        """Like ``seen``, but with draws that bring the original's nodes near the values that a mutant's
-        conditions test. ``aims``: pairs of such a node and value."""
+        """Search like ``seen``, but with draws that aim at the mutant's conditions. ``aims``: pairs of a node
+        of the original program and a value that a condition tests. The draws bring the node's values near
+        this value."""
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
@@ -94,8 +96,8 @@ class Judge:
         return ""
 
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
-        """A changed draw that brings a node's values near ``value``: it scales or replaces an input on which
-        the node depends."""
+        """Change a draw so that a node's values come near ``value``: scale or replace one of the inputs on
+        which the node depends."""
         # Scaling target indices or offsets would have no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.form not in INTEGERS]
         if not names:

@@ -1,7 +1,8 @@
 """Draw inputs for the campaign's own check: magnitudes over each input's whole domain, at small and long
 sizes.
 
-This module shares no code with the verifier's draws, so the two have different blind spots.
+This module shares no code with the verifier's draws, so that the campaign and the verifier have different
+blind spots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 WIDE = 16  # a dim stays small if it counts blocks of more than this many columns
 SCALED = 90  # number of draws at other magnitudes
-MODERATE, FAR = 5.0, 30.0  # magnitudes lie between 10**-x and 10**x
+MODERATE, FAR = 5.0, 30.0  # exponents x: magnitudes lie between 10**-x and 10**x
 Sizes = Mapping[str, int]
 
 
@@ -35,8 +36,8 @@ class Draw:
 
 
 def draws(spec: Spec, seed: int) -> Iterator[Draw]:
-    """All draws of a spec. The first follow the spec's own init at small sizes. Then come other magnitudes.
-    Last, each dim in turn is as long as in the largest case."""
+    """All draws of a spec. The first draws follow the spec's own init at small sizes. The next draws have
+    other magnitudes. In the last draws, each dim in turn is as long as in the largest case."""
     random = Random(f"{spec.name}/{seed}")
     for k in range(6):
         yield made(spec, small(spec, random), random, 0.0, f"init {k}")
@@ -65,8 +66,8 @@ def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
 
 
 def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
-    """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. At least one random
-    input does, unless ``name`` contains "init" or "long"."""
+    """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. If ``name``
+    contains neither "init" nor "long", at least one random input ignores it."""
     odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
     odd |= {n for n in spec.inputs if random.random() < share}
     inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
@@ -142,14 +143,14 @@ def _scaled(values: Tensor, random: Random, generator: torch.Generator) -> Tenso
 
 
 def _shifted(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Values that are all near one random value, of either sign."""
+    """Values near one random value, which may be positive or negative."""
     near = _magnitude(random) * random.choice((-1, 1))
     spread = torch.randn(values.shape, generator=generator, dtype=torch.float64)
     return near * (1 + random.choice((0.01, 0.3)) * spread)
 
 
 def _wide(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """The values with independent magnitudes, over three decades."""
+    """The values, each scaled by its own random magnitude; the magnitudes span three decades."""
     decades = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 3 - 3
     return values * _magnitude(random) * 10**decades
 

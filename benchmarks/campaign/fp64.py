@@ -1,6 +1,7 @@
 """Evaluate a program's nodes in order in plain fp64, without rounding and without partitioning.
 
-This module shares no code with the verifier's interpreter, so that neither hides the other's mistakes.
+This module shares no code with the verifier's interpreter, so that a mistake in either of them shows up as a
+difference.
 """
 
 from __future__ import annotations
@@ -149,9 +150,9 @@ def _leaf(node: Node, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) ->
 
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
-    """Return a value in the shape that its reader needs. If the reader's result is a tile, a value with one
-    number per head is spread over each head's columns. A value with one head's columns is repeated for all
-    heads."""
+    """Return a value in the shape that its reader (the node that uses it) needs. If the reader's result is a
+    tile, a value with one number per head is spread over each head's columns. A value with one head's columns
+    is repeated for all heads."""
     if reader.kind != "tile" or kind.period is None or kind.kind not in ("spread", "repeated"):
         return value
     width = kind.period(sizes)

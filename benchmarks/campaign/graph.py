@@ -51,8 +51,8 @@ def honest(name: str) -> dict[str, Program]:
 class Graph:
     """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: if given, the sizes at which each added ``dim`` node becomes a constant. At all sizes, the
-    edit then behaves as at these sizes.
+    ``frozen``: sizes, or None. If sizes are given, each added ``dim`` node becomes a constant, the dim's
+    size. At any sizes, the edit then behaves as at the given sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -116,7 +116,7 @@ class Graph:
         return self._below[index]
 
     def readers(self, index: int) -> list[tuple[int, int]]:
-        """The pairs (reader, position of the argument) of the program's own nodes that read a node."""
+        """The program's own nodes that read a node, as pairs (reader, position of the argument)."""
         return [
             (i, k)
             for i, node in enumerate(self.nodes[: self.first_added])
@@ -125,8 +125,8 @@ class Graph:
         ]
 
     def finish(self) -> Program:
-        """Return the edited program, after a check (in which errors with ``JUDGED`` codes are allowed) and a
-        trial partition. Raises Skip if the program is invalid or unchanged."""
+        """Return the edited program, after a check and a trial partition. The check allows errors with
+        ``JUDGED`` codes. Raises Skip if the program is invalid or unchanged."""
         program = self._canonical()
         try:
             program.check()
@@ -170,8 +170,8 @@ def _ancestors(nodes: list[Node]) -> list[set[int]]:
 
 
 def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
-    """The nodes of ``among`` that can replace a node: they have its type, and both or neither are
-    integers."""
+    """The nodes of ``among`` that can replace the node ``index``: nodes of the same type. An integer input
+    and another node cannot replace each other."""
     kind, whole = graph.types[index], _whole(graph, index)
     return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
 
@@ -185,7 +185,7 @@ def _whole(graph: Graph, index: int) -> bool:
 
 def meeting(graph: Graph, index: int, random: Random) -> int:
     """Choose a node that can be combined elementwise with the node ``index``: the node itself, a scalar, or a
-    node that has its type or can be spread over it. Raises Skip if there is none."""
+    node that has its type or can be spread over it. Raises Skip if no node fits."""
     kind = graph.types[index]
     free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
     made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]

@@ -18,8 +18,8 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-# How many draws must aim at an accepted mutant's condition before the mutant counts as equivalent, as a
-# multiple of the usual number.
+# An accepted mutant counts as equivalent only after a second search, with this many times the usual number of
+# draws that aim at its conditions.
 MORE = 3
 Result = dict[str, Any]
 
@@ -75,7 +75,8 @@ def _mutant(task: CampaignTask) -> Result:
 
 
 def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
-    """The name of a draw on which the mutant differs from the accepted program; empty if there is none."""
+    """The name of a draw on which the mutant differs from the accepted program; empty if no draw shows a
+    difference."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
         found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)
@@ -94,7 +95,7 @@ def _rewrite(task: CampaignTask) -> Result:
 
 
 def verdict(spec: Spec, program: Program) -> Result:
-    """The verifier's verdict on a program, and its reason."""
+    """The verifier's verdict on a program, and the reason for the verdict."""
     try:
         program.check()
         rejected = check_program(spec, program)

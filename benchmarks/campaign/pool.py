@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
-CHUNK = 20  # candidates per task; all are variants of one program, so they share its preparation
+CHUNK = 20  # candidates per task; they are variants of one program, so a task prepares only one program
 ROUND = 1000  # approximate number of candidates per seed; results of earlier seeds come first
 
 
@@ -35,8 +35,8 @@ def run(tasks: list[CampaignTask], jobs: int) -> Iterator[Result]:
 
 
 def _chunks(tasks: list[CampaignTask]) -> list[tuple[CampaignTask, ...]]:
-    """Split the candidates into chunks of one program each. Order the chunks by the seed of their first
-    candidate."""
+    """Split the candidates into chunks, each with variants of only one program. Order the chunks by the seed
+    of their first candidate."""
     by_name: dict[tuple[str, str], list[CampaignTask]] = {}
     for task in tasks:
         by_name.setdefault((task.group, task.name), []).append(task)

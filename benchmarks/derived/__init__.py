@@ -1,1 +1,1 @@
-"""Compare derived backwards with backwards that people arranged: their times, and the bytes they move."""
+"""Compare derived backwards with backwards that people arranged, by time and by bytes moved."""

@@ -1,10 +1,11 @@
 """Measure the layer with a derived backward: ``python -m benchmarks.derived.layer``.
 
-``measure FILE [--widths 1B,7B,70B]``, on an H100, times four arms of the comparison's layer, interleaved. The
-first has a backward arranged by hand. The second has the same backward, but the rotation's transpose is one
-pass (``fused.pointwise.rotation``). The third has that pass and a backward derived from the forward
-(``primitives.derive``). The fourth is the plain layer under ``torch.compile``. After each width, all its
-samples are added to FILE. ``draw FILE PAGE`` makes a page from FILE, on any machine.
+``measure FILE [--widths 1B,7B,70B]`` runs on an H100. It times four arms of the comparison's layer,
+interleaved. The first arm has a backward arranged by hand. The second arm has the same backward, but computes
+the rotation's transpose in one pass (``fused.pointwise.rotation``). The third arm uses that pass and a
+backward derived from the forward (``primitives.derive``). The fourth arm is the plain layer under
+``torch.compile``. After each width, the samples of that width are added to FILE. ``draw FILE PAGE`` makes a
+page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ class OnePass(HandArranged):
         return dz, sums / self.shape.width
 
     def turned_back(self, attended: Attended, da: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return dz * rstd for q, k and v side by side, and the row sums of dz * z. Here z is q, k and v
-        before the rotation."""
+        """Return dz * rstd, and the row sums of dz * z. Here z is q, k and v before the rotation, side by
+        side, and dz is the gradient of z."""
         dq, dk, dv = torch.autograd.grad(attended.mixed, attended.heads, self.shape.apart(da))
         q, k = attended.qk.tensor_split(2, 1)
         return rotated_back((dq, dk, dv), (q, k, attended.v), self.table, rstd)
 
 
 class Kept(NamedTuple):
-    """The tensors that the derived backward reads: ``saved``, which the hand-arranged backward also reads,
-    and the activation."""
+    """The tensors that the derived backward reads. ``saved``: the tensors that the hand-arranged backward
+    reads too. ``act``: the activation."""
 
     saved: Saved
     act: Tensor
@@ -109,7 +110,7 @@ class ByDerivation(OnePass):
 
 
 def beside_stream(rotates: bool) -> Chain:
-    """The chain of a norm and a projection of the residual stream, which also returns the stream."""
+    """A chain that norms and projects the residual stream, and also returns the stream itself."""
     inner = chains.attention_in(rotates=rotates)
     return inner._replace(
         outputs=inner.outputs | {"stream": "M, D"},
@@ -145,8 +146,8 @@ def by_derivation(
 
 
 def measured(width: str) -> dict[str, Any]:
-    """Measure all arms at one width: their samples in milliseconds, and the distance of their results from
-    those of the hand-arranged layer."""
+    """Measure all arms at one width. Return each arm's samples in milliseconds, and the distance of its
+    results from the results of the hand-arranged layer."""
     begun = time.monotonic()
     shape, runner = WIDTHS[width], by_hand.compiled(by_hand.known_kernels(width))
     drawn = draw(shape, SEED)
@@ -216,7 +217,8 @@ def measure(widths: Sequence[str], out: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of the arms' medians by width and pass, and of two arms' times divided by the derived arm's."""
+    """A table by width and pass: the median of each arm, and two ratios. The ratios are the times of
+    ``torch.compile`` and of the hand-arranged layer, each divided by the derived arm's time."""
     arms = (COMPILE, PROGRAM, ONE_PASS, DERIVED)
     titles = ["width", "pass", *(f"{arm}, ms" for arm in ("torch.compile", "by hand", ONE_PASS, DERIVED))]
     titles += ["`torch.compile` over derived", "by hand over derived"]
@@ -230,7 +232,8 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
-    """A table of the time of forward and backward without attention, which is the same in all arms."""
+    """A table of the time of forward and backward minus the time of attention. All arms run the same
+    attention."""
     lines = []
     for width, entry in found.items():
         times = {n: statistics.median(samples) for n, samples in entry["times"].items()}

@@ -39,7 +39,7 @@ from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKWARDS = ("_bwd", "_accumulate")  # suffixes of the names of specs that are backwards
+BACKWARDS = ("_bwd", "_accumulate")  # the name of a backward's spec ends in one of these
 KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
 
@@ -58,8 +58,8 @@ def results(program: Program) -> tuple[str, ...]:
 
 
 def operator(name: str, agreement: bool = True) -> list[list[str]]:
-    """The rows of an operator: its backward alone, and its backward in one program with the matmul that gives
-    an output's gradient."""
+    """The table rows of an operator. One row is for its backward alone. The other row is for one program that
+    consists of the matmul that computes an output's gradient, and of the backward."""
     spec, program = forward(name)
     of = results(program)
     whole = joined(program).program
@@ -99,7 +99,7 @@ def _operator(
 
 
 def _stored(program: Program, made: Derived, sizes: Sizes) -> int:
-    """The bytes per row of the forward's results that the backward reads."""
+    """The size, in bytes per row, of the forward's results that the backward reads."""
     parts = [p for p in (made.program, made.head) if p]
     read = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = [t for n, t in read.items() if n in made.stored and n not in program.signature.inputs]
@@ -115,9 +115,11 @@ OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes
 
 
 class ByHand(NamedTuple):
-    """A backward that people arranged, and the derived backward that gives the same gradients (``derived``).
-    The backward by hand has a hand-authored ``kernel`` at its ``sizes``, other ``products`` (matmuls [m, k] @
-    [k, n], given as (m, k, n)), and separate ``passes`` (in bytes)."""
+    """A backward that people arranged, and ``derived``, the derived backward with the same gradients.
+
+    The backward by hand consists of a hand-authored ``kernel`` at its ``sizes``, plain matmuls, and separate
+    passes over memory. ``products`` has (m, k, n) for each plain matmul [m, k] @ [k, n]. ``passes`` is the
+    number of bytes that the separate passes move. ``all_sizes``: the sizes of the derived backward."""
 
     kernel: str
     sizes: Sizes
@@ -255,8 +257,9 @@ def rotation(shape: Shape) -> int:
 
 
 def layer_derived(shape: Shape) -> int:
-    """The bytes that the module-local derived backward moves: its two derived programs, the two matmuls
-    between these, and the rotation's pass."""
+    """The bytes that the layer's backward moves if the backward of each module is derived separately
+    ("module-local"). They are the bytes of two derived programs, of the two matmuls between the programs, and
+    of the rotation's pass."""
     tokens, width = shape.tokens, shape.width
     sizes = layer_sizes(shape)
     programs = backwards(shape).values()
@@ -270,8 +273,8 @@ def layer_sizes(shape: Shape) -> dict[str, int]:
 
 
 def layer_stack(shape: Shape) -> int:
-    """The bytes that the whole-stack backward moves per layer: one program from one attention to the next,
-    and the pass before it."""
+    """The bytes per layer that the backward moves if a whole stack of layers is derived ("whole stack"). They
+    are the bytes of one program, from one attention to the next, and of the pass before that program."""
     program, sizes = chains.between_attentions().program("layer"), layer_sizes(shape)
     wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
     made = derive(program, sizes, wrt=wrt, of=["out", "qkv"])
@@ -279,8 +282,8 @@ def layer_stack(shape: Shape) -> int:
 
 
 def layer_compiled(profile: Mapping[str, Any], width: str) -> int:
-    """The bytes that ``torch.compile``'s backward moves, from the tensors of its kernels in the committed
-    profile."""
+    """The bytes that ``torch.compile``'s backward moves, without attention. They are counted from the tensors
+    of each kernel in the committed profile."""
     shares = (row.share for row in rows(profile["widths"][width], "torch.compile"))
     return sum(share.bytes or 0 for share in shares if share.group != ATTENTION)
 
@@ -289,7 +292,7 @@ def layer_rows() -> list[list[str]]:
     profile = json.loads((ROOT / "docs" / "layer_backward.json").read_text(encoding="utf-8"))
     found = []
     for width, shape in WIDTHS.items():
-        # weights that are read, and gradients that are written
+        # the bytes of the weights, which are read, and of their gradients, which are written
         weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width
         count = {
             "`torch.compile`": layer_compiled(profile, width), "by hand": layer_by_hand(shape),

@@ -1,11 +1,12 @@
 """Count checks per minute on Ray clusters: ``python -m benchmarks.fleet.checks [--kernels 24] [--out FILE]``.
 
 The benchmark runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this
-machine: in one pass on one node, and in another on two nodes, each pinned to its own core. Every pass starts
-with empty caches. A check consists of two pieces of work, which run in worker processes. The report also
-gives the fraction of time that Ray and the driver take outside the workers. Under ``compared`` the report
-gives the seconds that ``benchmarks.fleet.simulation`` predicts from the pieces of the first pass. Other work
-on this machine distorts the figures, so the report includes the machine's load.
+machine. The first pass uses one node and the second pass two nodes; each node is pinned to its own core.
+Every pass starts with empty caches. A check consists of two pieces of work, which run in worker processes.
+The report also gives the fraction of time that Ray and the driver take outside the workers. Under
+``compared`` the report gives the seconds that ``benchmarks.fleet.simulation`` predicts. The prediction uses
+the seconds of each piece of work in the first pass. Other work on this machine distorts the figures, so the
+report includes the machine's load.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # imported by name, because the workers' __main__ is another module, and they must unpickle these
-    # functions
+    # The workers must unpickle these functions, but a worker's __main__ is another module. So this module is
+    # imported by name.
     from benchmarks.fleet import checks
 
     checks.main()

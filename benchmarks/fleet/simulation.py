@@ -2,11 +2,13 @@
 
 A discrete-event simulation runs sweeps on 1 to 1,024 GPUs, and writes a page and a chart to the folder
 ``--out`` (default: docs). The seconds of every phase come from the committed reports of accepted kernels, and
-the numbers of attempts from the recorded runs. Simulated runs are drawn from these with replacement.
+the numbers of attempts from the recorded runs. For each simulated run, a report and a number of attempts are
+drawn at random, with replacement.
 
-A run authors one kernel. From start to end it occupies one of the driver's places for runs in progress. The
-run asks its author, then waits for a core that examines the answer, for a core that compiles it, and for a
-GPU that measures it. Before each stage the driver, a single process, works for ``--driver`` seconds.
+A run authors one kernel. From start to end the run occupies one of the driver's places for runs in progress.
+The run asks its author, and then waits for a core that examines the answer. If the answer passes, the run
+waits for a core that compiles it, and for a GPU that measures it. Before each of these stages the driver, a
+single process, works for ``--driver`` seconds.
 
 ``--runs`` names JSON files of ``benchmarks.fleet.checks`` and ``benchmarks.fleet.two_gpus``. The page
 compares the real runs in these files with simulations of the same runs.
@@ -34,7 +36,7 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
 SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
-# GPUs, specs, and seconds of an answer in the standard sweep; each result varies some of these
+# the standard sweep: GPUs, specs, and seconds of an author's answer; each result varies some of these numbers
 FLEET, WORK, AUTHOR = 64, 1000, 30.0
 NEAR = 0.98  # fraction of the highest throughput that counts as sufficient
 PLACES = 4  # runs in progress per core and GPU; the default of ``coda-agent sweep``
@@ -76,8 +78,8 @@ class SimulatedEnd:
 
 
 def simulate(runs: Iterable[Sequence[Stage]], fleet: SimulatedResources) -> SimulatedEnd:
-    """Simulate these runs, each a sequence of stages. A stage uses an ``author`` (of which there are always
-    enough), a ``core`` or a ``gpu``."""
+    """Simulate these runs, each a sequence of stages. A stage uses a ``core``, a ``gpu`` or an ``author``;
+    the number of authors is unlimited."""
     free = {"core": fleet.cores, "gpu": fleet.gpus, "driver": 1, "place": fleet.places}
     queues: dict[str, deque[Callable[[float], None]]] = {name: deque() for name in free}
     events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -156,8 +158,8 @@ def attempts() -> list[int]:
 
 
 def drawn(specs: int, author: float, random_: random.Random) -> list[list[Stage]]:
-    """Draw the stages of ``specs`` runs. In every attempt except the last, the source is examined and
-    rejected."""
+    """Draw the stages of ``specs`` runs. Every attempt of a run is examined; only the last attempt passes,
+    and is also compiled and measured."""
     known, tries = phases(), attempts()
     runs = []
     for _ in range(specs):
@@ -177,7 +179,8 @@ def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> fl
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The least number of the resource ``vary`` that gives at least NEAR times the throughput of ``most``."""
+    """The smallest number of the resource ``vary`` that suffices: the throughput is at least NEAR times the
+    throughput with ``most`` of the resource."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:

@@ -1,12 +1,13 @@
 """Try a fleet on the GPUs of one host: ``python -m benchmarks.fleet.two_gpus COMMAND``.
 
-``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``, or with ``--here``
-the same as without Ray. The command also records every lease of a slot, and the time that
-``benchmarks.fleet.simulation`` predicts from the leases' seconds. ``compare -- OPTIONS`` does the same for
-``coda-agent compare --ray auto OPTIONS``; its prediction assumes that all rows take equally long. ``faults``
-measures a bundle; meanwhile it kills a worker and removes a GPU. ``disturb`` times a measurement's controls
-(a kernel against itself, without and with a planted delay) on the first GPU, while the second GPU idles,
-while other cores compile, and while the second GPU measures. Each command writes FOLDER/NAME.json.
+``measure BUNDLE --out FOLDER`` does the same as ``coda-agent measure BUNDLE --ray auto``; with ``--here`` it
+does not use Ray. The command also records every lease of a slot, and the time that
+``benchmarks.fleet.simulation`` predicts from the seconds of the leases. ``compare -- OPTIONS`` runs
+``coda-agent compare --ray auto OPTIONS``, and also records the seconds of every session and a predicted time.
+This prediction assumes that all rows take equally long. ``faults`` measures a bundle; meanwhile it kills a
+worker and removes a GPU. ``disturb`` times a measurement's controls on the first GPU: a kernel against
+itself, without and with a planted delay. The controls are timed while the second GPU idles, while other cores
+compile, and while the second GPU measures. Each command writes FOLDER/NAME.json.
 ``benchmarks.models.sharded`` tests training on a host with several GPUs.
 """
 
@@ -48,9 +49,9 @@ ROOT = Path(__file__).resolve().parents[2]
 JOINING = 120.0  # seconds for all GPUs to join
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
-HEALTH |= {"health_check_failure_threshold": 4}  # detects a lost node sooner than Ray's usual 15 s
+HEALTH |= {"health_check_failure_threshold": 4}  # so that Ray detects a lost node before its usual 15 s
 CONTROL = "gemm_swiglu", "1B"  # an accepted kernel and a case that takes about a millisecond
-TRIES = 5  # timings of the controls for each activity of the neighbours
+TRIES = 5  # how often the controls are timed in each state of the second GPU and the other cores
 SPARE = 4  # cores that the compiling neighbours leave free
 PATIENCE = 300.0
 
@@ -108,8 +109,9 @@ def joined(pool: Pool, gpus: int) -> None:
 def measured(
     pool: Pool, record: PoolEvents, entries: bundles.Bundle, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure a bundle's entries on the pool's GPUs. The result has the times, and the simulation's
-    prediction from the leases of this run, or from the leases in the file ``asked.pieces``."""
+    """Measure a bundle's entries on the pool's GPUs. The result has the times, and the time that the
+    simulation predicts. The prediction uses the leases in the file ``asked.pieces``, if given, or else the
+    leases of this run."""
 
     def heard(run: str) -> Progress:
         return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
@@ -233,7 +235,7 @@ def take_node(cluster: Any, node: Any, record: PoolEvents) -> None:
 
 
 def own_jobs(path: Path) -> list[workers.Job]:
-    """The compilations that start the tuning of the bundle's entries."""
+    """The compilations that the tuning of the bundle's entries needs first."""
     from coda_agent.primitives.compiler.probe_schedules import candidates
     from coda_agent.primitives.runtime.tune import to_compile
 
@@ -247,8 +249,8 @@ def own_jobs(path: Path) -> list[workers.Job]:
 
 
 def quack_jobs(path: Path) -> list[workers.Job]:
-    """The compilations that start the tuning of QuACK's matmuls for the bundle's entries. They use the
-    GPU."""
+    """The compilations that the tuning of QuACK's matmuls for the bundle's entries needs first. These
+    compilations use the GPU."""
     from coda_agent.verifier.baselines.quack import MATMUL, admitted, to_compile
 
     jobs: list[workers.Job] = []
@@ -261,7 +263,7 @@ def quack_jobs(path: Path) -> list[workers.Job]:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[threading.Thread]:
-    """Run ``act`` in a thread during the block. Its event is set when the block ends."""
+    """Run ``act`` in a thread during the block. ``act`` gets an event that is set when the block ends."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()
@@ -273,7 +275,8 @@ def beside(act: Callable[[threading.Event], None]) -> Iterator[threading.Thread]
 
 
 def controls(worker: Worker, tries: int) -> Rows:
-    """The controls' intervals and the candidate's milliseconds, each on fresh inputs."""
+    """Repeat the timing of the controls ``tries`` times, with fresh inputs each time. Return the controls'
+    intervals and the candidate's median milliseconds."""
     found = []
     for _ in range(tries):
         told = worker.ask(*control_task(), patience=PATIENCE)
@@ -283,7 +286,8 @@ def controls(worker: Worker, tries: int) -> Rows:
 
 
 def control_task() -> tuple[Task, Any]:
-    """The benchmark of an accepted kernel's case with only the control arms, on its tuned schedules."""
+    """The task that times an accepted kernel at one case, with its tuned schedules. Apart from the kernel
+    itself, only the control arms are timed."""
     from coda_agent.agent.artifacts import accept
     from coda_agent.primitives.lang.schedule import by_step
     from coda_agent.verifier.gpu.benchmark import Benchmark, score
@@ -293,7 +297,7 @@ def control_task() -> tuple[Task, Any]:
     name, wanted = CONTROL
     spec = load(ROOT / "specs" / f"{name}.yaml")
     accepted = accept.read(spec)
-    assert accepted is not None  # it is committed
+    assert accepted is not None  # because the kernel is committed
     (timing,) = (t for t in accepted.report.timings if t.case == wanted)
     chosen = by_step(timing.schedules)
     job = KernelCase(spec, accepted.kernel, wanted, timing.sizes, schedules=(chosen,))
@@ -307,7 +311,7 @@ def disturb_command(asked: argparse.Namespace) -> None:
     jobs = own_jobs(asked.bundle)
     os.environ.setdefault("QUACK_COMPILE_WORKERS", str(max(1, (os.cpu_count() or 1) - SPARE)))
     with Worker(env=first, ahead=workers_ahead) as one, Worker(env=second, ahead=workers_ahead) as other:
-        for worker in (one, other):  # the kernel compiles before the timing
+        for worker in (one, other):  # so that the kernel is compiled before the timing
             worker.ask(*control_task(), patience=PATIENCE)
 
         def compiling(ended: threading.Event) -> None:

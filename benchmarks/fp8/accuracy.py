@@ -1,13 +1,13 @@
 """Measure the accuracy of an MLP and a layer in fp8: ``python -m benchmarks.fp8.accuracy [--seeds 5]``.
 
 The benchmark needs no GPU. All arms compute from the same bf16 numbers. The error of an output or gradient is
-its distance from the value of the plain layer in fp32: the RMS of the difference over the RMS of the fp32
-value. Programs run in the interpreter, and torchao's recipes run on PyTorch's CPU kernels.
+the RMS of its difference from the plain layer's fp32 value, over the RMS of that value. Programs run in the
+interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
-Arm *row-wise*: each of a linear layer's three matmuls quantises the rows of both operands by the rows' own
-maxima, as in torchao's recipe. All three run ``gemm_fp8_row_scale``, so gradients need no kernel of their
-own. Arm *fused*: the matmuls write the activation and the normalised rows in fp8, with scales from another
-batch. This arm has only a forward.
+Arm *row-wise*: a linear layer has three matmuls, one in the forward and two for the gradients. Each matmul
+quantises every row of its operands by the row's own maximum, as in torchao's recipe. All three matmuls run
+``gemm_fp8_row_scale``, so gradients need no kernel of their own. Arm *fused*: the matmuls write the
+activation and the normalised rows in fp8, with scales from another batch. This arm has only a forward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def rows(t: Tensor) -> Scaled:
 
 
 def scaled_product(a: Scaled, b: Scaled) -> Tensor:
-    """The matmul of a [M, K] and the transpose of b [N, K], in bf16. Both have one scale per row."""
+    """The matmul of ``a`` [M, K] and the transpose of ``b`` [N, K], in bf16. ``a`` and ``b`` each have one
+    scale per row."""
     inputs = {"x": a[0], "sx": a[1], "w": b[0], "sw": b[1]}
     return interpret(program("gemm_fp8_row_scale"), inputs)["y"]
 
@@ -77,7 +78,7 @@ class RowWise(torch.autograd.Function):
 
 
 def by_torchao(recipe: str) -> Product:
-    """A linear layer as computed by one of torchao's training recipes."""
+    """Return a linear layer in fp8 that follows one of torchao's training recipes."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -92,13 +93,13 @@ def by_torchao(recipe: str) -> Product:
 
 
 def mlp(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
-    """x [tokens, D] -> [tokens, D]: SwiGLU between two matmuls."""
+    """An MLP, x [tokens, D] -> [tokens, D]: SwiGLU between two matmuls."""
     gate, up = linear(x, weights.gate_up).chunk(2, -1)
     return linear(silu(gate) * up, weights.down)
 
 
 class Fp8Arm(Differentiated):
-    """``mlp`` or ``layer`` with another ``linear``, and with gradients by autograd."""
+    """``mlp`` or ``layer`` with ``product`` in place of ``linear``. Autograd computes the gradients."""
 
     def __init__(self, function: Function, product: Product, shape: Shape, drawn: Drawn):
         parts = ("gate_up", "down") if function is mlp else Weights._fields
@@ -119,7 +120,8 @@ def wide(drawn: Drawn) -> Drawn:
 
 class FusedFp8:
     """A layer whose matmuls write fp8, with ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. The scale
-    of each tensor comes from its largest magnitude in another batch, which stands for the previous batch."""
+    of each tensor comes from the tensor's largest magnitude in another batch, which in training would be the
+    previous batch."""
 
     def __init__(self, shape: Shape, drawn: Drawn):
         self.shape, self.weights, self.next_norm = shape, drawn.weights, drawn.next_norm
@@ -182,8 +184,8 @@ def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
 
 
 def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str, dict[str, float]]:
-    """The errors by arm, and by output or gradient: the RMS of the difference over the RMS of the exact
-    value."""
+    """The error of each output and gradient, by arm. An error is the RMS of the difference from the exact
+    value, over the RMS of the exact value."""
     drawn, before = drawn_at(shape, seed, loud), drawn_at(shape, seed + 1000, loud)
     exact = results(Fp8Arm(function, linear, shape, wide(drawn)), wide(drawn))
     exact.pop("normed")
@@ -199,7 +201,7 @@ def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str,
 
 
 def interval(values: list[float]) -> str:
-    """The mean of percentages, with its 95% interval."""
+    """The mean of these fractions in percent, with its 95% interval."""
     mean = 100 * statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.2f}"

@@ -2,11 +2,11 @@
 
 The chain maps the normalised rows of a residual stream to the normalised rows after an MLP: up projection,
 SwiGLU, down projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and
-``gemm_fp8_residual_rmsnorm``. These kernels' outputs are fp8, with the scales of the previous call; our arm
-also computes the next call's scales. The other arms are PyTorch modules under ``torch.compile``: in bf16, and
-with torchao's row-wise recipe and weights quantised in advance. All arms are timed interleaved in one
-process, from a cold L2. Our kernels add partial sums in fp32; by default torchao's matmuls do not. So there
-is also an arm with torchao's recipe and fp32 sums.
+``gemm_fp8_residual_rmsnorm``. These kernels write fp8 with scales that the previous call computed, so our arm
+also computes the scales for the next call. The other arms are PyTorch modules under ``torch.compile``. One is
+in bf16; the others use torchao's row-wise recipe, with weights quantised in advance. All arms are timed
+interleaved in one process, from a cold L2. Our kernels add partial sums in fp32, but by default torchao's
+matmuls do not. So torchao's recipe has a second arm, with fp32 sums.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from coda_agent.verifier.timing import Arm
 
 WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # widths of the model and of the FFN
 TOKENS, ROUNDS, LONGEST = 16384, 40, 10.0
-# Schedules to time instead of a search, all with cooperative tiles. Such tiles were the fastest in the last
-# tuning rounds of both accepted fp8 kernels at this number of rows, because fp32 sums leave a pingpong tile
-# too few registers.
+# The schedules to time, in place of a search. All these schedules have cooperative tiles, because fp32 sums
+# leave a pingpong tile too few registers. At this number of rows, cooperative tiles were the fastest in the
+# last tuning rounds of both accepted fp8 kernels.
 KNOWN = [
     *(Schedule(128, 192, False, 2, 1, group) for group in (8, 16, 32)),
     *(Schedule(128, 160, False, 2, 1, group) for group in (16, 32)),
@@ -51,7 +51,8 @@ Call = Callable[[], Any]
 
 
 class PlainMlp(nn.Module):
-    """The MLP in bf16: maps normalised rows x and the stream (both [tokens, D]) to those after the MLP."""
+    """The MLP in bf16. It maps normalised rows ``x`` and the residual ``stream``, each [tokens, D], to the
+    normalised rows and the stream after the MLP."""
 
     def __init__(self, width: int, ffn: int):
         super().__init__()
@@ -65,7 +66,7 @@ class PlainMlp(nn.Module):
 
 
 def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
-    """The same module with torchao's row-wise fp8 matmuls and quantised weights."""
+    """A copy of the module with torchao's row-wise fp8 matmuls and quantised weights."""
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
@@ -77,7 +78,7 @@ def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
 
 
 class Fp8Mlp:
-    """The same MLP with fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
+    """The MLP with our fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
 
     def __init__(self, mlp: PlainMlp, x: Tensor, stream: Tensor):
         # rows of gate and up interleaved
@@ -87,7 +88,7 @@ class Fp8Mlp:
         self.act = self.out = torch.ones((), device=x.device)
         names = "swiglu", "residual_rmsnorm"
         self.expand, self.reduce = (Kernel(program(f"gemm_fp8_{n}"), known={0: KNOWN}) for n in names)
-        for _ in range(2):  # the first scale changes the second
+        for _ in range(2):  # the scale of the first kernel's output changes the scale of the second's
             self()
 
     def __call__(self) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ def arms(width: str) -> tuple[dict[str, Call], dict[str, float]]:
 
 @torch.no_grad()
 def measured(width: str) -> dict[str, Any]:
-    """The samples of all arms in milliseconds, their errors, and the GPU's conditions."""
+    """The samples of all arms in milliseconds, the errors of all arms, and the GPU's conditions."""
     calls, errors = arms(width)
     samples, conditions = timed([Arm(name, call) for name, call in calls.items()], ROUNDS, longest=LONGEST)
     return {

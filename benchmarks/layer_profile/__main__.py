@@ -8,8 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-# seconds that a hanging stage may take beyond the time limit before the process ends; finished stages stay in
-# the file
+# after the time limit, seconds until a process with a hanging stage is ended; the file keeps finished stages
 GRACE = 8.0
 
 

@@ -39,8 +39,8 @@ HEAD_START = 200_000  # cycles of the marker kernel before a region, so that the
 
 @dataclass
 class Backward:
-    """Calls a layer's backward without its forward. ``ready`` runs the forward, and must precede each
-    call."""
+    """Calls only the backward of a layer. ``ready`` runs the forward, and must be called before each
+    backward."""
 
     layer: Layer[Any, Any]
     stream: Any
@@ -77,7 +77,7 @@ class LayerStages:
         return found | {"ours": backward_parts(shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
-        """The relative distance between each result of the other arms and the first arm's result."""
+        """The relative distance of each result of the other arms from the first arm's result."""
         from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names
@@ -220,7 +220,7 @@ def _parts(place: str, call: KernelCall, kernel: Kernel) -> Iterator[dict[str, A
 
 
 def _chosen(kernel: Kernel, at: Mapping[str, int]) -> dict[int, Schedule]:
-    """The schedule of each step, from the kernel's report or from tuning here."""
+    """The schedule of each step, from the kernel's report or from tuning on this machine."""
     raced = {} if kernel.source.schedules else tune.cached(kernel.source, at, kernel.known) or {}
     return {**raced, **kernel.source.fixed}
 

@@ -1,7 +1,7 @@
 """Attribute each kernel of the layer's backward to a part, and give the part's FLOPs, bytes and group.
 
-D is the model's width, F the FFN's; other names are as in ``benchmarks.by_hand.layer``. Bytes are compulsory:
-each operand and output counts once. This module needs only the standard library.
+D is the width of the model, and F the width of the FFN; other names are as in ``benchmarks.by_hand.layer``.
+Bytes are compulsory: each operand and output counts once. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BackwardPart:
 
     @property
     def bound(self) -> float | None:
-        """The microseconds that the part's FLOPs take at ``TENSOR``, or its bytes at ``MEMORY``, whichever is
-        longer. None if neither is known."""
+        """The larger of two times in microseconds: the part's FLOPs at ``TENSOR``, and its bytes at
+        ``MEMORY``. None if neither FLOPs nor bytes are known."""
         known = [n / most for n, most in ((self.share.flops, TENSOR), (self.share.bytes, MEMORY)) if n]
         return 1e6 * max(known) if known else None
 
@@ -92,8 +92,8 @@ def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Sha
 def _calls(
     kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The operator that launched each kernel. The operators come from the profile of another step, so kernels
-    are matched by name and occurrence."""
+    """The operator that launched each kernel. The operators come from the profile of another step. So the nth
+    kernel of a name gets the operator of the nth kernel of this name in that profile."""
     by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for each in told:
@@ -108,9 +108,9 @@ def _calls(
 
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Map the position of each of our kernels to its place in the layer and its kind. One program may run at
-    several places, in the order of ``parts``. So after the program's last vector kernel, its next
-    matmul belongs to its next place."""
+    """Map the position of each of our kernels in the launch order to the kernel's place in the layer and its
+    kind. One program may run at several places. Then the launches of each of its kernels belong to these
+    places in the order of ``parts``."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -158,15 +158,15 @@ def _is_attention(told: Mapping[str, Any]) -> bool:
 
 
 def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> int:
-    """The longest attention kernel, which gets all of attention's FLOPs; -1 if there is no attention
-    kernel."""
+    """The position of the longest attention kernel, which gets all of attention's FLOPs; -1 if there is no
+    attention kernel."""
     its = [place for place, told in enumerate(found) if _is_attention(told)]
     return max(its, key=lambda place: fmean(kernels[place]["microseconds"]), default=-1)
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of the backward of causal attention: five matmuls over half of the pairs. Attention's
-    backward reads q, k, v, the output and its gradient, and writes three gradients."""
+    """FLOPs and bytes of the backward of causal attention. It computes five matmuls over half of the pairs of
+    tokens. It reads q, k, v, the output and the output's gradient, and writes three gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 
@@ -219,8 +219,8 @@ def groups(found: Sequence[BackwardPart]) -> dict[str, float]:
 
 
 def peak(conditions: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The median SM clock in MHz, and the tensor cores' peak FLOP/s at this clock, with 4096 FLOPs per cycle
-    and multiprocessor. None if the clock is not known."""
+    """The median SM clock in MHz, and the tensor cores' peak FLOP/s at this clock. Each multiprocessor
+    computes 4096 FLOPs per cycle. None if the clock is not known."""
     clock, many = conditions.get("sm_mhz"), conditions.get("multiprocessors", 132)
     if not isinstance(clock, list):
         return None

@@ -18,7 +18,7 @@ from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
 ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
-# A stage starts only if this many seconds are left. These are estimates for empty caches.
+# A stage starts only if this many seconds are left. The numbers are estimates for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
 SEARCH = 210.0  # seconds for a width with max-autotune; its search took 141 to 177 s in the comparison
 SAID = 500  # characters of an error that are stored
@@ -45,7 +45,7 @@ class TimeBudget:
 
 
 class ProfileStages(Protocol):
-    """One width's layers on a GPU. Each stage returns its entry for the file."""
+    """The stages that measure one width's layers on a GPU. Each stage returns its entry for the file."""
 
     def prepare(self) -> dict[str, Any]:
         """Build, compile and tune the arms, and compare their results."""
@@ -66,12 +66,12 @@ class ProfileStages(Protocol):
         """Free the GPU memory."""
 
 
-Build = Callable[[str, Sequence[str]], ProfileStages]  # makes a width's stages, with these arms
+Build = Callable[[str, Sequence[str]], ProfileStages]  # makes the stages for a width and arms
 
 
 def run(widths: Sequence[str], build: Build, budget: TimeBudget, out: Path) -> dict[str, Any]:
-    """Measure each width, then the first width again with max-autotune if time allows. ``out`` is written
-    after each stage, and records why a stage failed or was skipped."""
+    """Measure each width. If enough time is left, measure the first width again, with max-autotune as a
+    further arm. ``out`` is written after each stage, and records why a stage failed or was skipped."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": budget.seconds,

@@ -44,8 +44,8 @@ LABELLED = 0.025  # fraction of the longest backward; narrower bars have no labe
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the page, and its charts into ``images`` in the page's folder. If the page's folder contains
-    ``PAGE.reading.md``, that text follows the page's head."""
+    """Write the page to ``out``, and its charts to the folder ``images`` next to the page. If the page's
+    folder contains ``PAGE.reading.md``, the text of that file follows the page's head."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -149,7 +149,8 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
 
 
 def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """Each arm's time for the whole backward, with and without the profiler, which may slow it down."""
+    """Each arm's time for the whole backward, with and without the profiler. The profiler may slow the
+    backward down."""
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")
@@ -169,7 +170,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of each group's time by arm. Further columns have the other arms' times minus ours."""
+    """A table of each group's time by arm. The last columns have each other arm's time minus our time."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []

@@ -17,7 +17,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TraceError(Exception):
-    """The trace lacks the marked regions. The message says what the trace contains instead."""
+    """The trace does not contain the expected marked regions. The message says what it contains instead."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """The kernels of an arm's regions, each with its microseconds in each region. Regions with unusual
-    kernels are dropped and counted."""
+    """The kernels of an arm's regions, each with its microseconds in each region. A region is dropped if its
+    kernels differ from the usual ones; ``dropped`` is the number of dropped regions."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]
@@ -95,8 +95,8 @@ def summary(found: Sequence[Region]) -> dict[str, Any]:
 
 
 def operators(trace: Trace, region: Region) -> list[dict[str, Any]]:
-    """For each kernel of a region, the operator that launched it, with its shapes and the enclosing
-    operators."""
+    """For each kernel of a region, the operator that launched the kernel. An entry also has the shapes of the
+    operator's inputs, and the enclosing operators."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     by_id = {_id(event): event for event in events}
     found = []

@@ -20,7 +20,7 @@ PLAIN, COMPILED, LIGER, FUSED, BOTH = (
 )
 STACK, STACK_COMPILED = f"{FUSED}, whole stack", f"{FUSED}, whole stack, torch.compile"
 AGAIN = ", recompute"
-# most important first
+# in the order in which they are prepared, the most important first
 ARMS = (COMPILED, BOTH, STACK_COMPILED, PLAIN, FUSED, STACK, LIGER, PLAIN + AGAIN, FUSED + AGAIN)
 THEIRS = (PLAIN, COMPILED, LIGER)
 BATCH, LENGTH = 4, 4096
@@ -60,7 +60,7 @@ def model(kind: str, **changed: Any) -> Any:
 
 
 def sharing(source: nn.Module) -> Any:
-    """A copy of a model that shares its parameters and buffers."""
+    """A copy of a model that uses the original's parameters and buffers."""
     shared = [*source.parameters(), *source.buffers()]
     return copy.deepcopy(source, {id(t): t for t in shared})
 

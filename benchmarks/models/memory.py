@@ -1,9 +1,9 @@
 """Count the bytes that a decoder layer keeps for its backward: ``python -m benchmarks.models.memory``.
 
-The benchmark counts the bytes that autograd stores for one Llama layer in bf16: as Hugging Face computes the
-layer, and patched by ``fused``. The layer runs on the meta device, so no GPU is needed and nothing is
-computed. Weights are not counted, because they stay in memory anyway. Attention stores the same tensors as
-flash attention: q, k, v, the output, and one log-sum-exp per row.
+The benchmark counts the bytes that autograd stores for one Llama layer in bf16, first as Hugging Face
+computes the layer, then patched by ``fused``. The layer runs on the meta device, so no GPU is needed and
+nothing is computed. Weights are not counted, because they stay in memory anyway. Attention stores the same
+tensors as flash attention: q, k, v, the output, and one log-sum-exp per row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Attention(torch.autograd.Function):
 
 
 def kept(model: Any) -> float:
-    """The bytes per token that the first layer of a causal model stores. The model is on the meta device."""
+    """The bytes per token that the first layer of a causal model stores for its backward. The model is on the
+    meta device."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     found: dict[int, Tensor] = {}
 

@@ -1,9 +1,10 @@
 """Measure decoding with fused parts: ``python -m benchmarks.models.serving``.
 
-``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times the next token of 1, 16 and 128
-sequences as ``generate`` computes it: one forward over a static cache, then the most likely token. The arms
-are the unpatched model and the model patched by ``fused.patch``, each eager and replayed from a CUDA graph,
-and ``torch.compile`` in the mode that uses CUDA graphs. All arms share one set of parameters, and are
+``measure FILE [--model llama|qwen3] [--seconds N]`` runs on an H100. It measures the time of one decoding
+step for 1, 16 and 128 sequences. Like ``generate``, a step runs one forward over a static cache, and then
+chooses the most likely token of each sequence. There are five arms. The unpatched model and the model patched
+by ``fused.patch`` each run eagerly, and replayed from a CUDA graph. The fifth arm is the unpatched model
+under ``torch.compile``, in the mode that uses CUDA graphs. All arms share one set of parameters, and are
 interleaved in random order. The host time of a call is the time until the call returns, on an idle GPU.
 ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
@@ -45,8 +46,8 @@ PACKAGES = ("torch", "transformers", "nvidia-cutlass-dsl", "quack-kernels")
 
 
 class Decoder:
-    """Greedy decoding of several sequences over a static cache that contains a random prompt. ``run``
-    computes the model."""
+    """Greedy decoding of several sequences over a static cache that contains a random prompt. ``run`` is the
+    model to call."""
 
     def __init__(self, run: Callable[..., Any], config: Any, batch: int, where: str):
         from transformers import StaticCache
@@ -85,8 +86,8 @@ class Decoder:
         return found.logits[:, -1]
 
     def step(self) -> None:
-        """Append the most likely token to each sequence. ``last``: the step's logits, which each replay of a
-        CUDA graph writes again."""
+        """Append the most likely token to each sequence, and keep the step's logits in ``last``. Each replay
+        of a CUDA graph overwrites these logits."""
         self.last = self.logits()
         self.tokens.copy_(self.last.argmax(-1, keepdim=True))
         self.position.add_(1)
@@ -101,7 +102,7 @@ class TokenArm(NamedTuple):
 
 
 def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
-    """Create an arm that shares a model's parameters, and run it until no more compilation happens."""
+    """Create an arm that shares a model's parameters, and run the arm until everything is compiled."""
     own = sharing(source)
     if name.startswith(FUSED):
         fused.patch(own, keep_reordered=True)
@@ -113,7 +114,7 @@ def arm(name: str, source: nn.Module, batch: int, where: str) -> TokenArm:
         decoder.step()
 
     step = compiled if name == COMPILED else decoder.step
-    for _ in range(3):  # torch.compile needs its first calls to compile, warm up and record
+    for _ in range(3):  # in its first calls, torch.compile compiles, warms up and records
         step()
     return TokenArm(decoder, _recorded(step) if name.endswith(GRAPH) else step)
 
@@ -127,7 +128,7 @@ def _recorded(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class Timer:
-    """Times arms on the GPU, or on the CPU if there is none."""
+    """A timer for arms on the GPU, or on the CPU if the machine has no GPU."""
 
     def __init__(self, where: str):
         self.settle = torch.cuda.synchronize if where == "cuda" else lambda: None
@@ -186,7 +187,7 @@ def measure(
 
 @torch.no_grad()
 def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
-    """Times of all arms for this number of sequences."""
+    """Measure all arms for this number of sequences."""
     entry: dict[str, Any] = {"token": {}, "host": {}, "apart": {}, "failed": {}}
     exact = Decoder(sharing(source), source.config, batch, where).logits().float()
     arms: dict[str, TokenArm] = {}
@@ -200,7 +201,7 @@ def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
             if not apart < FARTHEST:
                 raise ValueError(f"its logits are {apart:.3f} from the model's")
             arms[name] = made
-        except Exception as error:  # if another library fails, that is its arm's result
+        except Exception as error:  # the failure of another library is the result of its arm
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
     timer = Timer(where)
@@ -218,7 +219,7 @@ def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
 
 
 def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
-    """Compile in parallel what the patched model runs for one token; return the number of programs."""
+    """Compile in parallel the programs that the patched model runs for one token; return their number."""
     with torch.device("meta"):
         patched = model(kind, **changed)
     fused.patch(patched)
@@ -227,7 +228,7 @@ def _built(kind: str, batches: Sequence[int], **changed: Any) -> int:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of milliseconds per token and host microseconds per call, and of the speed relative to
+    """A table with milliseconds per token, host microseconds per call, and the speed relative to
     ``torch.compile``."""
     titles = ["model", "sequences", "arm", "ms per token", "host, us per call", "speed over torch.compile"]
     lines: list[list[object]] = []

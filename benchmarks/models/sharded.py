@@ -2,8 +2,9 @@
 
 A random Llama of about half a billion parameters trains under ``fully_shard``, one process per GPU, with and
 without ``fused.patch``. Then the patched model trains on one GPU with the batches of all GPUs. FILE receives
-the losses of every step, and the largest difference between the sharded and the single-GPU losses. FILE also
-has the tokens per second of both sharded models, which are timed interleaved in random order.
+the losses of every step, and the largest difference between the patched model's losses on several GPUs and on
+one. FILE also has the tokens per second of the two sharded models, which are timed interleaved in random
+order.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ ABSOLUTE, RELATIVE = 1e-2, 5e-2  # bounds on the difference of a step's losses; 
 
 
 class Sharded:
-    """A model with its optimizer and its batches: a shard on one of ``world`` GPUs, or the whole model on one
-    GPU with all batches."""
+    """A model with its optimizer and its batches. If ``sharded``, this is the shard on one of ``world`` GPUs;
+    otherwise the whole model on one GPU, with all batches."""
 
     def __init__(self, asked: argparse.Namespace, name: str, where: str, *, sharded: bool):
         torch.manual_seed(0)
@@ -96,7 +97,7 @@ def made(asked: argparse.Namespace, where: str) -> Any:
 
 
 def build(asked: argparse.Namespace) -> None:
-    """Compile in parallel what the patched model runs."""
+    """Compile in parallel the programs that the patched model runs."""
     patched = made(asked, "meta")
     fused.patch(patched)
     ahead.build(ahead.called(ahead.training(patched, asked.sequences, asked.length)))
@@ -108,7 +109,8 @@ def wait(where: str) -> None:
 
 
 def work(asked: argparse.Namespace) -> dict[str, Any]:
-    """The work of one process. The first process then trains alone, and returns all results."""
+    """Do the work of one process: train and time its shards of both models. Then the first process also
+    trains the whole model by itself, and returns all results; the other processes return nothing."""
     where = "cpu" if asked.cpu else f"cuda:{asked.rank}"
     if not asked.cpu:
         torch.cuda.set_device(where)

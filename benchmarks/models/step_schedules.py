@@ -1,12 +1,12 @@
 """Choose schedules inside a training step: ``python -m benchmarks.models.step_schedules FILE``.
 
 ``coda-agent tune`` times one kernel alone. In a training step the GPU is at its power limit and its caches
-are in use, and another schedule can be faster there. On an H100, this command trains the patched model of
-``benchmarks.models.training``, ``--model llama|qwen3``. Each trial uses other schedules, and the profiler
+are in use, so another schedule can be faster. This command runs on an H100, and trains the patched model of
+``benchmarks.models.training`` (``--model llama|qwen3``). Each trial uses other schedules, and the profiler
 gives every kernel's time. A first round of trials tries tiles. A second round tries each kernel's two fastest
-tiles with other rasterisation groups. FILE receives all times. If the command is repeated, it does not time
-the tiles again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned``
-has the tables of an H100.
+tiles with other rasterisation groups. FILE receives all times. Tiles that already have times in FILE are not
+timed again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned`` has
+the tables of an H100.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Times = dict[Place, dict[Schedule, float]]  # microseconds
 
 
 class TrainingStep:
-    """A training step of the patched model. ``times``: the fastest time of each kernel on each schedule."""
+    """A training step of the patched model. ``times``: the fastest time of each kernel with each schedule."""
 
     def __init__(self, kind: str, times: Times):
         self.trainer = training.Trainer(kind, "cuda")
@@ -70,8 +70,9 @@ class TrainingStep:
                 yield (bound.program.signature.name, kernel.step, shapes[kernel.step]), kernel.name
 
     def use(self, choice: Choice) -> Choice:
-        """Write schedules into this machine's tables and compile them. Return the schedules that the step
-        will use; a schedule that does not fit, or that the compiler refuses, is replaced by another."""
+        """Write schedules into this machine's tables, and compile the programs with these schedules. Return
+        the schedules that the step will use. If a schedule of ``choice`` does not fit, or the compiler
+        refuses it, the step uses another schedule."""
         for place, schedule in choice.items():
             name, step, shape = place
             schedules.keep(name, [schedules.TunedStep(self.gpu, name, step, shape, schedule)])
@@ -92,7 +93,7 @@ class TrainingStep:
         return {place: min(rows, key=rows.__getitem__) for place, rows in self.times.items() if rows}
 
     def measure(self, choice: Choice) -> None:
-        """Run steps of training on these schedules, and add the kernels' times to ``times``."""
+        """Run training steps with these schedules, and add the kernels' times to ``times``."""
         used = self.use(choice)
         for text in self.texts:
             self.trainer.step(self.arm, text)
@@ -111,8 +112,8 @@ class TrainingStep:
 
 
 def trials(step: TrainingStep) -> Iterator[Choice]:
-    """The schedules to try: each tile everywhere, then other rasterisation groups of each kernel's fastest
-    tiles."""
+    """The schedules to try: first each tile in all kernels, then the fastest tiles of each kernel with other
+    rasterisation groups."""
     places = [place for place, _ in step.places()]
     yield {}
     for tile in TILES:

@@ -1,13 +1,15 @@
 """Measure the training of a Hugging Face model with fused parts: ``python -m benchmarks.models.training``.
 
-``measure FILE [--model llama|qwen3] [--seconds N]``, on an H100, times a Llama or Qwen3 of about 1B
-parameters. The arms are: the unpatched model, eager and under ``torch.compile``; the model with Liger's
-kernels; and the model patched by ``fused.patch``, module-local and whole-stack, with and without
+``measure FILE [--model llama|qwen3] [--seconds N]`` runs on an H100, and times training steps of a Llama or
+Qwen3 of about 1B parameters. The arms are: the unpatched model, eager and under ``torch.compile``; the model
+with Liger's kernels; and the model patched by ``fused.patch``, module-local and whole-stack, with and without
 ``torch.compile``. Two more eager arms, with and without the patch, recompute each layer in the backward. All
 arms share one set of parameters and one optimizer, and are interleaved in random order. A step is forward,
-backward and AdamW. Then the unpatched and the patched model each train for some steps, for several seeds; for
-one seed, both start from the same parameters. FILE is written after each stage. ``draw FILE... PAGE`` makes a
-page from files of different models, on any machine.
+backward and AdamW.
+
+Then the losses are compared: for each of several seeds, the unpatched and the patched model train for some
+steps. The seed determines the parameters from which each model starts. FILE is written after each stage.
+``draw FILE... PAGE`` makes a page from files of different models, on any machine.
 """
 
 from __future__ import annotations
@@ -51,18 +53,18 @@ from coda_agent.verifier.statistics import MIN_ROUNDS
 
 ROUNDS, STEPS = 12, 200
 SEEDS, WARM_UP = 4, 20  # seeds whose losses are compared; steps in which the learning rate rises to RATE
-# no arm is created after the first of these fractions of the time, and no round starts after the second
+# fractions of the time limit: after PREPARING no arm is created, and after TIMING no further round starts
 PREPARING, TIMING = 0.65, 0.85
 # Under torch.compile, PyTorch before 2.14 reports that it exports a model. Transformers' "sdpa" attention
-# then makes a full mask, which excludes PyTorch's fast kernel. All arms use the same function, registered
-# under the name below; for that name, transformers makes no mask.
+# then makes a full mask, which excludes PyTorch's fast kernel. For an attention function with the name below,
+# transformers makes no mask. So the function of "sdpa" is registered under this name, and all arms use it.
 CAUSAL = "causal"
 SAID = 300  # characters of an error that FILE stores
 
 
 class StepSizes(NamedTuple):
-    """The number of sequences per step, their tokens in timed steps, and their tokens while losses are
-    compared."""
+    """The sizes of a step. ``batch``: the number of sequences. ``length``: the tokens per sequence in timed
+    steps. ``short``: the tokens per sequence while losses are compared."""
 
     batch: int = BATCH
     length: int = LENGTH
@@ -83,7 +85,7 @@ class Trainer:
         self.vocabulary = source.config.vocab_size
 
     def made(self) -> Any:
-        """A model with parameters of its own."""
+        """A new model with its own parameters."""
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -131,7 +133,7 @@ class Trainer:
         return (time.perf_counter() - start) * 1e3
 
     def peak(self, each: LossArm, ids: Tensor) -> int:
-        """Run a step; return the peak of bytes that PyTorch allocated on the GPU."""
+        """Run a step; return the most bytes that PyTorch had allocated on the GPU at any time."""
         gc.collect()
         if self.where != "cuda":
             self.step(each, ids)
@@ -142,7 +144,7 @@ class Trainer:
         return torch.cuda.max_memory_allocated()
 
     def losses(self, each: LossArm, seed: int, steps: int, batch: int, length: int) -> list[float]:
-        """Train from the parameters and on the text of this seed, and return the loss of each step."""
+        """Train on this seed's text, starting from this seed's parameters. Return the loss of each step."""
         torch.manual_seed(seed)
         self.source.load_state_dict(self.made().state_dict())
         self.optimizer.state.clear()
@@ -186,7 +188,7 @@ def measure(
                 trainer.step(made, trainer.text(seed, sizes.batch, sizes.length))
             entry["peak"][name] = trainer.peak(made, trainer.text(2, sizes.batch, sizes.length))
             arms[name] = made
-        except Exception as error:  # if another library fails, that is its arm's result
+        except Exception as error:  # the failure of another library is the result of its arm
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -203,7 +205,7 @@ def measure(
         keep()
     keep(f"{number} rounds of times")
     print(table({kind: entry}), flush=True)
-    # Compiled models would compile again for these lengths.
+    # Only eager arms are compared: compiled models would have to compile again for the shorter sequences.
     compared = [name for name in (PLAIN, FUSED) if name in arms]
     for seed in range(SEEDS):
         for name in compared:
@@ -224,13 +226,13 @@ def _entry(source: nn.Module, where: str, sizes: StepSizes) -> dict[str, Any]:
         "times": {},
         "peak": {},
         "failed": {},
-        "losses": {},  # of each seed, by arm
+        "losses": {},  # by arm, the losses of each seed
         "warm_up": WARM_UP,
     }
 
 
 def _built(kind: str, sizes: StepSizes, **changed: Any) -> int:
-    """Compile in parallel what the patched model runs; return the number of programs."""
+    """Compile in parallel the programs that the patched model runs; return their number."""
     with torch.device("meta"):
         patched = model(kind, **changed)
     fused.patch(patched, stack=True)  # whole-stack mode runs all programs of module-local mode, and more
@@ -246,8 +248,9 @@ def command(
     draw: Callable[[Mapping[str, Any]], str],
     given: Sequence[str] | None = None,
 ) -> None:
-    """The command line of a benchmark of models. ``run`` measures one kind of model and writes a file;
-    ``said`` is the help text of its option ``--seconds``. ``draw`` makes a page from the file."""
+    """Run the command line of a benchmark of models. ``run`` measures one kind of model and writes a file.
+    ``seconds`` is the default of the option ``--seconds``, and ``said`` its help text. ``draw`` makes a page
+    from the files."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")

@@ -11,12 +11,12 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import ratio
 
 PARTED = 0.05  # largest difference between the losses of two arms that agree
-RISEN = 0.5  # a loss counts as risen if it exceeds the lowest so far by more than this
+RISEN = 0.5  # a loss counts as risen if it exceeds the lowest earlier loss by more than this
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table of tokens per second and peak memory by model and arm, and of the speed relative to the fastest
-    arm that is not ours."""
+    """A table by model and arm: tokens per second, peak memory, and the speed relative to the fastest arm
+    that is not ours."""
     titles = [
         "model",
         "arm",
@@ -84,7 +84,7 @@ def _losses(found: Mapping[str, Any]) -> str:
 
 
 def _risen(losses: Sequence[float]) -> int:
-    """The number of steps whose loss is more than ``RISEN`` above the lowest before."""
+    """The number of steps whose loss is more than ``RISEN`` above the lowest earlier loss."""
     return sum(each > min(losses[: i + 1]) + RISEN for i, each in enumerate(losses))
 
 

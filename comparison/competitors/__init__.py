@@ -1,7 +1,7 @@
-"""The columns of the comparison: other ways to compute a spec's outputs, each in its best configuration.
+"""The columns of the comparison: ways to compute a spec's outputs, each in its best configuration.
 
-A column is one library. It has one or more arms (ways to call the library), and its cell shows the fastest
-arm. Importing this module imports nothing heavy.
+A column stands for one library, and has one or more arms (ways to call the library). A cell shows the fastest
+arm of its column. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"
 QUACK = "QuACK's functions"
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
-# Arms of the column LLM. Layers have only the third: the package ``fused``.
+# Arms of the column LLM: PROGRAM and EDITED compute operators; FUSED, the package ``fused``, computes layers.
 PROGRAM, EDITED, FUSED = "LLM", "LLM, edited CuTeDSL", "fused"
 
 
@@ -73,7 +73,7 @@ COLUMNS = (
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
-LAYERS_ONLY = (LIGER_APART, QUACK, FUSED)  # arms that compute layers and no operator
+LAYERS_ONLY = (LIGER_APART, QUACK, FUSED)  # arms that compute layers but no operators
 REFERENCE_ARM = CUBLAS  # the arm that runs in every session
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # slow arms, which --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, because QuACK has no such kernel"
@@ -88,7 +88,7 @@ LIBRARIES = (
 
 
 def entries(arm: str) -> Mapping[str, Implementation]:
-    """The entries of one of ``LIBRARIES``, by spec."""
+    """The implementations of an arm, by spec. The arm must be in ``LIBRARIES``."""
     from coda_agent.comparison.competitors import apart, flashinfer, liger, upstream
 
     if arm == EAGER_APART:

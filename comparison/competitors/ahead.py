@@ -6,4 +6,4 @@ If a library is missing or does not load, the library's arm reports this later.
 from contextlib import suppress
 
 with suppress(Exception):  # a library may raise anything
-    import liger_kernel.ops  # noqa: F401  (and with it transformers)
+    import liger_kernel.ops  # noqa: F401  (this also imports transformers)

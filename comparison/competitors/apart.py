@@ -2,8 +2,8 @@
 separate contiguous blocks, and so are the first and second elements of rotated pairs. The specs interleave
 gate with up, and first with second elements.
 
-PyTorch users have no reason to interleave, so this is the layout to compare with. Importing this module
-imports nothing heavy.
+PyTorch users have no reason to interleave, so PyTorch is compared in the layout with separate blocks.
+Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def columns_together(z: Tensor) -> Tensor:
 
 
 def heads_apart(w: Tensor, pairs: int) -> Tensor:
-    """Reorder the first dim of a weight or vector. Each head goes from adjacent pairs (a0, b0, a1, b1, ...)
-    to halves (a0, a1, ..., b0, b1, ...). The result is contiguous."""
+    """Reorder the first dim of a weight or vector, so that the adjacent pairs of each head (a0, b0, a1, b1,
+    ...) become halves (a0, a1, ..., b0, b1, ...). The result is contiguous."""
     return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def heads_together(q: Tensor, pairs: int) -> Tensor:
-    """Reorder the columns of [M, 2*H*P] from separate halves per head back to adjacent pairs."""
+    """Reorder the columns of [M, 2*H*P], so that the halves of each head become adjacent pairs again."""
     return q.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
 
 
 def tables(g: Given) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of a case's rows, each [M, P] in fp32 and contiguous. They come from the inputs,
-    or are computed from positions."""
+    """The cosines and the sines of a case's rows, each [M, P] in fp32 and contiguous. They come from the
+    input ``cos_sin``, or are computed from positions."""
     if (table := g.inputs.get("cos_sin")) is not None:
         return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
     angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()
@@ -204,8 +204,8 @@ def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Formulation:
     """A way to compute a spec with separate halves. ``arrange`` prepares the tensors before the timed calls.
-    ``step`` computes from these tensors and the spec's ``constants``. ``read`` converts its results into the
-    spec's outputs by name."""
+    ``step`` computes results from these tensors and the spec's ``constants``. ``read`` converts the results
+    into the spec's outputs by name."""
 
     step: Callable[..., Several]
     arrange: Callable[[Given], Several]
@@ -246,8 +246,8 @@ FORMULATIONS = {
 
 
 def entry(mode: str, backend: str = "inductor") -> dict[str, Implementation]:
-    """The formulations under torch.compile, by spec. The first call compiles, as a full graph with static
-    shapes.
+    """The formulations under torch.compile, by spec. The first call of a formulation compiles it, as one full
+    graph with static shapes.
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs). Raises ValueError for any other mode.
     """
@@ -262,7 +262,8 @@ def eager() -> dict[str, Implementation]:
 
 
 def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Implementation]:
-    """Entries from ``made``, which maps a formulation's name and a case's sizes to the function to call."""
+    """Make an entry for every formulation. ``made`` returns the function to call, given the formulation's
+    name and a case's sizes."""
     return {name: Implementation(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
 
 

@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
 
 
 def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Multiply with cuBLAS into ``out``."""
+    """Multiply two matrices with cuBLAS, and write the result to ``out``."""
     import torch
 
     torch.mm(a, b, out=out)
@@ -71,8 +71,8 @@ def gated_mlp(
 
 @dataclass(frozen=True)
 class Implementation:
-    """One library's way to compute one spec. ``note`` tells readers what is prepared outside the timed call,
-    what PyTorch computes, and which results replace an output of the spec."""
+    """One library's way to compute one spec. ``note`` tells readers which operands are prepared before the
+    timed call, which parts PyTorch computes, and which results replace an output of the spec."""
 
     build: Callable[[Given], Prepared]
     note: str = ""

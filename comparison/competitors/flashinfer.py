@@ -53,7 +53,8 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 def _added(g: Given, w: Tensor) -> Prepared:
     """A projection with its residual, then RMSNorm. A call returns (h, the normalised stream). The kernel
-    adds to the residual in place. So this arm works on its own copy, whose values grow with every call."""
+    adds to the residual in place. So this arm has its own copy of the residual, whose values grow with every
+    call."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -92,9 +93,9 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
-    """Compute all heads with one matmul, normalise them if ``normed``, and rotate them in place. The kernel
-    expects queries and keys. It gets the first half of the heads as queries and the second half as keys, as
-    views of one buffer."""
+    """Compute all heads with one matmul, normalise the heads if ``normed``, and rotate them in place. The
+    rotation's kernel expects queries and keys. So it gets the first half of the heads as queries and the
+    second half as keys, as views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
@@ -132,7 +133,8 @@ ADDED = "adds to a copy of the residual stream in place, so its values grow from
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation:
-    """An entry that makes a first call when it is built, because FlashInfer then compiles its operator."""
+    """An entry that calls its operator once when it is built, because FlashInfer compiles an operator in its
+    first call."""
 
     def built(g: Given) -> Prepared:
         prepare()

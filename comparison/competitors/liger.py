@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """The dot product of each row of two matrices, fp32 [M]."""
+    """The dot products of the rows of ``a`` with the same rows of ``b``, fp32 [M]."""
     return (a.float() * b.float()).sum(-1)
 
 
@@ -177,10 +177,10 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of query and key heads, with separate halves, and buffers for their matmuls. The
-    kernel needs queries and keys as two contiguous tensors. The kernel pads each tensor's number of heads to
-    a power of two. So that queries need no padding, their number of heads is the largest power of two below
-    H."""
+    """Return the weights of query and key heads, with separate halves, and buffers for the results of their
+    matmuls. The kernel needs queries and keys as two contiguous tensors, and pads each tensor's number of
+    heads to a power of two. So that queries need no padding, their number of heads is the largest power of
+    two below H."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1
     w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]

@@ -24,7 +24,7 @@ def prepare() -> None:
     as the toolkit, which is wrong if that nvcc is a wrapper. FlashInfer also asks the linker for a
     libcuda.so, which may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    # ninja comes with a Python package, whose environment may not be active
+    # ninja is in the folder of this interpreter, which PATH lacks if the environment is not active
     os.environ["PATH"] = os.pathsep.join(
         [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     )

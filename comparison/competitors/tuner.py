@@ -1,11 +1,11 @@
-"""Prepare a process for CODA's own package: check its pinned versions, cache its tuner's choices on disk, and
-shorten its tuning, with progress messages.
+"""Prepare a process for CODA's own package: check the versions that the package pins, cache its tuner's
+choices on disk, and make its tuning shorter, with progress messages.
 
 The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, anew in
 every process. That takes more than half an hour, with minutes of silence. Here all schedules are timed with
-few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly:
-compilers run between them, and after a pause a cool GPU runs at a higher clock rate. Importing this module
-imports nothing heavy.
+few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly,
+because compilers run between them, and a GPU that cools in a pause then runs at a higher clock rate.
+Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
 WARM, TIMED = 10, 20  # most warm-up calls and most timed calls per schedule; QuACK makes at least 54 and 200
 SHORT, FEWEST = 100.0, 4  # timed calls end after this many milliseconds, but not before this many calls
 OWN = 254  # number of calls in the tuner's own timing
-# limits of the final, which times the fastest schedules again: most and fewest schedules, most milliseconds
+# limits of the final round, which times the fastest schedules again: most and fewest schedules, and
+# milliseconds
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
 SECONDS = 10.0  # seconds between reports while only compilers work
@@ -65,7 +66,7 @@ def check() -> None:
 
 def cache_folder() -> Path:
     """The folder of compiled kernels and of the tuner's choices. Its name contains the GPU and the timing
-    method, which QuACK's keys lack."""
+    method, because QuACK's keys do not contain these."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -73,8 +74,8 @@ def cache_folder() -> Path:
 
 
 def shorten(autotuner: Any, pool: Any) -> None:
-    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: the tuner makes fewer calls except in
-    a final of the fastest schedules, and reports each timing."""
+    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``. Then the tuner times all schedules
+    with fewer calls, times the fastest ones again in a final round, and reports each timing."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
     autotuner._bench_cuda_graph_l2_rotate = time_configs
     kind._bench = _announced(kind._bench, count(1))
@@ -91,9 +92,9 @@ def time_configs(
     quantiles: Sequence[float] | None = None,
 ) -> float | list[float]:
     """Return a schedule's milliseconds per call. This function replaces QuACK's
-    ``_bench_cuda_graph_l2_rotate`` and takes its arguments. It makes WARM calls, then one replay of a CUDA
-    graph with about TIMED calls that cycle through the sets of inputs. Long calls are repeated fewer
-    times."""
+    ``_bench_cuda_graph_l2_rotate`` and takes the same arguments. It makes WARM calls, then replays a CUDA
+    graph of about TIMED calls, which cycle through the sets of inputs. If a call is long, it is repeated
+    fewer times."""
     import torch
 
     sets = list(zip(arg_sets, kwarg_sets, strict=True))
@@ -114,7 +115,7 @@ def time_configs(
     run(1)  # the first call also loads the kernel and may be slower
     torch.cuda.synchronize()
     enough = max(FEWEST, math.ceil(SHORT / max(timed(partial(run, 1)), SHORT / TIMED)))
-    calls = max(1, enough // len(sets)) * len(sets)  # each set equally often
+    calls = max(1, enough // len(sets)) * len(sets)  # so that each set of inputs is used equally often
     run(WARM * enough // TIMED)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -126,7 +127,7 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the tuner's arguments during the call, because the final round calls the function with them."""
+    """Keep the arguments of the tuned function during the call, because the final round needs them."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -153,8 +154,8 @@ def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any])
 
 
 def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> None:
-    """Time the fastest few schedules again with the tuner's own timing, one after another. The fastest
-    becomes the tuner's choice."""
+    """Time the fastest few schedules again with the tuner's own timing, one after another. The fastest of
+    these schedules becomes the tuner's choice."""
     args, kwargs = tuner.given
     timings = {c: times[0] for c, times in tuner.configs_timings.items() if math.isfinite(times[0])}
     ranked = sorted(timings, key=timings.__getitem__)
@@ -188,7 +189,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
 
 
 def _reporting(poll: Callable[..., Any]) -> Callable[..., Any]:
-    """Report that the tuner is waiting while compilers run one after another."""
+    """Report every SECONDS seconds that the tuner is waiting, while compilers run one after another."""
     said = time.monotonic()
 
     def heard(pool: Any, sha: str) -> Any:

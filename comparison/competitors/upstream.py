@@ -1,5 +1,5 @@
 """Run CODA's own package, coda-kernels, on our specs. We call the functions of coda.core in the same way as
-the package's own layers and tests. The first call tunes (``tuner``).
+the package's own layers and tests. The first call of a function tunes its kernel (see ``tuner``).
 
 The package lacks kernels for some of the paper's operators (``ABSENT``). PyTorch computes row scales.
 Importing this module imports nothing heavy.
@@ -19,7 +19,7 @@ from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # the target that is ignored
+IGNORED = -100  # a row with this target is ignored
 
 
 # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
@@ -45,7 +45,8 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 
 def act_and_dots(z: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """SwiGLU of interleaved columns, [M, F], and the dot product of each row of z and dz, fp32 [M]."""
+    """The SwiGLU of z's interleaved columns, [M, F], and the dot products of z's rows with the same rows of
+    dz, fp32 [M]."""
     import torch
 
     act = torch.nn.functional.silu(z[:, 0::2].float()) * z[:, 1::2]
@@ -129,8 +130,8 @@ def _partial_cross_entropy(g: Given) -> Prepared:
 
 
 def _partial_cross_entropy_unstored(g: Given) -> Prepared:
-    """The kernel does not write the target's logit of ignored rows, so each call first sets all target logits
-    to zero."""
+    """Log-sum-exp and target logit of each row, without stored logits. The kernel writes no target logit for
+    an ignored row, so each call first sets all target logits to zero."""
     from coda.core.gemm.functional import gemm_lse_select_logits
 
     x, w, target = g.inputs["x"], g.inputs["w"], g.inputs["target"].int()
@@ -186,8 +187,8 @@ ENTRIES: dict[str, Implementation] = {
     ),
 }
 
-# In these specs PyTorch computes a part, in passes over whole matrices: a row scale, or all outputs of the
-# backward except dz.
+# For these specs, PyTorch computes a part in passes over whole matrices. The part is a row scale or, for the
+# backward, all outputs except dz.
 HELPED = frozenset(
     {
         "gemm_rmsnorm_swiglu",
@@ -197,8 +198,9 @@ HELPED = frozenset(
     }
 )
 
-# Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt). It lacks
-# coda.kernels.gens.epilogue, the module with their kernels, so the host functions cannot be imported.
+# Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt). The version lacks
+# the module with the operators' kernels, coda.kernels.gens.epilogue, so the host functions cannot be
+# imported.
 LEFT_OUT = "coda.kernels.gens has its host function, but the package lacks its kernel"
 
 ABSENT: dict[str, str] = {

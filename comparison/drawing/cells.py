@@ -1,4 +1,5 @@
-"""The comparison's table. A cell shows its column's fastest arm (implementation), or why it has no figure."""
+"""The comparison's table. A cell shows the fastest arm (implementation) of its column, or says why it has no
+figure."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ CHANGED = "has changed since it was measured: coda-agent compare measures it aga
 class Cell:
     """A column's fastest arm in a row.
 
-    ``against``: the arm's time over that of the LLM's kernel; above 1 the LLM's kernel is faster. None in a
-    row without such a kernel, and in that kernel's own cell. ``indirect``: the two arms never shared a
-    session, so the ratio is computed through the reference arm. ``processes``: how many processes
-    measured the ratio (if there is none, the time). An indirect ratio is the product of two ratios; then the
-    smaller of their two numbers is given.
+    ``against``: the arm's time over the time of the LLM's kernel; above 1 the LLM's kernel is faster. It is
+    None if the row has no kernel of the LLM, and in the cell of the LLM's kernel itself. ``indirect``: the
+    two arms never shared a session, so the ratio is computed through the reference arm. ``processes``: the
+    number of processes that measured the ratio, or the time if there is no ratio. An indirect ratio is the
+    product of two ratios, and ``processes`` is the smaller of the two ratios' numbers.
     """
 
     arm: str
@@ -71,7 +72,7 @@ def lines(results: Results, columns: Collection[str] = NAMES) -> list[TableRow]:
 
 
 def current_sessions(results: Results) -> list[Session]:
-    """The sessions that the cells come from, without sessions whose arms have all changed since."""
+    """The sessions from which the cells come. A session is left out if all its arms have changed since."""
     return [session for name in results.rows() for session in _row(results, *name).standing()]
 
 
@@ -112,7 +113,7 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 class _Ratio(NamedTuple):
     """A ratio of two arms' times, and the ``processes`` that measured it. An ``indirect`` ratio is the
-    product of two ratios; then ``processes`` are those of the ratio with fewer."""
+    product of two ratios, and ``processes`` are those of the ratio that fewer processes measured."""
 
     interval: Interval
     processes: frozenset[int]
@@ -120,9 +121,9 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without outdated figures. A figure is outdated if a later
-    session or the last request to measure (``present``) has another definition of the row (``question``),
-    another version of the arm, or another reference arm."""
+    """The sessions of one row, without outdated figures. Each session, and the last request to measure
+    (``present``), has a definition of the row (``question``), a version of each arm, and a reference arm. A
+    figure is outdated if one of these differs in a later session or in ``present``."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -142,7 +143,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for session in sessions:
             for arm, failure in session.failed.items():
-                if self.keys.get(arm) != failure.key:  # if equal, another process has figures for the arm
+                if self.keys.get(arm) != failure.key:  # if the keys are equal, another process has figures
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in session.arms.items() if session in timed else ():
@@ -154,16 +155,16 @@ class _Row:
 
     def _outdated(self, present: Present) -> set[str]:
         """The arms that have changed since they were measured. If the question or the reference arm has
-        changed, the result is all other arms. The reference arm itself is never included, because indirect
-        ratios need it."""
+        changed, all arms count as changed. The result never contains the reference arm itself, because
+        indirect ratios need it."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.reference_arm in found:
             found = set(self.keys)
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions in which an arm besides the reference is current, or in which no other arm was
-        timed. If there are none, all timed sessions."""
+        """The timed sessions that contain a current arm other than the reference arm, or that timed only the
+        reference arm. If no session qualifies, all timed sessions."""
         found = [
             s
             for s in self.timed
@@ -175,7 +176,7 @@ class _Row:
         return found or self.timed
 
     def slowness(self, arm: str) -> float:
-        """The logarithm of the arm's time over the reference arm's, averaged over sessions."""
+        """The logarithm of the arm's time over the reference arm's time, averaged over sessions."""
         return fmean(
             median(
                 map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.reference_arm].milliseconds))
@@ -228,13 +229,13 @@ class _Row:
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
-    """The numbers of these sessions' processes. Sessions share a number if some arms ran separately or
-    again."""
+    """The numbers of these sessions' processes. Two sessions of a row have the same number if some of the
+    arms ran separately or again."""
     return frozenset(s.process for s in sessions)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """The ratio over several processes, or over the rounds of a single one. Results are cached: when a table
-    is redrawn after a session, few ratios are new."""
+    """The ratio over several processes, or over the rounds of a single process. Results are cached, because
+    few ratios are new when a table is redrawn after a session."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

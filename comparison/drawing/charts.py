@@ -104,9 +104,9 @@ def _figures(lines: Sequence[TableRow], measured: str) -> dict[str, Figure]:
 
 
 def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
-    """Draw one bar per row and rival, starting at 1. The bar goes right if the LLM's kernel is faster, and
-    left if the rival is. The axis is logarithmic, so twice as fast and half as fast are equally far from
-    1."""
+    """Draw one bar per row and rival. A bar starts at 1, and goes right if the LLM's kernel is faster, or
+    left if the rival is faster. The axis is logarithmic, so twice as fast and half as fast are equally far
+    from 1."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
@@ -135,8 +135,8 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
-    """Footnotes that explain the marks, and name the operators for which a column of human-written kernels
-    also contains our work or PyTorch's."""
+    """Footnotes that explain the marks. They also name the operators for which a column of human-written
+    kernels contains work of ours or of PyTorch."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: for {_listed(found)}, {SHARED[name].drawn}."
@@ -148,7 +148,7 @@ def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
 
 
 def _operators(lines: Sequence[TableRow], column: str, which: Callable[[str], bool]) -> list[str]:
-    """The operators that satisfy ``which`` and have cells in the column."""
+    """The operators that satisfy ``which`` and have a figure in the column."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))
 
@@ -226,8 +226,8 @@ def _roofline(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _time(line: TableRow, cell: Cell) -> float:
-    """The cell's time in milliseconds. For an indirect ratio, this is the LLM's time multiplied by the ratio,
-    because the clock rate may differ between sessions."""
+    """The cell's time in milliseconds. If the cell's ratio is indirect, the result is the LLM's time
+    multiplied by the ratio, because the clock rate may differ between sessions."""
     own, ratio = line.cell(LLM), _indirect(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
@@ -238,8 +238,8 @@ def _indirect(cell: Cell | None) -> Interval | None:
 
 
 def _dot(name: str) -> dict[str, Any]:
-    """The style of a column's dot. The LLM has a ring, FlashInfer a cross and matmul a dash, so that they
-    stay visible where dots coincide."""
+    """The style of a column's dot. The LLM has a ring, FlashInfer a cross and matmul a dash, so that these
+    three columns stay visible where dots coincide."""
     thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
@@ -257,8 +257,8 @@ def _dot(name: str) -> dict[str, Any]:
 def _canvas(
     lines: Sequence[TableRow], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
-    """A figure, its axes, and the position of each table row. A row is ``inches`` high, next to its
-    operator's name. ``measured`` appears in small print below the title, ``notes`` at the bottom."""
+    """A figure, its axes, and the position of each table row. Each row is ``inches`` high; the operators'
+    names are at the left. ``measured`` appears in small print below the title, ``notes`` at the bottom."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0

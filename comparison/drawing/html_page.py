@@ -101,8 +101,8 @@ def _row(line: TableRow, results: Results) -> tuple[str, list[tuple[str, ...]], 
 
 
 def _column(line: TableRow, name: str) -> tuple[str, ...]:
-    """A column's cells. One of them is the number of processes that measured the ratio or, without a ratio,
-    the time."""
+    """A column's cells under the headings COLUMN_HEADINGS. The cell "processes" is the number of processes
+    that measured the ratio, or the time if there is no ratio."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)

@@ -42,7 +42,7 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
 
 HEADLINE = ("operator", "sizes", "`torch.compile`", "QuACK")
-_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters with a meaning in Markdown anywhere in a line
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # characters that can be markup anywhere in a line of Markdown
 
 
 def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
@@ -70,8 +70,8 @@ def brief(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def headline(results: Results, columns: Collection[str] = NAMES) -> str:
-    """A table of each operator's geometric mean over its sizes, against torch.compile and QuACK's own
-    kernel."""
+    """A table of ratios to torch.compile and to QuACK's own kernel. A ratio is an operator's geometric mean
+    over its sizes."""
     found = summary.ordered(lines(results, columns))
     compiled, human = (
         {tally.name: tally for tally in against(found, column).operators if tally.name not in WHOLE}
@@ -90,10 +90,10 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
-    """In a Markdown file, replace the ``brief`` and the ``headline`` between the comments that mark their
-    places.
+    """In a Markdown file, replace the tables of ``brief`` and ``headline``. Comments in the file mark the
+    place of each table.
 
-    Raises InvalidInput if the file marks neither, or marks one of them twice. Raises OSError.
+    Raises InvalidInput if the file marks no place, or marks a place twice. Raises OSError.
     """
     text, made = marked(path), {"comparison": brief, "headline": headline}
     tables = {name: made[name](results, columns) for name in places(text) if name in made}
@@ -101,7 +101,7 @@ def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> Non
 
 
 def marked(path: Path) -> str:
-    """The text of a file that marks a place for ``write``. Raises the errors of ``write``."""
+    """The text of a file that marks a place for ``write``. Raises the same errors as ``write``."""
     text = path.read_text(encoding="utf-8")
     names = [name for name in places(text) if name in ("comparison", "headline")]
     if not names or len(set(names)) < len(names):

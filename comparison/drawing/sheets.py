@@ -1,6 +1,6 @@
 """The tables, notes and sentences of a comparison, which its pages and the terminal show.
 
-A number in a cell refers to a note below the tables, which describes the cell or says why it is empty.
+A cell can refer to numbered notes below the tables. A note describes the cell, or says why it is empty.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ VERDICT = (
 
 @dataclass(frozen=True)
 class CellText:
-    """The text of a cell. ``best``: it is the fastest of its row. ``notes``: the numbers of its notes."""
+    """The text of a cell. ``best``: whether the cell is the fastest of its row. ``notes``: the numbers of the
+    cell's notes."""
 
     text: str
     best: bool = False
@@ -72,7 +73,8 @@ class CellText:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table. ``says`` describes its figures. Each row has an operator, a case and one entry per column."""
+    """A table. ``says`` describes the table's figures. Each row has an operator, a case and one entry per
+    column."""
 
     title: str
     says: str
@@ -100,7 +102,7 @@ def columns_of(found: Sequence[TableRow]) -> tuple[str, ...]:
 
 def rivals(found: Sequence[TableRow]) -> tuple[str, ...]:
     """The summary's columns that have cells in these rows. CODA's own package is included only if it has
-    figures, because few machines have it."""
+    figures, because few machines have the package."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
@@ -161,7 +163,7 @@ def mark(row: RowRatio) -> str:
 
 
 def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A sentence for each mark that these columns' ratios have."""
+    """The sentences that explain the marks of these columns' ratios."""
     rows = _row_ratios(found, columns)
     beside = dict.fromkeys(
         BESIDE.get(line.reference_arm, "the row's reference arm") for line, row in rows if row.indirect
@@ -240,7 +242,8 @@ def _filled(
     text: Callable[[TableRow, Cell], str],
     bound: Callable[[TableRow], str] | None = None,
 ) -> Sheet:
-    """A sheet with the ``text`` of every cell. ``bound``: add a last column with the roofline."""
+    """A sheet with the ``text`` of every cell. If ``bound`` is given, it computes the text of a last column,
+    the roofline."""
 
     def entry(line: TableRow, column: str) -> CellText:
         cell = line.cells.get(column, Empty("not measured"))

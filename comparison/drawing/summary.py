@@ -37,7 +37,8 @@ OPERATORS, LAYERS = "all operators", "all layers"
 # processes needed for a decision, because a single process does not show the variation between processes
 FEWEST = 2
 ALONE, DOUBTED = "‡", "§"  # marks for a ratio from one process, and for an impossible time
-BELOW = 0.05  # the fraction by which a time may be below the roofline, because the peak rates are measured
+# the fraction by which a time may be below the roofline, because the peak rates are measured and not exact
+BELOW = 0.05
 NOTHING = "Nothing has been measured yet."
 
 
@@ -112,8 +113,8 @@ class RowRatio:
 
     @property
     def outcome(self) -> Outcome:
-        """The LLM's kernel has a win or a loss if the whole interval is on one side of 1. A ratio that is
-        doubted or comes from one process is undecided."""
+        """The outcome for the LLM's kernel: a win or a loss if the whole interval is on one side of 1,
+        otherwise a tie. A ratio that is doubted or comes from one process is undecided."""
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -156,19 +157,21 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator. It is empty if no row has figures for both."""
+    """The LLM's kernels against a column, by operator. The summary is empty if no row has figures for both
+    the LLM and the column."""
 
     column: str
     operators: tuple[Tally, ...]
 
     @property
     def totals(self) -> tuple[Tally, ...]:
-        """The tallies of all operators and of all whole layers, without empty ones."""
+        """The tallies of all operators and of all whole layers, without empty tallies."""
         return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """The tallies of both kinds of a column in ``SHARED``, without empty ones."""
+        """For a column in ``SHARED``, the tallies of the library's own kernels and of the other kernels,
+        without empty tallies."""
         if not (shared := SHARED.get(self.column)):
             return ()
         own, other, which = shared.own.name, shared.other.name, shared.which
@@ -201,7 +204,7 @@ class Summary:
 @dataclass(frozen=True)
 class Claim:
     """A published claim: for these operators, the ratio to this column is between ``low`` and ``high``.
-    ``cases``: the only cases that the claim is about, if it names any."""
+    ``cases``: if the claim is only about some cases, their names."""
 
     what: str
     operators: tuple[str, ...]
@@ -269,7 +272,8 @@ class CheckedClaim:
 
 
 def against(lines: Sequence[TableRow], column: str) -> Summary:
-    """The summary of the operators for which some row has both this column and the LLM's kernel."""
+    """The summary against this column. It covers the operators that have a row with figures for both the
+    column and the LLM's kernel."""
     found: dict[str, list[RowRatio]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
@@ -369,7 +373,8 @@ def ordered(lines: Iterable[TableRow]) -> list[TableRow]:
 
 
 def conditions_text(results: Results) -> str:
-    """Text about the devices, versions and dates of the results. If sessions differ, it lists every value."""
+    """Text about the devices, versions and dates of the results. If sessions differ in a value, the text
+    lists all values."""
     sessions = current_sessions(results)
     if not sessions:
         return NOTHING

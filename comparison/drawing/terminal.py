@@ -27,9 +27,9 @@ UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
-    """The table, with milliseconds (bold for the fastest column shown) and the ratio to the LLM's kernel
-    (green for that kernel's win, red for its loss). Empty cells refer to numbered notes below the table.
-    ``doing`` is shown above the table, because the screen may only show the beginning."""
+    """The table of milliseconds and of ratios to the LLM's kernel. The fastest column shown is bold. A ratio
+    is green for a win of the LLM's kernel, and red for a loss. Empty cells refer to numbered notes below the
+    table. ``doing`` is shown above the table, because the screen may be too small for the whole table."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
@@ -72,7 +72,7 @@ def _name(operator: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The table, with as many columns side by side as fit. ``cells``: one sequence per row."""
+    """The table, in blocks of as many columns as fit side by side. ``cells``: one sequence per row."""
 
     rows: Sequence[tuple[str, TableRow]]
     names: Sequence[str]

@@ -1,6 +1,6 @@
 """A Transformer layer in several variants, compared as a whole: forward only, and forward with backward.
 
-Importing this module imports nothing heavy.
+Importing this module imports neither PyTorch nor the compiler.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, QUACK, FUSED)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
-    """The named variant of a layer with the given weights, on their device.
+    """The named variant of a layer with the weights in ``drawn``, on the device of these weights.
 
-    The layer compiles during its first calls. Raises ValueError for an unknown name, and ImportError if Liger
-    is not installed.
+    A compiled variant compiles during its first calls. Raises ValueError for an unknown name, and ImportError
+    if Liger is not installed.
     """
     from coda_agent.comparison.layers.fused import Fused
     from coda_agent.comparison.layers.liger import Liger

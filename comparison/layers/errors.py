@@ -1,4 +1,5 @@
-"""The error of a layer variant: its distance from the plain layer in fp32, on the same bf16 numbers."""
+"""The error of a layer variant: how far the variant's results are from the results of the plain layer in
+fp32. The variant and the plain layer get the same bf16 numbers as inputs and weights."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from coda_agent.comparison.layers.shape import Drawn, Shape, Weights
 
 
 def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
-    """Every output of one layer by name and, with ``backward``, every gradient: "y", "normed", "d x", "d
-    qkv", ... Without ``backward`` the layer runs in inference mode, so that no variant compiles code that it
-    will not run."""
+    """Every output of one layer by name ("y", "normed") and, with ``backward``, every gradient ("d x", "d
+    qkv", ...). Without ``backward`` the layer runs for inference, so that no variant compiles code for a
+    backward."""
     if not backward:
         return layer.outputs(layer.forward(layer.start(drawn.x)))
     y, saved = layer.train(layer.start(drawn.x))
@@ -25,7 +26,7 @@ def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> d
 
 
 def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
-    """``results`` of the plain layer in fp32. Raises RuntimeError if PyTorch may use TF32 for it."""
+    """``results`` of the plain layer in fp32. Raises RuntimeError if PyTorch may use TF32 in matmuls."""
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
     weights = Weights(*(w.float() for w in drawn.weights))
@@ -34,8 +35,8 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values. A result is NaN or infinite if any computed
-    value is. Raises ValueError if names or shapes differ."""
+    """For each tensor in ``found``, the RMS of its error, divided by the RMS of the exact values. The ratio
+    is NaN or infinite if the tensor contains NaN or infinity. Raises ValueError if names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:

@@ -1,7 +1,8 @@
 """The layer as the package ``fused`` computes it under torch.compile: the forward and the derived backward.
 
-The layer gets its first norm without the row scaling, and returns the next layer's norm in the same form
-(``fused.huggingface.stack``). Weights are packed once, as ``fused`` would pack them in each call.
+The input stream contains the layer's first norm, computed without the row scaling. The output stream contains
+the next layer's first norm in the same form (see ``fused.huggingface.stack``). The weights are packed once,
+before timing, although ``fused`` by default packs weights in each call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BegunStream(NamedTuple):
 def layer(
     shape: Shape, stream: BegunStream, weights: Weights, next_norm: Tensor, table: Tensor
 ) -> BegunStream:
-    """The pre-norm layer, from packed weights."""
+    """Compute the pre-norm layer from packed weights."""
     norm, following = (functional.Norm(w, EPS) for w in (weights.attention_norm, next_norm))
     qkv = functional.before_attention(
         stream.h, norm, weights.qkv, None, table, sum(shape.projections[:2]), stream.begun
@@ -99,15 +100,15 @@ class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
 
 
 def packed(shape: Shape, weights: Weights) -> Weights:
-    """The plain layer's weights, with the two rows of each pair adjacent: two rows that are rotated together,
-    or a gate row and its up row."""
+    """Reorder the plain layer's weights so that the two rows of each pair are adjacent. A pair is two rows
+    that are rotated together, or a gate row and its up row."""
     q, k, v = weights.qkv.split(shape.projections)
     qkv = torch.cat((*(functional.rotary_pairs(t, shape.head_width) for t in (q, k)), v))
     return weights._replace(qkv=qkv, gate_up=functional.paired(*weights.gate_up.chunk(2)))
 
 
 def unpacked(shape: Shape, weights: Weights) -> Weights:
-    """Undo ``packed``, for gradients."""
+    """Convert gradients of packed weights back to the plain layer's layout."""
     q, k, v = weights.qkv.split(shape.projections)
     heads = (t.mT.unflatten(1, (-1, shape.head_width)) for t in (q, k))
     qkv = torch.cat((*(functional.rotary_halves(t).flatten(1).mT for t in heads), v))
@@ -115,7 +116,8 @@ def unpacked(shape: Shape, weights: Weights) -> Weights:
 
 
 def programs(shape: Shape, *, backward: bool) -> list[ahead.Bound]:
-    """The programs that the layer runs, with their sizes. This computes nothing."""
+    """The programs that the layer runs, with their sizes. The layer is called on the meta device, so nothing
+    is computed."""
     width, ffn = shape.width, shape.ffn
     empty: Any = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     weights = Weights(

@@ -1,4 +1,5 @@
-"""The interface of a layer's variants: built once, and called many times on the current CUDA stream."""
+"""The interface of a layer's variants. A variant is built once, and called many times on the current CUDA
+stream."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ Gradients = dict[str, Tensor]
 
 
 class Layer(ABC, Generic[Stream, Saved]):
-    """One layer. Layers of the same variant can be stacked: each passes a ``Stream`` to the next.
+    """One layer. Layers of the same variant can be stacked, because each layer passes a ``Stream`` to the
+    next layer.
 
-    ``forward``, ``train``, ``backward`` and ``step`` launch work and do not wait. ``start``, ``outputs`` and
-    ``gradients`` convert layouts and are not timed.
+    ``forward``, ``train``, ``backward`` and ``step`` launch GPU work and return without waiting for it.
+    ``start``, ``outputs`` and ``gradients`` convert layouts and are not timed.
     """
 
     @abstractmethod
@@ -26,17 +28,17 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:
-        """Run the layer in inference, which stores nothing for a backward."""
+        """Run the layer for inference, without storing values for a backward."""
 
     @abstractmethod
     def train(self, stream: Stream) -> tuple[Stream, Saved]:
-        """Run the forward; return its stream and the values that the backward needs."""
+        """Run the forward; return the output stream and the values that the backward needs."""
 
     @abstractmethod
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
-        """The gradients of the layer's input, "x", and of each of its ``Weights``, by name, in the variant's
-        own layout. ``dout`` [tokens, D] is the gradient of the residual stream that the layer returned.
-        ``saved`` may be used only once."""
+        """The gradients of the layer's input ("x") and of its ``Weights``, by name and in the variant's own
+        layout. ``dout`` [tokens, D] is the gradient of the residual stream that the layer returned. ``saved``
+        may be used only once."""
 
     def step(self, stream: Stream, dout: Tensor) -> Gradients:
         """Run the forward and the backward."""

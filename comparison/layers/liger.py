@@ -1,9 +1,10 @@
-"""The layer with Liger's operators (liger-kernel 0.8.5) where Liger has them, and cuBLAS's matmuls.
+"""The layer with Liger's operators (liger-kernel 0.8.5) for norms, rotation and SwiGLU. cuBLAS computes the
+matmuls.
 
-One operator adds the residual and applies the FFN's norm; another applies SwiGLU to a tensor with gate and
-up. The rotation works in place on contiguous heads, so it must copy the q and k of a joint projection. With
-separate projections (``apart``) there is no copy, but there are three matmuls, and the backward has more
-gradients to add. The benchmark decides which is faster.
+One of Liger's operators adds the residual and applies the FFN's norm. Another operator applies SwiGLU to one
+tensor that holds gate and up. The rotation works in place on contiguous heads, so it must copy the q and k of
+a joint projection. With separate projections (``apart``) there is no copy, but there are three matmuls, and
+the backward adds more gradients. The benchmark times the layer with a joint and with separate projections.
 """
 
 from __future__ import annotations

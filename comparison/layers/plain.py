@@ -1,4 +1,5 @@
-"""The layer as a user writes it in PyTorch. It is the input of torch.compile and, in fp32, the truth."""
+"""The layer as a user writes it in PyTorch. torch.compile compiles this layer. In fp32, its results are the
+truth for all variants."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ Function = Callable[[Shape, Tensor, Weights, Rotary], Tensor]
 
 
 def rmsnorm(x: Tensor, gamma: Tensor) -> Tensor:
-    """RMSNorm with statistics in fp32; the weight is multiplied in x's dtype."""
+    """Compute RMSNorm: normalize in fp32, then multiply by the weight in x's dtype."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).type_as(x) * gamma
 
 
 def rotated(t: Tensor, turn: Rotary) -> Tensor:
-    """t [..., length, head width], rotated by ``shape.rotary``. A pair's two columns are half a head
-    apart."""
+    """Rotate t [..., length, head width] by the angles of ``shape.rotary``. The two columns of a rotated pair
+    are half a head apart."""
     cosine, sine = turn
     first, second = t.chunk(2, -1)
     return t * cosine + torch.cat((-second, first), -1) * sine
 
 
 def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
-    """The pre-norm layer, x [tokens, D] -> [tokens, D], in x's dtype."""
+    """Compute the pre-norm layer, x [tokens, D] -> [tokens, D], in x's dtype."""
     qkv = linear(rmsnorm(x, weights.attention_norm), weights.qkv)
     q, k, v = (shape.apart(t) for t in qkv.split(shape.projections, 1))
     q, k = rotated(q, turn), rotated(k, turn)
@@ -43,8 +44,8 @@ def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
-    """A layer that is a function of x and ``parameters``; autograd computes its backward. Layers pass
-    only x, the residual stream, to each other."""
+    """A layer that is a function of x and ``parameters``; autograd computes its backward. Stacked layers pass
+    each other only x, the residual stream."""
 
     def __init__(self, shape: Shape, parameters: Mapping[str, Tensor], next_norm: Tensor):
         self.shape, self.next_norm = shape, next_norm
@@ -90,8 +91,8 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # A separate code object: torch.compile caches results by code object, and gives up after eight
-        # results.
+        # Each instance has its own code object, because torch.compile caches results by code object, and
+        # gives up after eight results.
         own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
         self._layer: Function = compiled(own) if compiled else own
 

@@ -1,9 +1,10 @@
-"""The layer with the functions that QuACK's own modules call (quack-kernels 0.6.5): the norms, the linear
-layers, the rotation and the MLP. QuACK has no attention; PyTorch computes attention and the last addition.
+"""The layer with QuACK's functions (quack-kernels 0.6.5) for the norms, the linear layers, the rotation and
+the MLP. QuACK's own modules call the same functions. PyTorch computes attention, which QuACK does not have,
+and the last addition.
 
 QuACK tunes its GEMMs during the first calls. One call rotates q and k of the joint projection into a new
-tensor: QuACK can also rotate them in place, but PyTorch refuses this, because the output of QuACK's linear
-layer is a view.
+tensor. QuACK could also rotate q and k in place, but PyTorch refuses to change the projection in place,
+because the output of QuACK's linear layer is a view.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time all variants of a layer, interleaved, on the GPU. This is a task for ``verifier.gpu.worker``.
 
-A session times either the forward only, or forward and backward. Every variant's outputs, and its gradients
-if there is a backward, are compared once with the results of the plain layer in fp32.
+A session times either the forward only, or forward and backward. It also compares every variant once with the
+plain layer in fp32: the outputs and, if there is a backward, the gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerArms:
-    """The variants of a session, and the layer's shape. ``kernels``: the kernels that ``fused`` runs, with
-    their sizes."""
+    """A session's request: the layer's shape, and the variants to time (``arms``). ``kernels``: the kernels
+    that ``fused`` runs, with their sizes."""
 
     shape: Shape
     arms: tuple[str, ...]
@@ -46,8 +46,8 @@ class LayerArms:
 
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
-    """Measure a whole layer with ``comparison.interleaved``. A loss (RMS error) is given relative to the
-    truth's RMS, and relative to the loss of eager PyTorch in bf16."""
+    """Measure a whole layer with ``comparison.interleaved``. Each loss (RMS error) is returned twice: divided
+    by the truth's RMS, and divided by the loss of eager PyTorch in bf16."""
     return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 

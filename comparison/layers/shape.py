@@ -14,8 +14,9 @@ BASE = 10_000.0  # base of the rotary frequencies
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a layer with full causal attention, on ``sequences`` of ``length`` tokens each.
-    ``groups``: the number of key and value heads, if it is smaller than the number of query ``heads``."""
+    """The sizes of a layer with full causal attention. ``sequences``: the number of sequences, each of
+    ``length`` tokens. ``groups``: the number of key and value heads, or 0 if it equals ``heads``, the number
+    of query heads."""
 
     heads: int
     head_width: int
@@ -45,12 +46,12 @@ class Shape:
         return self.width, others, others
 
     def apart(self, t: Tensor) -> Tensor:
-        """[tokens, heads * head width] -> [sequences, heads, length, head width], a view."""
+        """Return a view of ``t`` [tokens, heads * head width] as [sequences, heads, length, head width]."""
         return t.view(self.sequences, self.length, -1, self.head_width).transpose(1, 2)
 
     def together(self, t: Tensor) -> Tensor:
-        """[sequences, heads, length, head width] -> [tokens, width]; a view, if ``t`` is a result of
-        ``apart``."""
+        """Return ``t`` [sequences, heads, length, head width] as [tokens, width]. The result is a view if
+        ``t`` comes from ``apart``."""
         return t.transpose(1, 2).reshape(self.tokens, self.width)
 
 
@@ -72,7 +73,7 @@ class Weights(NamedTuple):
     qkv: Tensor  # [sum(projections), D]: q, then k, then v; the rows of a rotated pair are half a head apart
     out: Tensor  # [D, D]
     ffn_norm: Tensor  # [D]
-    gate_up: Tensor  # [2*F, D]: all of gate, then up
+    gate_up: Tensor  # [2*F, D]: all gate rows, then all up rows
     down: Tensor  # [D, F]
 
 

@@ -39,7 +39,8 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
 
 
 def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal model. In training with labels, it fuses the loss and returns no logits."""
+    """The forward of a causal model. In training with labels, a fused part computes the loss, and no logits
+    are returned."""
     keeps = kwargs.get("logits_to_keep", 0)
     usually = (
         len(args) > 1
@@ -67,8 +68,8 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
-    """The sum of all tokens' losses, divided by ``num_items_in_batch``. If that is None, divide by the number
-    of tokens that have a target."""
+    """The sum of all tokens' losses, divided by ``num_items_in_batch``. If ``num_items_in_batch`` is None,
+    divide by the number of tokens that have a target."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]

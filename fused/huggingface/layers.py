@@ -42,8 +42,8 @@ PARTS = {
 class Settings(NamedTuple):
     """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
     rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
-    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes the norm
-    without its row scaling."""
+    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes that norm
+    without the row scaling."""
 
     activation: str
     centered: bool
@@ -56,8 +56,8 @@ class Settings(NamedTuple):
 
 
 def family(module: nn.Module, suffix: str) -> str:
-    """The family of a model's class, such as "llama" for LlamaDecoderLayer. Empty for other classes, and for
-    a user's subclasses."""
+    """The family of a model's class, such as "llama" for LlamaDecoderLayer. For any other class, and for a
+    user's subclass, the result is ""."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
             continue
@@ -94,7 +94,7 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
 
 def not_plain(module: nn.Module, sharded: bool) -> str:
     """Say why the model must compute a projection itself; return "" if the projection is plain. ``sharded``:
-    accept a DTensor as weight, because FSDP makes it complete whenever the module runs."""
+    accept a DTensor as weight, because FSDP gathers the whole weight whenever the module runs."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
     kind = type(module.weight)
@@ -173,7 +173,8 @@ def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: A
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        # Without next_norm: a recomputed layer computes its whole norm itself, and so rounds differently.
+        # Without next_norm, because a recomputed layer computes its whole first norm itself. The forward must
+        # round this norm in the same way.
         run = partial(_layer, layer, how._replace(next_norm=None, keeps=False), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)
@@ -211,7 +212,7 @@ def _layer(
 def _watched(attention: Any) -> bool:
     """Whether a hook reads the attention module's result, which a fused layer does not produce."""
     hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
-    idle = attention.config._attn_implementation != "eager"  # only eager attention returns its weights
+    idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
     return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
 
 
@@ -257,7 +258,7 @@ def _attended(
 def _heads(
     layer: Any, how: Settings, x: Tensor, begun: Begun | None, angles: tuple[Tensor, Tensor], cached: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return queries and keys (normalized and rotated), values, and the stream. The first three are
+    """Return queries and keys (normalized and rotated), values, and the stream. Queries, keys and values are
     [sequences, heads, length, width]. ``angles``: cosines and sines."""
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
@@ -268,7 +269,7 @@ def _heads(
     else:
         usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
-        # A cache keeps the model's own order of columns, because other code may read it.
+        # A cache keeps the model's own order of columns, because other code may read the cache.
         rotated = usual and how.rotates and not cached
         sizes = [part.weight.shape[0] for part in _projections(layer)]
         one = usual and not rotated  # ``heads`` takes queries, keys and values in one matrix
@@ -310,7 +311,7 @@ def _projected(
 def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
     """Combine weights in the order that a kernel needs."""
     calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # an inference tensor does not count its changes in place
+    # PyTorch does not count in-place changes of inference tensors, so ``kept`` could not notice them
     if calls_again and not any(w.is_inference() for w in weights):
         return kept(make, *weights)
     return make(*weights) if how.keeps else remade(make, *weights)

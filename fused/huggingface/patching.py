@@ -1,7 +1,7 @@
-"""Patch whole Hugging Face models: ``patch`` lets fused parts compute a model, and ``unpatch`` restores it.
+"""Patch whole Hugging Face models. ``patch`` lets fused parts compute a model, and ``unpatch`` restores the
+model.
 
-A patched module has another ``forward``. Nothing else changes: parameters, names, state dicts and classes
-stay the model's own.
+A patched module has another ``forward``. Its parameters, names, state dict and class do not change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 
 
 class PatchedPart(NamedTuple):
-    """A row of the table: a kind of part, what computes it, its programs and, if it is not fused, the
-    reason."""
+    """A row of the table: a kind of part, and what computes the part. For a fused part, ``programs`` names
+    the programs; for any other part, ``why`` gives the reason."""
 
     module: str
     part: str
@@ -72,15 +72,15 @@ class PatchedForward:
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
     """Let fused parts compute the decoder layers, the last norm and the training loss of Hugging Face's
     Llama, Mistral, Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched,
-    it is patched anew. ``stack``: each layer also computes the next layer's norm without its row scaling, if
-    it can read that norm's weight. Otherwise the next layer computes its whole norm.
+    it is patched anew. ``stack``: each layer also computes the next layer's norm without the row scaling, if
+    the layer can read that norm's weight. Otherwise the next layer computes the whole norm.
 
     ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
-    reorders them. Without gradients, copies are kept until ``unpatch``, and take nearly as much memory as the
-    layers' weights. A copy is renewed if its weight changes, but in-place changes of the weight's ``data``
-    are not noticed. In training, a step keeps its copies from the forward to the backward. Under activation
-    checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP shards are never
-    kept.
+    reorders these weights. Copies made without gradients are kept until ``unpatch``, and take nearly as much
+    memory as the layers' weights. If a weight changes, its copy is made again, but in-place changes of the
+    weight's ``data`` are not noticed. In training, copies are kept from the forward to the backward. Under
+    activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
+    shards are never kept.
 
     The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for
     an untested version of transformers.
@@ -120,8 +120,8 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each decoder layer with the next one, if Hugging Face's own code passes the stream between
-    them."""
+    """Yield each decoder layer with the next layer, if Hugging Face's own code passes the stream from layer
+    to layer."""
     for module in model.modules():
         if layers.family(module, "Model") and "forward" not in vars(module):
             yield from pairwise(cast(Any, module.layers))

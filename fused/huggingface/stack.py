@@ -1,9 +1,10 @@
-"""Whole-stack mode. The last kernel of a layer also computes the next layer's norm, except for its row
-scaling. This saves a pass.
+"""Whole-stack mode. The last kernel of a layer also computes the next layer's first norm, except for the row
+scaling. This saves a pass over the residual stream.
 
-This norm is an attribute of the residual stream that the layer returns. The next layer removes the attribute,
-and uses it if it belongs to that layer's own norm. If the attribute is missing, for example because a hook
-replaced the stream, the layer computes its whole norm itself, as without this mode.
+The layer attaches the result as an attribute to the residual stream that it returns. The next layer removes
+the attribute, and uses the result if it was computed for that layer's own norm. If the attribute is missing,
+for example because a hook replaced the stream, the next layer computes the whole norm itself, as without this
+mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 class BegunFor(NamedTuple):
     """A norm of a stream, computed without its row scaling. ``norm``: the norm's module. ``changes``: how
-    often the stream had been changed in place by then."""
+    often the stream had been changed in place when the norm was computed; None if unknown."""
 
     norm: nn.Module
     begun: Begun
@@ -29,8 +30,8 @@ class BegunFor(NamedTuple):
 
 
 def _changes(stream: Tensor) -> int | None:
-    """How often the stream was changed in place. None if this is unknown: inference tensors do not count
-    changes, and compiled code cannot ask."""
+    """How often the stream was changed in place. The result is None for inference tensors, which do not count
+    changes, and in compiled code, which cannot read the count."""
     return None if torch.compiler.is_compiling() or stream.is_inference() else stream._version
 
 
@@ -40,8 +41,8 @@ def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
 
 
 def take(stream: Tensor, layer: Any) -> Begun | None:
-    """Remove the attribute from the stream. Return its norm if it belongs to the layer's first norm and is
-    still valid."""
+    """Remove the attribute from the stream. Return the attribute's result if it was computed for the layer's
+    first norm and is still valid."""
     found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
     if found is None:
         return None

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8  # heads at a time
-PROGRAMS = 1056  # the backward's Triton programs, 8 per SM; each sums its tokens' gradients of norms' weights
+BLOCK = 8  # heads that a Triton program loads at a time
+# Triton programs of the backward, 8 per SM. Each program sums the gradients of norms' weights over its
+# tokens.
+PROGRAMS = 1056
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -156,9 +158,10 @@ def _backward(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``gradients``: the gradients of q, k and v. ``strides``: each gradient's strides of sequence, head and
-    token. Each program adds its heads up in registers. It reduces these sums only once per token and at its
-    end, because a reduction over heads makes the warps wait for each other."""
+    """Compute the gradient of packed queries, keys and values. ``gradients``: the gradients of q, k and v.
+    ``strides``: each gradient's strides of sequence, head and token. Each Triton program adds values of its
+    heads in registers. The program sums over heads only once per token and at its end, because a sum over
+    heads makes the warps wait for each other."""
     tokens, length, period, heads, groups = sizes
     width: tl.constexpr = 2 * HALF
     zeros = tl.zeros((BLOCK, HALF), tl.float32)

@@ -1,7 +1,7 @@
 """Normalize and rotate the heads of packed queries, keys and values.
 
-On a GPU, Triton kernels make one pass forward and one backward. The forward saves only its inputs. In
-PyTorch, each step would be a separate pass, with intermediate tensors in fp32.
+On a GPU, Triton kernels make one pass forward and one pass backward. The forward saves only its inputs for
+the backward. In PyTorch, each step would be a separate pass, with intermediate tensors in fp32.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ _ATTRIBUTE = "_coda_agent_row_sums"
 
 
 class RowSums(NamedTuple):
-    """An attribute of a projection's gradient, which the norm before the projection reads. ``sums``: the row
-    sums of the projection's result times its gradient, [tokens]. ``changes``: how often the gradient had been
-    changed in place."""
+    """An attribute of the gradient of a projection's result. The backward of the norm before the projection
+    reads this attribute. ``sums``: the row sums of the result times its gradient, [tokens]. ``changes``: how
+    often the gradient had been changed in place when the sums were computed."""
 
     sums: Tensor
     changes: int
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """The pointwise part of the backward of the chain ``attention_in``. Return the gradient of the chain's
-    result, and each row's factor: the norm's gradient contains the stream's row times this factor. Return
-    None if the gradient carries no row sums, or if it changed after they were computed."""
+    """Compute the pointwise part of the backward of the chain ``attention_in``. Return the gradient of the
+    chain's result, and a factor for each row. The gradient of the norm's input contains the input's row times
+    this factor. Return None if the gradient carries no row sums, or if the gradient changed after the sums
+    were computed."""
     d, rstd = known["d_qkv"], known["rstd_in"]
     found: RowSums | None = getattr(d, _ATTRIBUTE, None)
     if found is None or found.changes != d._version:

@@ -1,5 +1,5 @@
-"""Compute a whole RMSNorm in one pass forward and one backward. This is for a model's last norm, which no
-GEMM kernel contains."""
+"""Compute a whole RMSNorm in one pass forward and one pass backward. A model's last norm is computed in this
+way, because no GEMM kernel contains this norm."""
 
 from __future__ import annotations
 

@@ -21,14 +21,15 @@ Step = Callable[[Values, Values, Values], Any]  # computes a node's value from e
 
 
 def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: where it runs on a GPU and nothing traces it, torch.compile compiles it. Its first
-    argument must be a tensor, or a sequence that starts with one."""
-    # torch.compile limits compilations per code object, so each function gets its own.
+    """Wrap a function so that torch.compile compiles it for calls on a GPU. On a CPU, and while PyTorch
+    traces a call, the function itself runs. The first argument must be a tensor, or a sequence that starts
+    with a tensor."""
+    # torch.compile limits compilations per code object, so each function gets its own code object.
     own = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
 
-    @cache  # at the first call, because importing Dynamo and Inductor takes longer than importing PyTorch
+    @cache  # compiled at the first call, because Dynamo and Inductor take longer to import than PyTorch
     def compiled() -> Callable[..., Any]:
         return torch.compile(own)
 

@@ -1,1 +1,1 @@
-"""Lower a program to a CuTeDSL module, and compile that to machine code."""
+"""Lower a program to a CuTeDSL module, and compile the module to machine code."""

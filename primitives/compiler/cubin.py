@@ -1,4 +1,4 @@
-"""Read a cubin with CUDA's tools: registers and memory per thread, and its instructions."""
+"""Read a cubin with CUDA's tools: the registers and memory per thread, and the instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_agent.primitives.target import TARGET
 
 BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
 PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of an ordinary GEMM
-# bulk copies of a GEMM whose rows belong to experts, each with its own matrix
+# bulk copies of a GEMM whose rows belong to experts; each expert has its own matrix
 GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")
 OWN = ("UTMALDG.4D", "UTMASTG.3D")  # bulk copies of one GEMM per expert, over that expert's rows
 
@@ -50,7 +50,7 @@ def inspect_cubin(
     """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
     the code BULK for bulk copies that the GPU would refuse at run time."""
     found = usage(cubin)
-    # skip the data-flow analysis: nothing here reads its result, the targets of indirect branches
+    # skip the data-flow analysis, because nothing here needs the targets of indirect branches
     sass = tool("nvdisasm", "-c", "-ndf", str(cubin))
     check_bulk(sass, copies)
 
@@ -73,11 +73,11 @@ def inspect_cubin(
 
 
 def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
-    """Raise CompileError unless each bulk copy is one of the ``allowed``: by default, copies of a matrix's
-    tile. QuACK describes a tensor without a batch as rows of many problems, with a third axis and an address
-    far from the tensor's own. The GPU refuses a copy with this description as an illegal instruction, unless
-    the kernel has expert offsets. A kernel with offsets needs stores with this description: no other store
-    stops at the end of an expert's rows."""
+    """Raise CompileError for a bulk copy that is not ``allowed``. By default, copies of a matrix's tile are
+    allowed. QuACK describes a tensor without a batch axis as the rows of many problems, that is, with a third
+    axis and an address far from the tensor's own. If the kernel has no expert offsets, the GPU refuses a copy
+    with this description as an illegal instruction. A kernel with expert offsets needs stores with this
+    description, because no other store stops at the end of an expert's rows."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 
@@ -89,7 +89,7 @@ def usage(cubin: Path) -> dict[str, int]:
 
 
 def deepest_stack(folder: Path) -> int:
-    """The largest stack, in bytes per thread, of the cubins in a folder. Deletes the cubins."""
+    """Return the largest stack, in bytes per thread, of the cubins in a folder, and delete the cubins."""
     deepest = 0
     for cubin in folder.rglob("*.cubin"):
         deepest = max(deepest, usage(cubin)["STACK"])

@@ -1,7 +1,7 @@
-"""Generate the code of a step: a class on top of QuACK's Hopper mainloop, with its resources and the code for
-one epilogue subtile.
+"""Generate the code of a step: a class that extends QuACK's Hopper mainloop with the epilogue's resources and
+the code for one epilogue subtile.
 
-The code works on pairs of accumulator lanes. So the code can mix tiles of half, single and double width
+The code works on pairs of accumulator lanes, so that it can mix tiles of half, single and double width
 without special cases.
 """
 
@@ -25,15 +25,15 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        # Reductions that take a subtile's whole fragment. Reductions that overwrite it come last.
+        # Reductions that take a subtile's whole fragment. Reductions that overwrite the fragment come last.
         blocked = [i for i in step.reductions if not self.reduction(i).fold]
         self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
     def exact_nodes(self) -> set[int]:
-        """The nodes on which a reduction, a statistic, or an fp32 or fp16 output depends. They must not use
-        approximate instructions."""
+        """The nodes on which a reduction, a statistic, or an fp32 or fp16 output depends. These nodes must
+        not use approximate instructions."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
         pending += [i for i in self.step.stores if self.dtype(i) not in ("bf16", *EIGHTS)]
         found: set[int] = set()
@@ -45,8 +45,8 @@ class StepWriter(Writer):
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
-        """The value of each node beyond a ragged edge, where the accumulator and TMA loads are zero; None if
-        unknown."""
+        """The value of each node beyond a ragged edge, or None if the value is unknown. Beyond the edge, the
+        accumulator and TMA loads are zero."""
         known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
             node = self.nodes[index]
@@ -63,8 +63,8 @@ class StepWriter(Writer):
 
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
-        """Evaluate an operation on numbers. The result is None if an argument is unknown, and for a spread
-        vector, which may contain anything beyond the edge."""
+        """Evaluate an operation on numbers. The result is None if an argument is unknown. The result is also
+        None for a spread vector, which may contain anything beyond the edge."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -73,8 +73,8 @@ class StepWriter(Writer):
         return float(operation.torch(torch, *(torch.tensor(a) for a in arguments)))
 
     def masked(self, reduced: int) -> bool:
-        """Whether to mask lanes beyond a ragged edge, because their values may differ from the reduction's
-        identity."""
+        """Whether to mask lanes beyond a ragged edge. A mask is needed if the lanes' values may differ from
+        the reduction's identity."""
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
         return not (zero and self.reduction(reduced).identity == 0.0)
 
@@ -176,8 +176,8 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The name of the fragment that a blocked reduction (one that takes a subtile's whole fragment)
-        reads. Reductions of one tile share it."""
+        """The name of the fragment that a blocked reduction takes as a whole. Blocked reductions of the same
+        tile share one fragment."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
@@ -263,12 +263,12 @@ class StepWriter(Writer):
 
     @staticmethod
     def lane(count: int, k: int) -> str:
-        """The accumulator lane of the k-th of ``count`` values in a pair."""
+        """The code for the accumulator lane that holds the k-th of ``count`` values in a pair of lanes."""
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """The lane, as in ``lane``, and the map from its GEMM column to a tile's column: half or double, plus
-        an offset."""
+        """The code of a lane (see ``lane``), and of the map from the lane's GEMM column to a tile's column.
+        The map halves, keeps or doubles the column, and adds an offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Compile one kernel of a lowered module in this process, with QuACK and CuTeDSL.
 
-QuACK's object cache (QUACK_CACHE_DIR) stores compiled kernels. Its keys contain the operands' dtypes and
-layouts, and the names of the lowered module and class, which contain the code's hash.
+QuACK's object cache (QUACK_CACHE_DIR) stores compiled kernels. A kernel's key contains the operands' dtypes
+and layouts, and the names of the lowered module and class. These names contain the code's hash.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ REFUSED = ".refused"  # suffix of a file next to an object; it records that the 
 
 
 def import_quack() -> None:
-    """Import QuACK's GEMM but not QuACK's own operators, whose tuner would import TorchDynamo. That import
-    takes a third of the start-up time of a process that only compiles. A later import of such an operator
-    works normally. Garbage collection pauses meanwhile, because nearly all objects that an import makes
-    stay."""
+    """Import QuACK's GEMM but not QuACK's own operators, whose tuner would import TorchDynamo. The import of
+    TorchDynamo would take a third of the start-up time of a process that only compiles. A later import of
+    QuACK's operators works normally. Garbage collection pauses during the import, because nearly all new
+    objects stay in use."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +58,7 @@ def _import_quack() -> None:
 
 def load_module(lowered: Lowered) -> ModuleType:
     """Import a lowered text from its content-addressed file. Code that an author edited is never imported
-    here: a confined child process compiles it."""
+    here, because a confined child process compiles such code."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.edited:
@@ -124,7 +124,7 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
 def cached_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Load a step's kernel from QuACK's cache, or compile it into the cache. Its operands are as in
+    """Load a step's kernel from QuACK's cache, or compile it into the cache. The kernel's operands are as in
     ``primitives.runtime.compile``."""
     return _gemm(_compiler(kernel), lowered, kernel, schedule, sizes)
 
@@ -187,7 +187,7 @@ def _attributes(
     """Attributes of the step's class that change its compiled object."""
     starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
     bounds = (("column_bounds", kernel.column_bounds(sizes)),) if kernel.bounds else ()
-    # A kernel that starts before its predecessor ends would read offsets that are not yet bounded.
+    # A kernel that starts before its predecessor ends would read offsets that are not yet clamped.
     alone = (("use_pdl", False),) if kernel.offsets is not None else ()
     return (
         *starts,
@@ -209,7 +209,7 @@ def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
     """The compile arguments of a vector kernel. Strings are interned, because QuACK's cache hashes the
-    pickled key: pickling one string object twice gives other bytes than pickling two equal objects."""
+    pickled key. Pickling one string object twice gives other bytes than pickling two equal string objects."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 
@@ -217,11 +217,11 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compile_object(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """Look up in the cache whether a step compiles at one schedule, with all vector kernels. False: the
-    schedule was refused. None: no process with this cache has tried it.
+    """Look up in the cache whether a step compiles at one schedule. True: the cache has the step's objects
+    and those of all vector kernels. False: the schedule was refused. None: the cache lacks an object.
 
-    Asking the cache avoids starting a worker, which takes longer than loading an object. The result is always
-    None for edited code, because a worker inspects the stack of such an object every time.
+    A look-up avoids starting a worker, which takes longer than loading an object. For edited code the result
+    is always None, because a worker must inspect the stack of edited code every time.
     """
     if lowered.edited:
         return None
@@ -263,7 +263,7 @@ def objects() -> Path:
 def compile_kernel(
     lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile either kind of kernel now, without a cache. A step's kernel needs a schedule."""
+    """Compile a step's kernel or a vector kernel now, without a cache. A step's kernel needs a schedule."""
     if isinstance(kernel, VectorKernel):
         load_module(lowered)
         return _compile_vector(*_vector_key(lowered, kernel))
@@ -301,8 +301,8 @@ def _compile_own(
     *unused: Any,
     post_init_attrs: tuple[tuple[str, Any], ...] = (),
 ) -> Callable[..., Any]:
-    """Compile a GEMM per expert, over that expert's rows: QuACK's ``varlen_k``, which QuACK's own epilogue
-    compiler does not cover. The arguments are those of that compiler."""
+    """Compile a kernel that has one GEMM per expert, over that expert's rows (QuACK's ``varlen_k``). QuACK's
+    ``_compile_gemm_epi`` cannot compile such a kernel; this function takes the same arguments."""
     from quack import gemm_tvm_ffi_utils as host
     from quack.gemm_runtime.identity import resolve_gemm_class
 
@@ -348,7 +348,7 @@ def _compile_vector(
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
     """Within the ``with`` block, record how compiled mainloops divide an SM's shared memory. No tool can read
-    this from a cubin."""
+    the division from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 

@@ -18,8 +18,8 @@ class KernelSource:
     """The source of a kernel: its program and, if an author edited the lowered code, the edited code.
 
     ``schedules``: the chosen schedules by step; tuning chooses the schedules of all other steps. ``edited``:
-    CuTeDSL that runs in place of the program's lowering, and that a confined child process compiles. If it is
-    None, the lowering runs.
+    CuTeDSL that runs in place of the program's lowering, and that a confined child process compiles. If
+    ``edited`` is None, the lowering runs.
     """
 
     program: Program
@@ -40,7 +40,8 @@ class KernelSource:
 
     @property
     def fixed(self) -> dict[int, Schedule]:
-        """The schedules that are not tuned. The program's own take precedence over the chosen ones."""
+        """The schedules that are not tuned. The program's own schedules take precedence over chosen
+        schedules."""
         return {**self.schedules, **self.program.schedule}
 
     def on(self, schedules: Mapping[int, Schedule]) -> KernelSource:

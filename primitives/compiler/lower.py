@@ -1,8 +1,8 @@
 """Lower a program to the text of one CuTeDSL module, and name the tensor of each argument.
 
 Each GEMM step becomes a class (``gemm_codegen``), and the vector arithmetic after a step becomes small
-kernels (``vector_codegen``). The lowering chooses every identifier. Each constant is written so that it reads
-back exactly.
+kernels (``vector_codegen``). The lowering chooses all names in the text. Each constant is written so that
+Python reads back exactly the same number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def lower(program: Program, *, early: bool = False) -> Lowered:
 
 
 def lower_edited(program: Program, text: str) -> Lowered:
-    """Lower a program, then replace its text by ``text``, an author's edit of ``editable(program)``."""
+    """Lower a program, then replace the lowered text by ``text``, an author's edit of
+    ``editable(program)``."""
     plain = _lowered(program, hashed=False)
     named = [module for module in exports() if re.search(rf"\b{module}\b", text)]
     digest = _digest([text, plain.hash, *_device_sources(named)])
@@ -40,7 +41,7 @@ def lower_edited(program: Program, text: str) -> Lowered:
 
 
 def editable(program: Program) -> str:
-    """Return the lowered text that an author may edit. Its names contain no hash."""
+    """Return the lowered text that an author may edit. The names in the text contain no hash."""
     return _lowered(program, hashed=False).text
 
 
@@ -63,8 +64,8 @@ def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...], early: bool
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
-    used only in the cache's key: equal programs may differ in the sign of a zero, and a proposed primitive
-    changes the meaning of its name."""
+    used only in the cache's key. The hash tells apart programs that compare equal but differ in the sign of a
+    zero. The operations tell apart programs in which a proposed primitive gives a name another meaning."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)
@@ -78,7 +79,7 @@ def _digest(meant: Iterable[str]) -> str:
 
 
 DEVICE = Path(__file__).parents[1] / "device"
-RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that lowered code always may use
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that any lowered code may use
 
 
 def resources() -> set[str]:
@@ -126,8 +127,8 @@ def _imported(text: str) -> list[str]:
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """The sources of device modules and of all that they import. Changes in other modules do not change
-    hashes."""
+    """The sources of these device modules, and of all device modules that they import. So a change of any
+    other device module does not change the hash."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

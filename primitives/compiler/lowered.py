@@ -55,11 +55,12 @@ class Argument:
     column range of a tile that is stored together with another range of the tile, whose role is ``store``.
     ``memory``: a tile that threads load and store themselves. ``table``: a tile that each head reads again.
     ``row``, ``column``: a vector. ``index``: a vector of integers. ``head``: the width of heads. ``scalar``:
-    a number. ``pointer``: a number in memory. ``extent``, ``count``: a tile's number of columns or of rows.
-    ``bounds``: clamped offsets, which rise from 0 to the number of rows.
+    a number. ``pointer``: a number in memory. ``extent``: a tile's number of columns. ``count``: a tile's
+    number of rows. ``bounds``: clamped offsets, which rise from 0 to the number of rows.
 
-    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: which of the two
-    partial results, for a tile with twice the GEMM's columns. ``period``: the width of heads.
+    ``packed``: the tile has 16-bit values and twice the GEMM's columns, and is passed as 32-bit lanes.
+    ``part``: 0 or 1, the number of one of the two partial results for a tile with twice the GEMM's columns.
+    ``period``: the width of heads.
     """
 
     name: str
@@ -82,12 +83,12 @@ class Argument:
 class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
-    widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's columns, including
-    widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first columns of
-    ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its last.
-    ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``: whether there is
-    one GEMM per expert, over that expert's rows. ``index``: the input with the numbers of the
-    rows to gather from ``a``."""
+    widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's number of columns,
+    including widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first
+    columns of ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its
+    last column. ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``:
+    whether there is one GEMM per expert, over that expert's rows. ``index``: the input with the numbers of
+    the rows that the GEMM gathers from ``a``."""
 
     step: int
     name: str
@@ -114,9 +115,9 @@ class GemmKernel:
         return not self.objection(schedule, sizes)
 
     def objection(self, schedule: Schedule, sizes: Mapping[str, int]) -> str:
-        """Why a schedule does not suit the step, or "". Its tile must contain whole heads and whole pairs,
-        each range must begin at a subtile, and the schedule must be one launch unless the step is
-        ``splittable``. ``sizes`` contains the static dims."""
+        """Why a schedule does not suit the step; "" if it does. The schedule's tile must contain whole heads
+        and whole pairs, and each range must begin at a subtile. Only a ``splittable`` step can run as two
+        launches. ``sizes`` contains the static dims."""
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         if self.index is not None and schedule.cluster_n > 1:
@@ -130,20 +131,21 @@ class GemmKernel:
 
     @property
     def splittable(self) -> bool:
-        """Whether two launches can share the rows. They cannot if rows belong to experts."""
+        """Whether two launches can share the rows. This is impossible if rows belong to experts."""
         return self.offsets is None
 
     def torn(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> dict[int, int]:
-        """The nodes of the ranges that begin inside an epilogue subtile, and their first columns.
-        ``columns``: the subtile's width. A bulk store skips columns past its tensor's end, but must not begin
-        before the tensor's first column."""
+        """For each range that begins inside an epilogue subtile: its node and its first column. Such a range
+        cannot be stored. A bulk store skips columns past its tensor's end, but must not begin before the
+        tensor's first column. ``columns``: the subtile's width."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
         return {node: first for node, first in firsts.items() if first % columns}
 
     def narrow(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> bool:
-        """Whether an epilogue would mix columns of several heads. ``columns``: the width of its subtiles. A
-        thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's columns. If the
-        head width is a multiple of SUBTILE, TMA loads a table one subtile's width at a time."""
+        """Whether an epilogue would mix columns of several heads. ``columns``: the width of an epilogue
+        subtile. A thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's
+        columns. If the head width is a multiple of SUBTILE, TMA loads a table one subtile's width at a
+        time."""
         heads = [(a.role, a.period(sizes)) for a in self.arguments if a.period]
         whole = [width for role, width in heads if role == "head" or width % SUBTILE == 0]
         mixed = any(width % columns for width in whole)
@@ -201,8 +203,9 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered program: its code (``text``), and how to call its kernels, which follows from the program.
-    ``unedited``: the original lowering, if ``text`` is an author's edit of it. Edited code is untrusted."""
+    """A lowered program: its code (``text``), and the kernels that a caller launches. How to call the kernels
+    follows from the program, not from the code. ``unedited``: the original lowering, if an author edited
+    ``text``. Edited code is untrusted."""
 
     text: str
     hash: str
@@ -216,14 +219,14 @@ class Lowered:
 
     @property
     def module(self) -> str:
-        """The module name under which the code is imported. All edits of one lowering share it."""
+        """The module name under which the code is imported. All edits of one lowering share one name."""
         return f"coda_edited_{self.unedited.hash[:16]}" if self.unedited else f"coda_lowered_{self.hash[:16]}"
 
 
 def subtile(schedule: Schedule, d: Argument | None) -> tuple[int, int]:
     """The rows and columns of one epilogue subtile, as QuACK's ``GemmSm90`` computes its ``epi_tile``. The
-    subtile has 64 rows per warpgroup that works on the tile. With ``pingpong``, an fp8 ``d`` doubles the
-    subtile's columns.
+    subtile has 64 rows for each warpgroup that works on the tile. With ``pingpong`` and an fp8 ``d``, the
+    subtile has twice as many columns.
     """
     wide = schedule.pingpong and d is not None and d.dtype in EIGHTS
     return 64 if schedule.pingpong else 128, math.gcd(2 * SUBTILE if wide else SUBTILE, schedule.tile_n)
@@ -283,8 +286,8 @@ class Writer:
         return self.steps.width[step, self.nodes[index].args[0]]
 
     def partials(self, index: int) -> list[Argument]:
-        """The arguments for a reduction's partial results: two if it reduces the columns of a double-width
-        tile."""
+        """The arguments for a reduction's partial results: two arguments for a column reduction of a tile
+        with twice the GEMM's columns, otherwise one."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
         rank = 1 if how.selects else 3

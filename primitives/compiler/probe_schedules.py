@@ -1,7 +1,7 @@
 """Choose schedules with which to try a program before tuning. These schedules must leave the mainloop enough
 shared memory.
 
-Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA leave fewer
+Epilogue and mainloop share an SM's memory, so tiles that a step loads and stores through TMA leave fewer
 pipeline stages for the operands. QuACK divides the memory only while it compiles. This module predicts the
 division with the same arithmetic as QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
 """
@@ -25,7 +25,7 @@ PROBES = tuple(Schedule(*probe) for probe in TARGET.probes)
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
 ALIGNMENT = 1024  # bytes that the alignment of an epilogue's buffer may take from the operands
 ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
-LOAD_STAGES = (4, 2)  # QuACK's first choice, and its second for fewer than three operand stages
+LOAD_STAGES = (4, 2)  # QuACK's first choice; the second if the first leaves under three operand stages
 FEWEST = 2  # least operand stages: with one stage, the mainloop waits for its own loads
 
 Kind = Literal["once", "load", "store"]  # whether a buffer exists once, or once per load or store stage
@@ -34,8 +34,9 @@ Kind = Literal["once", "load", "store"]  # whether a buffer exists once, or once
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """The ``given`` schedules that fit a step. If none fits, the first of ``candidates`` that fits; empty if
-    none of those fits either. ``sizes`` contains the static dims."""
+    """The ``given`` schedules that fit a step. If no given schedule fits, return only the first of
+    ``candidates`` that fits; if no candidate fits, return an empty list. ``sizes`` contains the static
+    dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -46,8 +47,8 @@ def probes(
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """The schedules that tuning tries first: the tiles that the step accepts at these sizes, in clusters of
-    the default schedule's size. Pingpong schedules also come with ``deep``. If the output's size is unknown,
-    only large tiles are tried."""
+    the default schedule's size. Each pingpong schedule is tried without and with ``deep``. If the output's
+    size is unknown, only large tiles are tried."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -55,8 +56,8 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """The large tiles in clusters of the default schedule's size, at its rasterisation. Small tiles are added
-    if the output has fewer 128x128 tiles than the GPU has SMs."""
+    """Schedules with the large tiles, and with the default schedule's cluster size and rasterisation. Small
+    tiles are added if the output has fewer 128x128 tiles than the GPU has SMs."""
     usual = Schedule()
     clusters = [(m, n) for m, n in CLUSTERS if m * n == usual.cluster_m * usual.cluster_n]
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
@@ -67,7 +68,7 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """Combinations of one probe per step (see ``probes``): as many as the step with the most probes has."""
+    """Combinations of one probe per step (see ``probes``). Each probe of each step occurs at least once."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
@@ -80,13 +81,13 @@ def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mappin
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
     """The number of operand stages that a step's mainloop gets; 0 or less if the epilogue takes all memory. A
-    ``deep`` schedule may get one more."""
+    ``deep`` schedule may get one more stage."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
     """A message for the author of a step that fits no tile, and the node of the largest tile that the step
-    loads or stores (the last of equally large ones)."""
+    loads or stores. Of several equally large tiles, the last node is returned."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -125,8 +126,8 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """The epilogue's resources in shared memory with their bytes: in total, or per "load" or "store"
-    stage."""
+    """The epilogue's resources in shared memory. Each comes with the kind and the bytes of its buffer: in
+    total for "once", per stage for "load" and "store"."""
     rows, columns = subtile(schedule, resources.d)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]

@@ -28,8 +28,8 @@ class StepResources(Writer):
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()
         self.stores = [self.store(i) for i in step.stores]
-        # The widest load and store become the mainloop's own C and D, which determine the size of its
-        # epilogue tile.
+        # The widest load and the widest store become the mainloop's own C and D, which determine the size of
+        # the epilogue's subtile.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
         wide = [
             s
@@ -48,9 +48,9 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """Find an fp32 output that adds a value to an input and overwrites the input. Return the three nodes:
-        output, input and value. The store then adds in memory, so the input is not loaded. QuACK has no such
-        store for a GEMM with offsets."""
+        """Find an fp32 output that adds a value to an input and overwrites the input. Return three nodes: the
+        output, the input and the value. For such an output, the store adds in memory, so the input is not
+        loaded. QuACK has no such store for a GEMM with offsets."""
         updates = {} if self.grouped else self.program.signature.updates
         for output, name in updates.items():
             index = self.program.outputs[output]
@@ -68,7 +68,7 @@ class StepResources(Writer):
 
     def shared_ranges(self) -> dict[int, list[int]]:
         """Group stored column ranges (``column_range``) by their tile and dtype, because the ranges of a
-        group share a pipeline stage. Each key is a group's first range."""
+        group share a pipeline stage. The result maps each group's first range to all ranges of the group."""
         found: dict[tuple[int, str], list[int]] = {}
         for index in self.step.stores:
             if self.steps.types[index].kind == "range":
@@ -86,7 +86,7 @@ class StepResources(Writer):
         return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
 
     def bounds(self) -> tuple[tuple[int, Dim, Dim], ...]:
-        """For each ``in_columns``: its node, its first column, and the column after its last."""
+        """For each ``in_columns``: its node, its first column, and the column after its last column."""
         inside = [i for i in (*self.step.body, *self.step.sweep) if self.nodes[i].op == "in_columns"]
         found = {i: list(map(Dim.parse, sizes_named(self.nodes[i]))) for i in sorted(inside)}
         return tuple((i, first, first + width) for i, (first, width) in found.items())
@@ -188,6 +188,6 @@ class StepResources(Writer):
             chosen = self.nodes[index].args[1]
             yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            # QuACK gives rows of experts no batch axis.
+            # If rows belong to experts, QuACK's tensors have no batch axis.
             rank = min(partial.rank, 2) if self.grouped else partial.rank
             yield replace(partial, rank=rank), how.resource.format(name=partial.name, index=given)

@@ -1,9 +1,10 @@
 """Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is not counted: it can overlap with the tensor cores, so
-counting it could raise the bound above an achievable time. Bytes are the compulsory traffic: each step reads
-each of its input tensors once (also a tensor that repeats over heads) and writes each of its outputs once. So
-a tensor between steps, and an updated buffer, count as both written and read. Standard library only.
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is not counted, because it can overlap with the tensor
+cores, and counting it could raise the bound above an achievable time. Bytes are the compulsory traffic: each
+step reads each of its input tensors once and writes each of its outputs once. A tensor that repeats over
+heads is also read once. A tensor between steps, and an updated buffer, count as both written and read. This
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory. Each is listed once, even if an epilogue reads an operand
-    again."""
+    """The nodes that a GEMM step reads from memory. Each node is listed once, even if the epilogue reads an
+    operand again."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -62,16 +63,16 @@ def vector_writes(kernel: FinishWriter) -> list[int]:
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction selects one element per row. It then needs one buffer instead of partial results
-    per tile."""
+    """Whether a reduction selects one element per row. Such a reduction needs one buffer, instead of partial
+    results per tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """The extents of a reduction's partial results. A row reduction has one per row and tile along N. A
-    column reduction has one per column and tile along M, or two if its tile is twice as wide as the GEMM. A
-    selection has one value per row."""
+    """The extents of a reduction's partial results. A row reduction has one result per row and tile along N.
+    A column reduction has one result per column and tile along M, or two results if the reduced tile is twice
+    as wide as the GEMM. A selection has one value per row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
     rows, columns = steps.types[step.gemm].shape
     how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
@@ -103,8 +104,8 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The traffic and the least time of one kernel: of GEMM step ``step``, or of the vector kernel after
-    it."""
+    """The traffic and the least time of one kernel, which is the GEMM of step ``step`` or the vector kernel
+    after this GEMM."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -163,8 +164,8 @@ class Roofline:
 
     @property
     def limit(self) -> float:
-        """The longer of two times: that of the matmuls, and that of reading the inputs and writing the part
-        of the outputs that exceeds the L2."""
+        """The longer of two times: the time of the matmuls, and the time to read the inputs and to write the
+        part of the outputs that exceeds the L2."""
         read = {name: size for s in self.steps for name, size in s.reads.items()}
         written = {name: size for s in self.steps for name, size in s.writes.items()}
         fetched = sum(size for name, size in read.items() if name not in written)
@@ -189,8 +190,8 @@ class Roofline:
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
     """The roofline of a checked program at ``sizes``. Raises ValueError unless every dim has a positive size.
 
-    Partial results are counted for the tiles of the program's own schedule; without one, for the largest
-    tiles, which give the fewest.
+    Partial results are counted for the tiles of the program's own schedule. If the program has no schedule,
+    they are counted for the largest tiles, which give the fewest partial results.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
@@ -213,8 +214,8 @@ class _Counter(Writer):
         return [d(self.sizes) for d in self.steps.types[index].shape]
 
     def size(self, index: int) -> int:
-        """The bytes of a node's tensor in memory; for ``~node``, the bytes of a reduction's partial
-        results."""
+        """The bytes of a node's tensor in memory; for ``~node``, the bytes of the partial results of
+        reduction ``node``."""
         if index < 0:
             return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
         return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))

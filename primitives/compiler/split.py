@@ -1,9 +1,10 @@
 """Run a step as two launches, so that no SM is idle.
 
-Clusters of four read less from the L2, but an H100's GPCs can place them on only 120 of its 132 SMs. The
-first launch uses these SMs for most rows. The second launch uses the other SMs, in clusters of two. The
-launches overlap by programmatic dependent launch: the second may start once all blocks of the first have
-started. The next kernel on the stream waits for the second launch, which ends after the first.
+Clusters of four read less from the L2, but an H100's GPCs can place such clusters on only 120 of the 132 SMs.
+The first launch uses these 120 SMs for most rows. The second launch uses the other SMs, in clusters of two.
+The launches overlap by programmatic dependent launch: the second launch may start once all blocks of the
+first launch have started. The next kernel on the stream waits for the second launch, which ends after the
+first launch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _tracing = RLock()  # ``ordered`` patches the whole process
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
     """The number of an output's rows that the first launch of a ``split`` schedule computes: whole tiles of
     whole clusters, or all rows if the second launch cannot run. ``first`` and ``second``: how many clusters
-    of each launch run concurrently."""
+    of the first and of the second launch run concurrently."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
         return shape[0]
@@ -42,10 +43,10 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Patch QuACK, within the ``with`` block, for tracing a kernel of a ``split`` schedule. Without the
-    patch, QuACK's GEMM waits for its predecessor on the stream before its first load. The GEMM's blocks let
-    the successor start when they have no more tiles. With this patch, the first launch waits for that
-    predecessor and then lets the second start at once. In the second launch, a block that has no more tiles
+    """Within the ``with`` block, patch QuACK so that a kernel of a ``split`` schedule can be traced. Without
+    the patch, QuACK's GEMM waits for the previous kernel on the stream before the GEMM's first load. A block
+    without more tiles lets the next kernel start. With the patch, the first launch waits for the previous
+    kernel and then lets the second launch start at once. In the second launch, a block without more tiles
     waits for the first launch."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield

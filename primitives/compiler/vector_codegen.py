@@ -1,5 +1,5 @@
-"""Generate the vector kernels between steps. They reduce partial results in a fixed order, then do
-arithmetic."""
+"""Generate the vector kernels, which run between GEMM steps. A vector kernel combines partial reductions in a
+fixed order, and then does the arithmetic on the resulting vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ WAIT = (
 
 
 def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[FinishWriter]:
-    """The kernels between GEMM steps, ordered by stage, then by length. Stage -1 runs before all steps."""
+    """Return writers of the vector kernels, ordered by stage, and within a stage by vector length. Stage k
+    runs after step k; stage -1 runs before all steps."""
     return [
         FinishWriter(program, steps, stage, roots, early)
         for stage, members in sorted(steps.finishes.items())
@@ -27,7 +28,7 @@ def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[
 
 
 def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
-    """The kernels that clamp offsets, one per input of offsets."""
+    """Return writers of the kernels that clamp offsets: one kernel for each input of offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         offsets = program.nodes[step.gemm].offsets
@@ -45,8 +46,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class BoundsWriter(Writer):
-    """The kernel that clamps an input of offsets, before all steps, so that no offset leads outside the
-    tensors."""
+    """Writes the kernel that clamps an input of offsets. The kernel runs before all steps, so that no offset
+    points outside the tensors."""
 
     def __init__(self, program: Program, steps: Steps, offsets: int, rows: int):
         super().__init__(program, steps)
@@ -65,15 +66,15 @@ class BoundsWriter(Writer):
 
 
 class FinishWriter(Writer):
-    """One kernel for all vectors of one stage and length. For each value, a group of threads reduces the
-    partial results and then does the arithmetic.
+    """Writes one kernel for all vectors of one stage and length. For each element of a vector, a group of
+    threads combines the partial results and then does the arithmetic.
 
-    ``early``: launch it by programmatic dependent launch. Its blocks start when the GEMM's blocks have no
-    more tiles, and each thread waits for the end of the GEMM before it touches memory. Since every thread
-    waits, this kernel ends after the GEMM, and the GEMM ends after everything that it waited for. So a
-    successor of this kernel needs no further wait. This kernel never signals its successor. So the next
-    kernel on the stream, such as the next call's GEMM, starts only when all blocks of this kernel have ended.
-    That next kernel cannot overwrite partial results that these blocks still read.
+    ``early``: launch the kernel by programmatic dependent launch. The kernel's blocks start when the GEMM's
+    blocks have no more tiles. Each thread waits for the end of the GEMM before the thread touches memory. So
+    this kernel ends after the GEMM, and after every kernel for which the GEMM waited. A successor of this
+    kernel therefore needs no wait for those earlier kernels. This kernel never signals its successor. So the
+    next kernel on the stream, such as the next call's GEMM, starts only when all blocks of this kernel have
+    ended. The next kernel therefore cannot overwrite partial results before this kernel reads them.
     """
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):

@@ -16,22 +16,24 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.primitives.lang.trace import tracing
 
-NEXT = "NEXT"  # the dim that the input ``d_next`` adds
+NEXT = "NEXT"  # a dim that only the inputs ``d_next`` and ``w_next`` have
 LEAVES = ("tile", "vector")
 UNUSED = "no output uses it"
 
 
 class Derived(NamedTuple):
-    """A backward.
+    """A derived backward, with facts about the backward.
 
-    ``head`` and ``program``: see ``derive``. ``same``: gradients that equal an input or another gradient.
-    ``folds``: gradients that the caller must sum from an output, over all its elements if the gradient is a
-    scalar, otherwise over heads. ``stored``: the forward's inputs, outputs and saved values that the backward
-    reads. ``saves``: stored values that the forward does not return yet, with their nodes. ``recomputed``:
-    the forward's matmuls, sums and outputs that the backward computes again, with their nodes. ``left``:
-    inputs without a derived gradient, with reasons. ``notes``: where gradients stop, or are one choice of
-    several. ``widths``: new dims, for sizes of the forward that the backward's shapes do not determine.
-    ``bound``: the fewest bytes and FLOPs of all compared plans.
+    ``program``: the matmuls with their epilogues. ``head``: the pointwise part, which runs before
+    ``program``. ``same``: maps a gradient to the input or other gradient that it equals. ``folds``: maps an
+    unfinished gradient to an output of the backward. The caller must sum the output: over all elements for
+    the gradient of a scalar, otherwise over heads. ``stored``: the forward's inputs, outputs and saved values
+    that the backward reads. ``saves``: the saved values, which the forward does not return yet, with their
+    forward nodes. ``recomputed``: the forward's matmuls, sums and outputs that the backward computes again,
+    with their forward nodes. ``left``: inputs without a derived gradient, with reasons. ``notes``: operations
+    where gradients stop, or where the derivative is one choice of several. ``widths``: new dims, each for a
+    size of the forward, such as H*P, that the shapes of the backward's inputs do not determine. ``bound``:
+    for each kind of cost, the lowest value of all compared plans.
     """
 
     program: Program | None
@@ -48,7 +50,8 @@ class Derived(NamedTuple):
 
 
 class BackwardRequest(NamedTuple):
-    """A request for a backward. The fields are the arguments of ``derive`` with these names."""
+    """A request for a backward. The fields have the meaning of the arguments of ``derive`` with the same
+    names."""
 
     program: Program
     wrt: tuple[str, ...]
@@ -59,8 +62,9 @@ class BackwardRequest(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A plan for a backward. ``stored``: forward nodes in memory. ``moves``, ``turns``: whether
-    ``Simplifier`` applies these simplifications."""
+    """A plan for a backward. ``stored``: the forward nodes whose values are in memory. ``moves``: whether
+    ``Simplifier`` moves row factors out of matmuls. ``turns``: whether ``Simplifier`` computes sums from
+    another matmul."""
 
     stored: frozenset[int]
     moves: bool = False
@@ -93,7 +97,8 @@ class PlannedBackward:
         return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
 
     def announce(self, name: str, tensor: TensorType) -> str:
-        """Add an input to the backward, under this name or, if it is taken, a longer one."""
+        """Add an input to the backward, and return its name: ``name``, with underscores appended if it is
+        taken."""
         while name in self.inputs:
             name += "_"
         self.inputs[name] = tensor
@@ -144,7 +149,7 @@ class PlannedBackward:
     def outputs(
         self, trace: Simplifier, gradients: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, str]]:
-        """The outputs by name, and ``Derived.folds``."""
+        """Return the backward's outputs by name, and the value of ``Derived.folds``."""
         outputs: dict[str, int] = {}
         folds: dict[str, str] = {}
         for name, index in gradients.items():
@@ -155,7 +160,8 @@ class PlannedBackward:
         return outputs, folds
 
     def accumulated(self, trace: Simplifier, name: str, index: int) -> int:
-        """Add a gradient to its buffer. Without a buffer, the gradient is returned unchanged."""
+        """Return the node that adds a gradient to its buffer. If there is no buffer, return the gradient's
+        node unchanged."""
         if name not in self.updates:
             return index
         if not self.late(trace)[index]:
@@ -165,7 +171,8 @@ class PlannedBackward:
     def again(
         self, trace: Simplifier, outputs: Mapping[str, int], known: Mapping[int, int]
     ) -> dict[str, int]:
-        """``Derived.recomputed``. ``known``: recomputed forward nodes, with their nodes in the trace."""
+        """Return the value of ``Derived.recomputed``. ``known``: maps recomputed forward nodes to nodes of
+        the trace."""
         reached = set(self.reached(trace, outputs.values()))
         names = {i: n for n, i in self.program.outputs.items()}
         named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
@@ -219,7 +226,8 @@ class PlannedBackward:
         return [i for i, n in enumerate(self.program.nodes) if n.op == "input" and n.attribute == name]
 
     def aliases(self, trace: Simplifier, outputs: dict[str, int]) -> tuple[dict[str, str], dict[str, int]]:
-        """The gradients that equal an input or another gradient, and then the remaining gradients."""
+        """Split the gradients into two dicts. The first dict maps a gradient to the input or other gradient
+        that it equals. The second dict has the remaining gradients, with their nodes."""
         same: dict[str, str] = {}
         rest: dict[int, str] = {}
         for name, index in outputs.items():
@@ -240,7 +248,7 @@ class PlannedBackward:
         return late
 
     def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The operands of matmuls, and the outputs, that depend on no matmul."""
+        """The nodes that depend on no matmul, and that are an output or the operand of a matmul."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
@@ -252,8 +260,8 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The vectors that are computed from sums and depend on no matmul, if a value of another kind reads
-        them. Also the outputs that depend on no matmul."""
+        """The nodes that depend on no matmul, and that are an output or a vector computed from reductions. A
+        vector is included only if some other kind of node reads it."""
         summed: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(summed[a] for a in node.args)
@@ -263,8 +271,8 @@ class PlannedBackward:
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The values that depend on no matmul, and are outputs or arguments of a value that depends on a
-        matmul."""
+        """The nodes that depend on no matmul, and that are an output or an argument of a node that depends on
+        a matmul."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
@@ -279,7 +287,7 @@ class PlannedBackward:
         return roots
 
     def reached(self, trace: Simplifier, roots: Collection[int]) -> list[int]:
-        """The nodes on which ``roots`` depend, with ``roots`` themselves, in order."""
+        """The nodes ``roots`` and all nodes on which they depend, in order."""
         seen, pending = set[int](), list(roots)
         while pending:
             index = pending.pop()
@@ -292,7 +300,7 @@ class PlannedBackward:
         self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
     ) -> Program | None:
         """The program of matmuls. It computes all outputs except ``roots``, which the head computes. Raises
-        ProgramError if no kernel can run it."""
+        ProgramError if no kernel can run the program."""
         mine = {n: i for n, i in outputs.items() if i not in roots}
         program = self.part(trace, trace.signature.name, mine, roots)
         if program:
@@ -307,8 +315,8 @@ class PlannedBackward:
     def part(
         self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
     ) -> Program | None:
-        """The program that computes these outputs, or None if there are none. It reads the nodes ``inputs``
-        instead of computing them."""
+        """The program that computes ``outputs``; None if ``outputs`` is empty. The program reads the nodes
+        ``inputs`` as inputs, and does not compute them."""
         if not outputs:
             return None
         nodes: list[Node] = []
@@ -354,8 +362,9 @@ class PlannedBackward:
         tensors: dict[str, TensorType],
         inner: set[str],
     ) -> dict[str, TensorType]:
-        """Replace each size that the inputs' shapes do not determine, such as 2*H*P, by a new dim. A size
-        with at most one dim outside ``inner`` (the dims that nodes name) stays."""
+        """Replace each size in the shapes of ``tensors`` that the inputs' shapes do not determine, such as
+        2*H*P, by a new dim. A size stays if at most one of its dims is outside ``inner``, the dims that nodes
+        name."""
         shapes = {n: tensors[n].shape for n in read}
         known = {d for s in shapes.values() for dim in s for d in dim.names}
         try:

@@ -1,10 +1,10 @@
-"""Parts of a Transformer (chains) as graphs, from which backwards are derived.
+"""Define parts of a Transformer (chains) as graphs, from which backwards are derived.
 
-A chain is a part that begins and ends with a matmul, so that the epilogues of matmuls can compute its
+A chain is a part that begins and ends with a matmul, so that the epilogues of matmuls can compute the chain's
 gradients. The forward of a chain with a norm takes several kernels. Weights have the layout of
-``torch.nn.Linear``. The rows of gate and up weights are interleaved, and the two rows of each rotated pair
-are adjacent. A chain's outputs are its results, and the values that the forward stores for the backward.
-Numbers such as ``eps`` are scalars, passed to each launch.
+``torch.nn.Linear``. Rows of the gate weight alternate with rows of the up weight, and the two rows of each
+rotated pair are adjacent. A chain returns its results, and also the values that the forward stores for the
+backward. A number such as ``eps`` is a scalar input, which the caller passes to each launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 
-Shapes = dict[str, str]  # by name: dims, and a dtype if it is not bf16, such as "M, 2*F" or "M: fp32"
+Shapes = dict[str, str]  # for each name, the dims, and the dtype if not bf16: "M, 2*F" or "M: fp32"
 Body = Callable[..., dict[str, Any]]
 SCALAR = ": fp32"
 
@@ -49,8 +49,8 @@ class Chain(NamedTuple):
     static: tuple[str, ...] = ()
 
     def then(self, other: Chain, **linked: str) -> Chain:
-        """Append another chain. ``linked`` maps its inputs to outputs of this chain. Tensors with the same
-        name in both chains are one tensor."""
+        """Return this chain followed by ``other``. ``linked`` maps inputs of ``other`` to outputs of this
+        chain. Tensors with the same name in the two chains are one tensor."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})
@@ -62,8 +62,9 @@ class Chain(NamedTuple):
         return Chain(self.inputs | later, self.outputs | other.outputs, body, static)
 
     def through(self, stream: str) -> Chain:
-        """The same chain, which also returns one of its inputs, as ``through``. Its backward adds the
-        gradient of the input's later uses to that of the chain's own use."""
+        """Return this chain with one more output, ``through``, which is the input ``stream`` unchanged. So
+        the chain's backward can add the gradient from later uses of the input to the gradient from the
+        chain's own use."""
 
         def body(**given: Any) -> dict[str, Any]:
             return self.body(**given) | {"through": given[stream]}
@@ -124,8 +125,9 @@ def _gated(function: Callable[[Any], Any], z: Any) -> Any:
 
 
 def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
-    """Pre-norm MLP of the residual stream ``h``. ``residual``: add ``h`` to the result. Stores rstd, z (after
-    the norm's row scale) and act."""
+    """Pre-norm MLP of the residual stream ``h``. ``residual``: add ``h`` to the result. The forward stores
+    rstd (the norm's row scale), z (the first matmul's result times rstd) and act (the activation's
+    result)."""
     width, act_of = ACTIVATIONS[activation]
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
@@ -150,7 +152,8 @@ def attention_out() -> Chain:
 
 def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
     """Pre-norm projection of the residual stream ``out`` to queries, keys and values, with or without a bias.
-    If ``rotates``, ``cos_sin`` rotates the first ``turned`` columns. The chain stores rstd_in."""
+    With ``rotates``, the angles in ``cos_sin`` rotate the first ``turned`` columns. The forward stores
+    rstd_in, the norm's row scale."""
 
     def body(
         out: Any,
@@ -179,8 +182,8 @@ def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
 
 
 def loss() -> Chain:
-    """The cross-entropy of ``h``: the log-sum-exp of its logits, and the target's logit. No logits are
-    stored."""
+    """The cross-entropy of ``h``: the log-sum-exp of its logits, and the target's logit. The forward does not
+    store the logits."""
 
     def body(h: Any, w: Any, target: Any) -> dict[str, Any]:
         logits = gemm(h, w.mT)
@@ -204,8 +207,8 @@ def next_norm() -> Chain:
 
 def head(cap: bool = False) -> Chain:
     """The final norm of the residual stream ``h``, then the cross-entropy: the logits' log-sum-exp and the
-    target's logit. ``cap``: soft-cap the logits. Logits are not stored. The backward recomputes them from
-    rstd and hg, which is h times the norm's weight."""
+    target's logit. ``cap``: soft-cap the logits. The forward does not store the logits. The backward
+    recomputes the logits from rstd and from hg, which is h times the norm's weight."""
 
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)
@@ -223,5 +226,6 @@ def head(cap: bool = False) -> Chain:
 
 
 def between_attentions(activation: str = "swiglu") -> Chain:
-    """A layer without attention: from one attention's output to the queries, keys and values of the next."""
+    """The chain between two attentions: from the output of one attention to the queries, keys and values of
+    the next attention."""
     return attention_out().then(mlp(activation), h="h").then(attention_in(), out="out")

@@ -1,4 +1,4 @@
-"""Choose a backward: which values to store or recompute, and which matmul yields each sum.
+"""Choose a backward: which values to store or recompute, and from which matmul to compute each sum.
 
 ``Search.weighed`` gives a plan's costs at the requested sizes, most important first: bytes stored above the
 limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time, and stops when
@@ -26,19 +26,19 @@ from coda_agent.primitives.lang.signature import TensorType
 
 Cost = tuple[float, ...]
 REFUSED: Cost = (float("inf"),)
-NEXT_SIZE = 2048  # the size of the dim NEXT, unless ``sizes`` has it
+NEXT_SIZE = 2048  # the size of the dim NEXT if ``sizes`` does not contain NEXT
 
 
 def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of all dims: the forward's, and those that only the backward has."""
+    """The sizes of all dims: the dims of the forward, and the dims that only the backward has."""
     return {**sizes, **{name: size(sizes) for name, size in derived.widths.items()}}
 
 
 class Search:
-    """The search for the cheapest plan. ``limit``: the bytes per row that the forward may store for the
-    backward, not counting its inputs. Without a limit the forward stores only its outputs; it stores more
-    only if no backward works otherwise. ``fixed``: forward nodes that must (True) or must not (False) be
-    stored."""
+    """Finds the cheapest plan. ``limit``: the most bytes per row that the forward may store for the backward,
+    not counting the forward's inputs. Without a limit, the forward stores only its outputs; it stores more
+    values only if no backward can be derived otherwise. ``fixed``: forward nodes that must (True) or must not
+    (False) be stored."""
 
     def __init__(
         self, request: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
@@ -53,7 +53,8 @@ class Search:
         self.refusals: list[ProgramError] = []
 
     def best(self) -> Derived:
-        """The backward of the cheapest plan. Raises ProgramError if there is no plan."""
+        """The backward of the cheapest plan. Raises ProgramError if no plan works, or if none keeps the
+        limit."""
         returned = {i for i in self.program.outputs.values() if self.types[i].kind in LEAVES}
         more = {*self.candidates()} - returned
         free = returned if self.limit is None else returned | more
@@ -92,9 +93,9 @@ class Search:
                 yield node.args[0]
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
-        """Starting from the plan that stores the nodes ``stored``, improve it one change at a time. A change
-        toggles a simplification, or whether a node of ``free`` is stored. Small tensors are tried first; with
-        ``largest``, large tensors."""
+        """Improve the plan that stores the nodes ``stored``, one change at a time. A change switches a
+        simplification on or off, or changes whether a node of ``free`` is stored. Nodes with small tensors
+        are tried first; with ``largest``, nodes with large tensors."""
         always = {i for i, keep in self.fixed.items() if keep}
         start = {i for i in stored if self.fixed.get(i, True)} | always
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
@@ -141,8 +142,8 @@ class Search:
         return self.tried[plan][0]
 
     def weighed(self, derived: Derived) -> Cost:
-        """The costs, most important first: bytes per row above the limit; FLOPs; recomputed sums over rows or
-        columns; all bytes; number of nodes. Without a limit, the first cost is the bytes per row that the
+        """The costs, most important first: bytes per row above the limit; FLOPs; number of recomputed row or
+        column sums; all bytes; number of nodes. Without a limit, the first cost is the bytes per row that the
         forward stores only for the backward."""
         traffic = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
         self.traffic.append(traffic)

@@ -1,4 +1,4 @@
-"""Count the bytes and FLOPs of a backward's two programs, and compute the roofline of the matmuls."""
+"""Count the bytes and FLOPs of a backward: of its program of matmuls and of its pointwise head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from coda_agent.primitives.lang.signature import TensorType
 
 
 class Traffic(NamedTuple):
-    """The cost of a backward. ``moved``: its bytes if each step reads and writes its tensors once. ``least``:
-    its bytes if one kernel read each input and wrote each output of the whole backward once."""
+    """The cost of a backward. ``moved``: the bytes if each step reads and writes its tensors once. ``least``:
+    the bytes if a single kernel did the whole backward, and read each input and wrote each output once."""
 
     moved: int
     least: int
@@ -26,8 +26,8 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The traffic of ``program`` (the backward's matmuls) and of ``head`` (its pointwise start, in one
-    pass)."""
+    """The traffic of a backward. ``program``: the backward's matmuls. ``head``: its pointwise part, which
+    reads and writes its tensors once."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}

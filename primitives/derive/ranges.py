@@ -1,5 +1,5 @@
-"""Join outputs that are ranges of one tile's columns, such as q, k and v, because a backward reads the whole
-tile."""
+"""Join outputs that are ranges of one tile's columns, such as q, k and v, because a backward reads the
+gradient of the whole tile."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Joined(NamedTuple):
 
 
 def joined(program: Program) -> Joined:
-    """Join outputs into one if together they are all columns of a tile, such as q, k and v into q_k_v. The
-    program's nodes keep their numbers."""
+    """If some outputs are ranges that together contain all columns of a tile, join them into one output, such
+    as q, k and v into q_k_v. The program's nodes keep their numbers."""
     types, tiles = program.types(), dict[int, dict[Dim, str]]()
     for name, index in program.outputs.items():
         if types[index].kind == "range":

@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation: compute the inputs' gradients from the outputs' gradients, as operations of a
-program."""
+"""Reverse-mode differentiation: compute the gradients of a program's inputs from the gradients of its
+outputs, as nodes of a trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUMS = ("add", "subtract", "join")
 
 
 class Reverse:
-    """Trace forward values and gradients in one graph.
+    """Adds forward values and gradients to one trace.
 
-    ``stored``: forward nodes in memory, with the names under which the backward reads them. ``known``: for
-    forward nodes, their nodes in the trace. ``stopped``: nodes whose gradient is incomplete, with reasons.
-    ``notes``: caveats of operations that a gradient passes through.
+    ``stored``: maps forward nodes whose values are in memory to the names of the inputs that hold the values.
+    ``known``: maps forward nodes to nodes of the trace. ``stopped``: maps forward nodes with an incomplete
+    gradient to the reason. ``notes``: caveats of operations that a gradient passes through.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Reverse:
         self.trace, self.stored, self.positive = trace, dict(stored), positive
         self.stored |= {i: str(n.attribute) for i, n in enumerate(self.nodes) if n.op == "input"}
         self.known: dict[int, int] = {}
-        self.again: set[int] = set()  # the recomputed nodes of ``known``
+        self.again: set[int] = set()  # the forward nodes in ``known`` that are recomputed
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
         self.given: Collection[int] = ()
@@ -39,8 +39,8 @@ class Reverse:
     # Forward values
 
     def value(self, index: int) -> int:
-        """The node of a forward value in the trace. The backward reads the value, recovers it from a stored
-        value, or computes it again."""
+        """Return the trace's node for a forward value. The backward reads the value, recovers it from a
+        stored value, or computes it again."""
         if index not in self.known:
             if index in self.stored:
                 self.known[index] = self.trace.add(Node("input", (), self.stored[index]))
@@ -55,15 +55,16 @@ class Reverse:
         return self.known[index]
 
     def cheap(self, index: int) -> bool:
-        """Whether a value can be recomputed without a matmul or reduction."""
+        """Whether a value is stored, or can be recomputed from stored values without a matmul or
+        reduction."""
         node = self.nodes[index]
         if index in self.stored:
             return True
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """Recover a value from a stored value that differs from it by a term, a factor or a sign. None if
-        there is no such value."""
+        """Recover a value from a stored value, by removing a term, a factor or a sign. Return None if no
+        stored value allows this."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -100,7 +101,8 @@ class Reverse:
     # Gradients
 
     def gradients(self, given: Mapping[int, int], wrt: Collection[str]) -> dict[str, int]:
-        """The gradients of the inputs ``wrt``, by name. ``given``: known gradients of forward nodes."""
+        """The gradients of the inputs ``wrt``, by name, without incomplete gradients. ``given``: maps forward
+        nodes to known gradients."""
         active, self.given = self.active(wrt), given.keys()
         found: dict[int, dict[Type, int]] = {i: {} for i in range(len(self.nodes))}
         for index, gradient in given.items():
@@ -163,10 +165,10 @@ class Reverse:
     # Scales of rows
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
-        """Compute the gradient of a row scale from stored values that are homogeneous in the scale. Use this
-        method if the ordinary rule would recompute a matmul. The result is None if this method does not
-        apply. By Euler's theorem, if a value has degree k in the scale, k times the value equals the scale
-        times the value's derivative."""
+        """Compute the gradient of a row scale from stored values that are homogeneous in the scale. Return
+        None if there are no such values, or if the ordinary rule needs no recomputed matmul or reduction. By
+        Euler's theorem, if a value has degree k in the scale, k times the value equals the scale times the
+        value's derivative by the scale."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args
@@ -183,12 +185,12 @@ class Reverse:
         return apply("divide", total, Tensor(self.value(scale)))._index
 
     def beside(self, index: int) -> tuple[int, ...]:
-        """The arguments, other than this value, of all nodes that read this value."""
+        """The other arguments of all nodes that read the value ``index``."""
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
-        """The first stored value on each path from a row scale to a gradient, with its degree in the scale.
-        None if some path has no stored value."""
+        """For each path from a row scale to a given gradient, the first stored value and its degree in the
+        scale. None if a path has no stored value, or has a value that is not homogeneous in the scale."""
         degrees, ends = {index: 1}, dict[int, int]()
         for reader in range(index + 1, len(self.nodes)):
             node = self.nodes[reader]
@@ -202,8 +204,8 @@ class Reverse:
         return ends
 
     def degree(self, node: Node, given: list[int]) -> int | None:
-        """A value's degree in a row scale. ``given``: the degrees of its arguments. None if the value is not
-        homogeneous in the scale."""
+        """The degree of a node's value in a row scale; None if the value is not homogeneous in the scale.
+        ``given``: the degrees of the node's arguments."""
         if node.op in ALIKE:
             return given[0]
         if node.op in SUMS and given[0] == given[1]:

@@ -1,8 +1,9 @@
-"""A trace that simplifies expressions as it grows. The rules do not depend on the derivative.
+"""A trace that simplifies expressions as it grows. The rules hold for all expressions, not only for
+derivatives.
 
-The rules compute with vectors before spreading them over tiles. They move factors that are constant along a
-row or column out of sums and matmuls, and remove a split of joined halves. Each rule is exact for real
-numbers, at every size.
+Some rules do arithmetic on vectors before the vectors are spread over tiles. Other rules move factors that
+are constant along a row or column out of sums and matmuls, or cancel a ``join`` that ``pairs`` splits again.
+Each rule is exact for real numbers, at every size.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A value as a product: ``core`` times the vectors and scalars ``above``, divided by those ``below``.
-    ``core`` is a tile, or None for a product of vectors and scalars alone."""
+    """A value as a product: ``core`` times the factors ``above``, divided by the factors ``below``. Each
+    factor is a vector or scalar. ``core`` is a tile, or None if the value has only factors."""
 
     core: int | None
     above: tuple[int, ...] = ()
@@ -42,9 +43,9 @@ class Simplifier(Trace):
     """A trace that adds a simpler equivalent node where a rule finds one.
 
     ``moves``: whether row factors of a matmul's left operand are moved out of the matmul or to the right
-    operand. ``products``: maps operands to matmuls that the backward computes anyway; sums over other matmuls
-    are computed from these (see ``turned``). ``used``: the optional simplifications ("moves", "turns") that
-    had an effect.
+    operand. ``products``: the matmuls that the backward computes anyway, by their operands. ``turned``
+    computes sums over other matmuls from ``products``. ``used``: the optional simplifications ("moves",
+    "turns") that had an effect.
     """
 
     def __init__(self, signature: Signature, moves: bool = False):
@@ -54,7 +55,7 @@ class Simplifier(Trace):
         self.products: dict[tuple[int | None, ...], int] = {}
 
     def line(self) -> None:
-        """None: no line of a kernel file creates the nodes of this trace."""
+        """Return None, because no line of a kernel file creates the nodes of this trace."""
 
     def add(self, node: Node) -> int:
         simpler = self.simpler(node)
@@ -85,7 +86,7 @@ class Simplifier(Trace):
 
     def chosen(self, node: Node) -> Node:
         """Simplify the branches of ``where(a > b, ...)``: maximum(a, b) is a in the first branch, and b in
-        the second. The same for a < b and minimum."""
+        the second. The same holds for a < b and minimum(a, b)."""
         condition, *branches = node.args
         compared = self.nodes[condition]
         extremum = EXTREMA.get(compared.op)
@@ -123,8 +124,8 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape, an input if possible. It replaces an argument if only the argument's
-        shape matters."""
+        """A tile with the shape of the tile ``index``, if possible an input. The returned tile can replace
+        ``index`` where an operation uses only the shape."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -166,7 +167,7 @@ class Simplifier(Trace):
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:
-        """The argument that equals the result, such as x for x * 1 or x + 0; None if there is none."""
+        """The argument that equals the result, such as x for x * 1 or x + 0; None if no argument does."""
         if node.op == "negative":
             argument = self.nodes[node.args[0]]
             return argument.args[0] if argument.op == "negative" else None
@@ -286,8 +287,8 @@ class Simplifier(Trace):
         return left.times(right, core)
 
     def gathered(self, factors: Factors) -> tuple[int | None, int | None]:
-        """The product of the factors above, and that of the factors below, after cancelling common
-        factors. A product is None if no factor remains."""
+        """Cancel common factors. Return the product of the factors above and the product of the factors
+        below. A product is None if no factor remains."""
         above, below = list(factors.above), list(factors.below)
         for factor in factors.above:
             if factor in below:
@@ -302,8 +303,8 @@ class Simplifier(Trace):
         return product
 
     def scaled(self, index: int, factors: Factors, spread: str = "") -> int:
-        """Multiply a value by the gathered factors. ``spread``: the operation that spreads a vector over a
-        tile, if the value is a tile."""
+        """Multiply a value by ``factors``. ``spread``: the operation that spreads a vector over the value, if
+        the value is a tile."""
         for op, factor in zip(("multiply", "divide"), self.gathered(factors), strict=True):
             if factor is not None:
                 wide = spread and self.types[factor].kind == "vector"
@@ -317,8 +318,8 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int, *offsets: int) -> int | None:
-        """A matmul after moving row and column factors out of its operands. In a matmul with offsets, only
-        row factors of the left operand move."""
+        """Move row and column factors out of a matmul's operands, and return the new value; None if no factor
+        moves. In a matmul with offsets, only row factors of the left operand move."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
@@ -341,8 +342,8 @@ class Simplifier(Trace):
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
     def turn(self, *groups: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """Rebuild the values of each group, a dict of nodes. Where possible, compute sums over one matmul
-        from another matmul (``turned``)."""
+        """Rebuild the nodes in each of ``groups``, which are dicts of nodes. Where possible, compute sums
+        over a matmul's result from another matmul (see ``turned``)."""
         needed, pending = set[int](), [i for group in groups for i in group.values()]
         while pending:
             index = pending.pop()
@@ -358,8 +359,9 @@ class Simplifier(Trace):
         return ({n: place[i] for n, i in group.items()} for group in groups)
 
     def turned(self, summed: int, kind: str) -> int | None:
-        """Compute sums of (A @ B) * C from a matmul that the backward computes anyway; None if there is none.
-        The row sums equal those of A * (C @ B'), and the column sums equal those of B * (A' @ C)."""
+        """Compute row or column sums of (A @ B) * C from a matmul that the backward computes anyway; None if
+        there is no such matmul. The row sums equal the row sums of A * (C @ B'), and the column sums equal
+        the column sums of B * (A' @ C). A prime means the transpose."""
         node = self.nodes[summed]
         for product, other in (node.args, node.args[::-1]) if node.op == "multiply" else ():
             gemm = self.nodes[product]
@@ -378,7 +380,7 @@ class Simplifier(Trace):
             if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                # no products meanwhile, so that this rule does not rewrite the new sum back
+                # without ``products``, this rule cannot turn the new sum back into the old one
                 known, self.products = self.products, {}
                 product = self.add(Node("multiply", (known[pair], kept)))
                 sums = self.add(Node(f"{along}_sums", (product,)))
@@ -387,7 +389,7 @@ class Simplifier(Trace):
         return None
 
     def mirrored(self, index: int | None) -> int | None:
-        """The node of a value's transpose; None if the trace has none yet."""
+        """The node of a value's transpose; None if the trace has no such node yet."""
         if index is None:
             return None
         node = self.nodes[index]

@@ -1,8 +1,9 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM that it needs. The expression may also read a reduced vector that
-is complete only after that GEMM. Then the expression is *pending*: it waits for a later GEMM. This module
-needs only the standard library, because the jail (the process that traces a kernel file) imports it.
+The *home* of a tile expression is the last GEMM whose result the expression needs. The expression is
+*pending* if it also reads a reduced vector that is complete only after the home. Only the epilogue of a later
+GEMM can compute a pending expression. This module needs only the standard library, because the jail (the
+process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from coda_agent.primitives.lang.signature import Type
 
 
 class Placement(NamedTuple):
-    """The step in which each node is computed. ``gemms``: the GEMMs in step order. For each node, ``home`` is
-    the step whose accumulator it needs, and ``after`` is the step whose reductions must be final first; -1
-    means none."""
+    """The step in which each node is computed. ``gemms``: the GEMMs in step order. ``home``: for each node,
+    the last step whose accumulator the node needs. ``after``: for each node, the last step whose reductions
+    must be final before the node is computed. -1 means no step."""
 
     gemms: list[int]
     home: list[int]
@@ -29,7 +30,8 @@ def place(program: Program, types: tuple[Type, ...]) -> Placement:
 
 
 def untransposed(program: Program, operand: int) -> int:
-    """The tile in memory that a gemm's operand reads: the operand itself, or the tile that it transposes."""
+    """The tile in memory that a gemm's operand reads: the operand itself or, if the operand is a transpose,
+    the tile that is transposed."""
     node = program.nodes[operand]
     return node.args[0] if node.op == "transpose" else operand
 
@@ -48,8 +50,8 @@ class _Placer:
         self.step_of = {g: k for k, g in enumerate(self.gemms)}
 
     def gemms_in_order(self) -> list[int]:
-        """Order GEMMs so that their operands come first and, where possible, each reduction is complete
-        before an epilogue broadcasts it."""
+        """Order the GEMMs. Each GEMM comes after the GEMMs that its operands need. Where possible, it also
+        comes after the GEMMs whose reductions its epilogue reads."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -58,8 +60,8 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Two sets per GEMM: the GEMMs that its operands need, and the other GEMMs whose reductions its
-        epilogue reads."""
+        """Return two sets for each GEMM: the GEMMs that its operands need, and all other GEMMs whose
+        reductions its epilogue reads."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
         tiles: list[set[int]] = []  # for each node, the accumulators that it reads
@@ -81,8 +83,9 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Find homes in node order. A tile that must be stored but needs no accumulator gets the first GEMM
-        whose epilogue loads all of the tile's inputs anyway."""
+        """Find the home of each node, in node order. A tile may need no accumulator, but must be stored or
+        reduced. The home of such a tile is the first GEMM whose epilogue loads all of the tile's inputs
+        anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
         roots = self.roots()

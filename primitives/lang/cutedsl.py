@@ -1,8 +1,8 @@
-"""Types for the CuTeDSL code of primitives that need more than an expression over registers.
+"""Types for the CuTeDSL code of primitives for which an expression over registers is not enough.
 
-Each primitive's file declares its code templates, which ``gemm_codegen`` and ``vector_codegen`` use. In a
-template, ``resource`` is the constructor call of an epilogue's helper object, with ``{name}`` for the
-object's name. The object's class is QuACK's or from ``primitives.device``. This module needs only the
+Each primitive's file declares its code templates, which ``gemm_codegen`` and ``vector_codegen`` use. A
+``resource`` is a template for the constructor call of an epilogue's helper object, with ``{name}`` for the
+object's name. The object's class is from QuACK or from ``primitives.device``. This module needs only the
 standard library, because the jail (the process that traces a kernel file) imports it.
 """
 
@@ -13,21 +13,22 @@ from typing import Literal, NamedTuple
 
 
 class Reduction(NamedTuple):
-    """Reduce a tile to a vector along ``axis``: "row" gives one value per row, [M], and "column" gives one
+    """A reduction of a tile to a vector. ``axis``: "row" gives one value per row, [M], and "column" gives one
     value per column, [N].
 
-    ``fold``: maps the code of the running value and of new values to the code of the next running value, lane
-    by lane. It is None if the resource takes a subtile's whole fragment. ``spoils``: whether the resource
-    overwrites that fragment. ``identity``: the value of a lane beyond a ragged edge. ``finish``: the code
-    that computes a value from its partial results, one per CTA tile. It uses ``{partial}``, or
-    ``{partials}``: all partial results, each followed by a comma. ``{half}`` says whether the tile is half as
-    wide as its GEMM. ``said``: a description of ``finish`` for people, with ``{kept}`` for the partial
-    results.
+    ``fold``: a function that takes the code of a lane's running value and the code of new values, and returns
+    the code of the next running value. It is None if the resource takes a subtile's whole fragment.
+    ``spoils``: whether the resource overwrites the fragment. ``identity``: the value that stands for a lane
+    beyond a ragged edge. ``finish``: the code that combines the partial results of all CTA tiles into one
+    value. In ``finish``, ``{partial}`` is the name of the first buffer of partial results. ``{partials}``
+    lists the names of all buffers of partial results, each followed by a comma. ``{half}`` is True if the
+    tile is half as wide as its GEMM, otherwise False. ``said``: a description of ``finish`` for people, with
+    ``{kept}`` for the partial results.
 
     A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
-    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: if a
-    reduction only takes tiles as wide as their GEMM, two suggestions to the author: for a tile of half the
-    width, and for one of twice the width.
+    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: for a
+    reduction that takes only tiles as wide as their GEMM, two suggestions to the author. The first is for a
+    tile of half that width, the second for a tile of twice that width.
     """
 
     axis: Literal["row", "column"]
@@ -51,7 +52,8 @@ class Statistic(NamedTuple):
 
 class Spread(NamedTuple):
     """A primitive that spreads a vector over a tile. ``role``: the role of the vector's kernel argument.
-    ``lanes``: the code of its values in a pair of lanes, with ``{name}`` for the resource."""
+    ``lanes``: the code of the vector's values in a pair of lanes, or one code for both lanes. ``{name}``
+    stands for the resource."""
 
     role: Literal["row", "column"]
     resource: str

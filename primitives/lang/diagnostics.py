@@ -1,8 +1,8 @@
 """Suggestions for a rejected kernel: what to write instead, or what to change outside the kernel.
 
-``tests/primitives/lang/test_remedies.py`` has a rejected program for each suggestion, and runs each
-suggestion. This module needs only the standard library, because the jail (the process that traces a kernel
-file) imports it.
+``tests/primitives/lang/test_remedies.py`` has a rejected program for each suggestion, and runs the program
+that follows the suggestion. This module needs only the standard library, because the jail (the process that
+traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def no_attribute(name: str, vocabulary: Collection[str]) -> str:
 
 
 class Use(NamedTuple):
-    """A use for which a tile must leave its step. ``said``: the use, for a message. ``homeless``: the
-    suggestion if the tile belongs to no step. ``pending``: the suggestion if the tile needs a vector that is
-    final only after its step."""
+    """A use of a tile outside its step, for example as an output. ``said``: the use in words, for a message.
+    ``homeless``: the suggestion if the tile belongs to no step. ``pending``: the suggestion if the tile needs
+    a vector that is final only after the tile's step."""
 
     said: str
     homeless: str

@@ -1,8 +1,8 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
-Types compare these polynomials and not numbers, which may be equal by chance. For example, a tile ``[M,
-2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. The jail (the process that traces a kernel file)
-imports this module, so it needs only the standard library.
+Types are compared by polynomials, because two different sizes may be the same number by chance. For example,
+a tile ``[M, 2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. This module needs only the standard
+library, because the jail (the process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Dim:
 
     @classmethod
     def parse(cls, text: str | int) -> Dim:
-        """Parse ``"2*F"``. Raises ValueError for anything but an integer polynomial."""
+        """Parse a size, such as ``"2*F"``. Raises ValueError for anything but an integer polynomial."""
         if isinstance(text, int) and not isinstance(text, bool):
             if abs(text) >= MAX_SIZE:
                 raise ValueError("a number of 2**63 or more is no size")
@@ -78,8 +78,8 @@ class Dim:
         return total
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
-        """The ratio (p, q) in lowest terms such that q * self == p * other at all sizes; None if there is
-        none."""
+        """The ratio (p, q) in lowest terms such that q * self == p * other at all sizes; None if no ratio
+        fits."""
         if not self.terms or len(self.terms) != len(other.terms):
             return None
         pairs = list(zip(self.terms, other.terms, strict=True))
@@ -161,7 +161,8 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """No axis determines some dims. ``dims``: all such dims. ``dim``: one of them."""
+    """Some dims are not determined by any axis. ``dims``: all such dims. ``dim``: the first in alphabetical
+    order."""
 
     def __init__(self, dims: Collection[str]):
         self.dims, self.dim = frozenset(dims), min(dims)
@@ -174,8 +175,9 @@ Shapes = Mapping[str, Sequence[Dim]]
 def solving_order(
     shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """An order in which to solve for dims, as (dim, tensor, axis). Each dim is determined by
-    its axis, the ``given`` dims and the dims before it. Raises Unsolvable if there is no order."""
+    """An order in which to solve for dims, as a list of (dim, tensor, axis). The extent of the axis, the
+    ``given`` dims and the earlier dims of the list determine the dim. Raises Unsolvable if no such order
+    exists."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
     known = set(given)
@@ -211,8 +213,8 @@ def solve(
     given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Solve for all dims from the ``given`` dims and the tensors' extents. Extents may be symbols of
-    torch.compile; dims are then symbols too. Raises ValueError, which names an input and axis that
-    disagree."""
+    torch.compile; dims are then symbols too. Raises ValueError if extents do not fit; the message names an
+    input at fault."""
     sizes = dict(given)
     for dim, name, axis in solving_order(shapes, dims, given):
         formula, extent = shapes[name][axis], extents[name][axis]

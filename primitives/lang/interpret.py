@@ -1,7 +1,8 @@
 """Interpret a program on tensors, in PyTorch, on any machine.
 
-The interpreter computes the same as the lowered kernel, and rounds at the same places: matmul operands, and
-values that leave their step, are rounded once to the dtype in which they are stored.
+The interpreter computes the same values as the lowered kernel, and rounds at the same places. Only matmul
+operands and values that leave their step are rounded. Each such value is rounded once, to the dtype in which
+it is stored.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def interpret(
     wide: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes. Return the outputs in their declared
-    dtypes. ``wide``: inputs declared as 16-bit are fp32, and nothing is rounded.
+    dtypes. ``wide``: inputs declared as 16-bit are given in fp32, and nothing is rounded.
 
     Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with (node,
-    arguments, value) for each computed operation or size. It returns the value to continue with. ``sizes``
-    gives the dims that no shape determines. Raises ValueError if shapes do not fit.
+    arguments, value) for each computed operation or size. The run continues with the value that ``watch``
+    returns. ``sizes`` gives the dims that no shape determines. Raises ValueError if shapes do not fit.
     """
     run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
@@ -142,7 +143,7 @@ class _Run:
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
         period, columns = self.types[index].period, self.types[reader].shape[1]
-        assert period is not None  # both kinds have a period
+        assert period is not None  # spread and repeated values have a period
         width = period(self.sizes)
         if kind == "spread":
             return value.repeat_interleave(width, dim=1)
@@ -175,7 +176,7 @@ class _Run:
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Compute a value of the epilogue, or of the sweep (the pass over the accumulator before the
-        epilogue, which computes head statistics). Skip it if ``values`` has it already."""
+        epilogue, which computes head statistics). Skip a value that ``values`` already contains."""
         import torch
 
         node = self.nodes[index]
@@ -184,13 +185,14 @@ class _Run:
         if node.op == "gemm":
             a, b, *offsets = node.args
             product, rows = OPERATIONS["gemm"].torch, [self.memory[i] for i in offsets]
-            assert product is not None  # tiles.py gives it one
+            assert product is not None  # ops/tiles.py gives gemm a PyTorch function
             values[index] = product(torch, self.operand(a), self.operand(b), *rows)
         else:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Add zeros for a node's arguments that have no value; the node uses only the shapes of these."""
+        """Return ``values`` with zeros for the node's arguments that have no value. The node uses only the
+        shapes of these arguments."""
         import torch
 
         missing = [a for a in node.args if a not in values]

@@ -1,10 +1,10 @@
 """Programs: kernels as data. A program is a flat typed graph that serialises to JSON.
 
 A node is an operation over earlier nodes. The operation's typing rule derives a node's type from its
-arguments' types, so building a program from untrusted JSON also checks it. The partition into steps is
-computed and not stored. This module needs only the standard library, because the jail (the process that
-traces a kernel file) imports it. The module uses tuples because dataclasses would take a third of the jail's
-time.
+arguments' types, so building a program from untrusted JSON also checks the program. The partition into steps
+is computed and not stored. This module needs only the standard library, because the jail (the process that
+traces a kernel file) imports it. The module defines named tuples, because dataclasses would take a third of
+the jail's time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Attribute = str | float | None
 
 class Node(NamedTuple):
     """One operation: its name, its argument nodes and an attribute. The attribute of a leaf is an input's
-    name, a size or a constant; the attribute of another operation is its sizes."""
+    name, a size or a constant. The attribute of any other operation is the text of its sizes, or None."""
 
     op: str
     args: tuple[int, ...] = ()
@@ -49,12 +49,13 @@ class Node(NamedTuple):
 
     @property
     def offsets(self) -> int | None:
-        """A GEMM's argument that holds the experts' offsets."""
+        """The argument of a GEMM that holds the experts' offsets; None if there are no offsets."""
         return self.args[2] if self.op == "gemm" and len(self.args) > 2 else None
 
     @property
     def row_index(self) -> int | None:
-        """A GEMM's argument that names the rows to gather."""
+        """The argument of a GEMM that holds the numbers of the rows to gather; None if there is no such
+        argument."""
         return self.args[3] if self.op == "gemm" and len(self.args) > 3 else None
 
 
@@ -63,16 +64,20 @@ class Operation(NamedTuple):
 
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a code template over fp32
     register values ``{0}``, ``{1}``. ``fast`` is a less exact template, for values on which only bf16 and fp8
-    outputs depend. ``lanes`` replaces ``cute`` if no instruction is needed: it maps the code of each
-    argument's pair of lanes to the code of the result's lanes. ``at``: a code template over a lane's position
-    in the tile. ``reads``: the number of arguments whose values the operation uses; it uses only the shapes
-    of the others. ``sizes``: how many sizes its attribute names. ``sides``, for an operation that chooses
-    between two values, such as ``maximum``: maps (torch, *values) to two pairs of a mask and a value; the
-    mask marks where the value is chosen. ``limit``, for a function that approaches a constant or linear
-    function away from zero: maps (torch, value) to the value of that simpler function. ``derivative`` maps
-    the traced gradient of the value, the value and the arguments to each argument's gradient. Such a gradient
-    has the value's shape, or is None if it is zero everywhere. An operation without a derivative stops
-    gradients. ``caveat``: why there is no derivative, or where the derivative is one choice of several.
+    outputs depend. ``lanes`` replaces ``cute`` for an operation that needs no instruction. It takes the code
+    of each argument's lanes and returns the code of the result's lanes. ``at``: a code template that computes
+    the value from a lane's position in the tile. ``reads``: the operation uses the values of its first
+    ``reads`` arguments, and only the shapes of the other arguments. If ``reads`` is None, the operation uses
+    all values. ``sizes``: the number of sizes in the attribute.
+
+    ``sides`` is for an operation that chooses between two values, such as ``maximum``. It takes (torch,
+    *values) and returns two pairs of a mask and a value. A mask marks where its value is chosen. ``limit`` is
+    for a function that approaches a simpler function far from zero, as tanh approaches the sign. It takes
+    (torch, value) and returns the value of the simpler function. ``derivative`` takes traced values: the
+    result's gradient, the result and the arguments. It returns the gradient of each argument, or None for a
+    gradient that is zero everywhere. If the operation broadcasts an argument, the argument's gradient may
+    have the result's shape. An operation without a derivative stops gradients. ``caveat``: why there is no
+    derivative, or where the derivative is one choice of several.
     """
 
     name: str
@@ -140,7 +145,7 @@ class Program(NamedTuple):
         return _types(self)
 
     def check(self, lines: Sequence[int | None] | None = None) -> Program:
-        """Check types, outputs and bounds; return self. Raises ProgramError, with a line if known."""
+        """Check types, outputs and limits; return self. Raises ProgramError, with a line if known."""
         if len(self.nodes) > MAX_NODES:
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
@@ -196,8 +201,8 @@ class Program(NamedTuple):
         return tensor.dtype if tensor else None
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
-        """Check that every choice depends on an input's values. If it depended only on sizes and literals,
-        the kernel could compute different functions at different sizes."""
+        """Check that every choice depends on an input's values. With a choice that depends only on sizes and
+        literals, a kernel could compute different functions at different sizes."""
         fixed: set[int] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):

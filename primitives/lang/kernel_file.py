@@ -32,7 +32,7 @@ BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "revers
 
 
 def trace_source(source: str, signature: Signature) -> Program:
-    """Return the program of ``trace_lines``, without the lines."""
+    """Trace a kernel file as ``trace_lines`` does. Return the program, without the lines."""
     return trace_lines(source, signature)[0]
 
 
@@ -144,8 +144,8 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the function's return statement, and the line of each entry if it returns a dict
-    literal."""
+    """The line of the return statement of the function ``name``. If the statement returns a dict literal,
+    also the line of each entry."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:

@@ -1,10 +1,10 @@
 """Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue. The step also
-includes the vector arithmetic that becomes possible once its reductions are final.
+includes the vector arithmetic that becomes possible once the step's reductions are final.
 
-If a step needs a tile of an earlier step (``assign_steps``), the earlier step stores it once and the later
-step reads it back. This module refuses programs that no kernel can run, and names the line of the kernel
-file. The module needs only the standard library, because the jail (the process that traces a kernel file)
-imports it.
+``assign_steps`` finds the step of each tile. If a later step needs the tile, the tile's step stores it once,
+and the later step reads it back. This module refuses programs that no kernel can run, and names the line of
+the kernel file. The module needs only the standard library, because the jail (the process that traces a
+kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Cutter:
         self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
-        """Create an error at a node's line; if the node has none, at the line of its ``reader``."""
+        """Create an error at the line of the node ``index``. If the node has no line, use the line of the
+        node ``reader``."""
         line = self.lines[index]
         if line is None and reader is not None:
             line = self.lines[reader]
@@ -69,7 +70,7 @@ class _Cutter:
                 self.steps[home].reductions.append(index)
                 if how.selects:
                     # The vector kernel after the step clears the buffer of partial results, so later readers
-                    # read the vector.
+                    # must read the vector instead.
                     self.finish(index)
         # Later steps first, because an earlier step must store the tiles that a later step reads back.
         for step in reversed(self.steps):
@@ -112,7 +113,8 @@ class _Cutter:
             seen[index] = name
 
     def ready(self, index: int, use: diagnostics.Use, reader: int | None = None) -> int:
-        """The step that computes a tile which must leave its step. Raises ProgramError if no step can."""
+        """The step that computes a tile for a ``use`` outside the step. Raises ProgramError if no step can
+        compute the tile."""
         home, after = self.placed.home[index], self.placed.after[index]
         if home < 0:
             raise self.homeless(use, index, reader)
@@ -150,7 +152,8 @@ class _Cutter:
             stage.append(index)
 
     def operands(self, step: GemmStep) -> None:
-        """Check that the operands' dtypes agree. An operand that is a tile gets the other operand's dtype."""
+        """Check that the dtypes of a GEMM's operands agree. An operand that an earlier step computes gets the
+        dtype of the other operand, if the other operand is an input."""
         sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args[:2]]
         given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
@@ -178,8 +181,8 @@ class _Cutter:
             )
 
     def any_operand(self) -> str:
-        """The dtype for stored tiles without a declared dtype: that of the inputs that GEMMs read, or else
-        bf16."""
+        """The dtype for stored tiles without a declared dtype: the dtype of the first GEMM operand that is an
+        input and not fp8, or else bf16."""
         for gemm in self.placed.gemms:
             for operand in self.nodes[gemm].args[:2]:
                 given = self.program.input_tensor(untransposed(self.program, operand))
@@ -190,7 +193,8 @@ class _Cutter:
     # Values that a step computes
 
     def collect(self, step: GemmStep) -> None:
-        """Collect the values that an epilogue computes or loads, starting from its stores and reductions."""
+        """Collect the values that a step's epilogue computes or loads. Start from the values that the step
+        stores or reduces."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
         for reduced in step.reductions:
@@ -208,8 +212,9 @@ class _Cutter:
         step.sweep.reverse()
 
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
-        """Check that the sweep reads no loaded tile, no other statistic, and nothing that threads address by
-        column. Only the epilogue knows the columns of its values."""
+        """Check the sweep, the pass over the accumulator before the epilogue. The sweep must not read a
+        loaded tile or another head statistic. It must not use a column's number either, because only the
+        epilogue knows the columns of its values."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
             "loaded": loads,
@@ -253,7 +258,7 @@ class _Cutter:
                 raise self.fail("grouped", message, nodes[0])
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
-        """Whether a value depends on one of ``wanted`` within its step."""
+        """Whether the node ``root`` depends on a node of ``wanted`` in the same step."""
         seen, pending = set[int](), [root]
         while pending:
             node = self.nodes[index := pending.pop()]
@@ -329,7 +334,7 @@ class _Cutter:
         self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a step loads a tile. It loads inputs, and tiles that an earlier step computes and
+        """Whether a step loads a tile. A step loads inputs, and tiles that an earlier step computes and
         stores."""
         if self.nodes[index].op == "input":
             return True
@@ -347,7 +352,7 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """Set the width of a value that is repeated for each head to the width of the tile that reads it."""
+        """Give a value that is repeated for each head the width of the tile that reads the value."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )

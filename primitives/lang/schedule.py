@@ -14,9 +14,9 @@ _TILE_M, _TILE_N, _PINGPONG, _CLUSTER_M, _CLUSTER_N = TARGET.probes[0]
 class Schedule(NamedTuple):
     """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep``: take shared memory from the epilogue if that gives the mainloop another stage. ``split``:
-    clusters of four leave some of an H100's SMs idle, so a second launch in clusters of two computes part of
-    the rows on these SMs (``primitives.compiler.split``).
+    ``deep``: take shared memory from the epilogue if that gives the mainloop another stage. ``split``: run
+    the step as two launches. The first launch's clusters of four leave some of an H100's SMs idle. The second
+    launch, in clusters of two, computes part of the rows on the idle SMs (``primitives.compiler.split``).
     """
 
     tile_m: int = _TILE_M

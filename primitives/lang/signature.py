@@ -24,7 +24,7 @@ INDICES = ("int32", "int64")  # for vectors of targets and positions
 READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS, 3: DTYPES[:2]}
 WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS, 3: DTYPES}  # dtypes of outputs, by rank
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
-MAX_NAMES = 64  # limit for each part of a signature
+MAX_NAMES = 64  # limit on the number of dims, inputs, outputs, ... of a signature
 
 
 Kind = Literal[
@@ -33,11 +33,11 @@ Kind = Literal[
 
 
 class Type(NamedTuple):
-    """The type of a node. It is one of: a tile [M, N]; a ``range`` of a tile's columns; a gemm operand x.mT;
-    a matrix for each of several ``experts`` [E, N, K]; a vector [M]; a vector spread over a tile by per_row
-    (``row``) or per_column (``column``); a scalar. Three more kinds have heads of ``period`` columns: a
-    statistic [M, heads] (``head``); a statistic spread over the heads' columns (``spread``); and a vector
-    [period] or tile [M, period] that is ``repeated`` for each head."""
+    """The type of a node. These are the kinds: a ``tile`` [M, N]; a ``range`` of a tile's columns; an
+    ``operand`` x.mT of gemm; a matrix for each of the ``experts`` [E, N, K]; a ``vector`` [M]; a vector
+    spread over a tile by per_row (``row``) or per_column (``column``); a ``scalar``. Three more kinds have
+    heads of ``period`` columns: ``head`` is a statistic [M, heads]. ``spread`` is a statistic spread over the
+    heads' columns. ``repeated`` is a vector [period] or tile [M, period] that is repeated for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
@@ -60,9 +60,10 @@ class Type(NamedTuple):
 class TensorType(NamedTuple):
     """The symbolic shape (rank 0 to 3) and dtype of a tensor outside the kernel.
 
-    Inputs and outputs may be bf16, fp16 or fp32. Matrices that only gemm reads may also be fp8_e4m3, and
-    output tiles fp8_e4m3 or fp8_e5m2. Vectors of targets or positions are int32 or int64. A scalar is fp32.
-    Rank 3 is one matrix per expert, in bf16 or fp16, which only gemm reads.
+    Inputs and outputs may be bf16, fp16 or fp32. A matrix that only gemm reads may also be fp8_e4m3. An
+    output tile may also be fp8_e4m3 or fp8_e5m2. A vector of targets or positions is int32 or int64. A scalar
+    is fp32. A tensor of rank 3 has one matrix for each expert. As an input, it is bf16 or fp16, and only gemm
+    reads it.
     """
 
     shape: tuple[Dim, ...]

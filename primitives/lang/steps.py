@@ -22,7 +22,7 @@ class GemmStep:
         self.index, self.gemm = index, gemm
         self.stores: list[int] = []  # tiles and head statistics
         self.reductions: list[int] = []
-        self.statistics: list[int] = []  # head_sums and similar, computed in a sweep before the epilogue
+        self.statistics: list[int] = []  # head statistics, computed in a sweep before the epilogue
         self.loads: list[int] = []
         self.repeats: list[int] = []  # per_head of vectors and tiles in memory
         self.vectors: list[int] = []  # row and column nodes: vectors that the step spreads
@@ -49,8 +49,9 @@ class Steps(NamedTuple):
 
 
 def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: str, name: str) -> int | None:
-    """Find a faulty read of the input ``name``, which ``output`` overwrites: a node that reads the input
-    outside the kernel that computes ``output``, or not element by element. None if there is no such node."""
+    """Find a node that must not read the input ``name``, because ``output`` overwrites the input. Such a node
+    reads the input in a kernel that does not compute ``output``, or does not read it element by element.
+    Return None if there is no such node."""
     for index, node in enumerate(program.nodes):
         if node.op in NOT_ELEMENTWISE and any(_is_input(program, a, name) for a in node.args):
             return index

@@ -1,4 +1,4 @@
-"""Symbolic tensors: their operations add nodes to a trace. Nothing is computed.
+"""Symbolic tensors, whose operations only add nodes to a trace and compute nothing.
 
 This module needs only the standard library, because the jail (the process that traces a kernel file) imports
 it.
@@ -94,7 +94,7 @@ def apply(op: str, *args: Any, attribute: Attribute = None) -> Tensor:
 
 
 def lift(value: Any, op: str) -> Tensor:
-    """Return a tensor unchanged, and a finite Python number as a constant."""
+    """Return an operand as a tensor. A tensor stays unchanged; a finite Python number becomes a constant."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float):
@@ -104,7 +104,7 @@ def lift(value: Any, op: str) -> Tensor:
             number = math.inf
         return apply(
             "constant", attribute=number + 0.0
-        )  # -0.0 becomes 0.0: the two are equal, so they would share a node
+        )  # -0.0 becomes 0.0, because the two numbers are equal and would share a node
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -246,7 +246,8 @@ for _name, _symbol in (
 
 
 def size_of(value: Any) -> str:
-    """The text of a size, given as an integer, a static dim, or sums and products of these."""
+    """The text of a size. ``value``: an integer, a static dim, or an expression of integers and static dims
+    with + and *."""
     if _current is not None and isinstance(value, Tensor | int) and not isinstance(value, bool):
         found = _size(_current.nodes, lift(value, "a size")._index)
         if found is not None:

@@ -1,10 +1,11 @@
 """Compile CuTeDSL that an author edited, which is untrusted code, into a checked object.
 
-Edited code runs in one kind of process only: a confined child (``primitives.raw.confine``). Its parent is a
-process that compiles and uses no GPU. The child is confined before it reads the code. It checks the language
-(``primitives.raw.language``), then imports and compiles the code. The result is an object file, which is
-checked as hostile bytes (``primitives.raw.objects``) and cached under the hash of the code and of everything
-else that the object depends on. ``load`` returns the object's function. No other process imports the code.
+Edited code runs in one kind of process only: a confined child (``primitives.raw.confine``). The child's
+parent is a process that compiles and uses no GPU. The child is confined before it reads the code. The child
+checks the code's language (``primitives.raw.language``), then imports and compiles the code. The result is an
+object file, which ``primitives.raw.objects`` checks as hostile bytes. The checked file is cached under a hash
+of the code and of everything else on which the object depends. ``load`` returns the object's function. No
+other process imports the code.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Wanted:
     sizes: Mapping[str, int]
 
     def path(self) -> Path:
-        """The kernel's object file. All rasterisation groups share it, because the group is a launch
-        argument."""
+        """The kernel's object file. Schedules that differ only in the rasterisation group share the file,
+        because the group is a launch argument."""
         schedule = self.schedule._replace(swizzle=8).to_json() if self.schedule else None
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
@@ -70,9 +71,9 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A checked object: its cubin, the confined child's notes, and whether its launch code equals the
-    compiler's for the unedited code. Edited resources, edited launches or a forged object change the launch
-    code."""
+    """A checked object. ``stages`` and ``seconds`` are notes of the confined child. ``own_launch``: whether
+    the object's launch code equals the launch code of the unedited kernel. Edited resources, edited launches
+    or a forged object change the launch code."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
@@ -101,8 +102,8 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of edited code on this machine, with their notes, so that another machine need not compile
-    the code. The result maps file names to zlib data in base64."""
+    """The objects of edited code on this machine, with their notes. Another machine can store them
+    (``unpack``) instead of compiling the code. The result maps file names to zlib data in base64."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.read_untrusted(path), 9)).decode()
@@ -111,8 +112,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Check the files that ``packed`` returned on another machine, and store them on this one. Notes are
-    stored last, because a note means that its object is complete. Raises CompileError."""
+    """Check the files that ``packed`` returned on another machine, and store them on this machine. Notes are
+    stored last, because the notes of an object mean that the object is complete. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -143,8 +144,8 @@ def _build(wanted: Wanted) -> bool:
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:
-    """Compile in a confined child, unless the object is cached. Call this in a process that compiles and uses
-    no GPU. The process's compiler must write its files to the empty folder ``scratch``. Raises
+    """Compile in a confined child, unless the object is cached. Call this function in a process that compiles
+    and uses no GPU. The compiler of this process must write its files to the empty folder ``scratch``. Raises
     CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
@@ -163,8 +164,8 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
-    """The object of the unedited kernel. All edits of the kernel use the same one. Raises RawError if
-    compiling fails."""
+    """The object of the unedited kernel. All edits of the kernel use the same cached object. Raises RawError
+    if compiling fails."""
     plain = wanted.lowered.unedited
     assert plain is not None  # this is called only for edited code
     honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))
@@ -263,8 +264,9 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 
 
 def _same_base(lowered: Lowered, kernel: GemmKernel | VectorKernel, base: type) -> None:
-    """Check that the kernel still inherits from the project's class that clamps offsets or row indices,
-    because loads do not check them. The language check ensures that no edit changes how they are clamped."""
+    """Check that the kernel still inherits from the project's class that clamps offsets or row indices. The
+    clamping is needed, because loads do not check offsets or row indices. The language check ensures that no
+    edit changes the clamping."""
     if not issubclass(getattr(sys.modules[lowered.module], kernel.name), base):
         message = f"{kernel.name} must stay a class of {base.__name__}, as in the text that was given"
         raise RawError("kernel", message)

@@ -1,9 +1,10 @@
 """Evaluate an author's device functions without a GPU, by reading their code instead of running it.
 
 CuTeDSL runs only on GPUs, but straight-line arithmetic can be evaluated from its syntax tree
-(``primitives.raw.interpreter``). A confined child does this (``primitives.raw.confine``). The GPU's library
-functions are less exact than the child's; only a GPU can show the difference. An operation that cannot be
-computed here is refused: without a GPU, only this evaluation can show that the function is correct.
+(``primitives.raw.interpreter``). A confined child process (``primitives.raw.confine``) evaluates the
+functions. The GPU's library functions are less exact than the library functions of the child; only a GPU can
+show the difference. An operation that the child cannot compute is refused, because nothing else shows without
+a GPU that the function is correct.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of an author's valid device functions. ``page``: the docstring. ``fast``: whether there is
-    a coarser variant. ``values``: the result of each call."""
+    """The results of an author's valid device functions. ``page``: the docstring of the function NAME.
+    ``fast``: whether the author also wrote NAME_fast, a less exact variant. ``values``: the result of each
+    call."""
 
     page: str
     fast: bool
@@ -47,8 +49,9 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
-    """Read an author's functions, and compute ``calls``. Each call is a flag and fp32 tensors. The flag
-    selects the coarser variant if there is one. Raises RawError with a reason that the author can read."""
+    """Read an author's functions, and compute ``calls``. Each call is a flag and fp32 tensors. A true flag
+    selects the less exact variant, if the author wrote one. Raises RawError with a reason that the author can
+    read."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]

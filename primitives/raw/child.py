@@ -24,12 +24,12 @@ SECONDS = 120.0  # per compilation, which usually takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
 MOST_FILES = 256 << 20  # limit on the bytes in the child's files
 MOST_WORDS = 2000  # limit on the characters of a compiler's message
-LAYERS = frozenset({"seccomp", "landlock"})  # required restrictions: without both, nothing runs
+LAYERS = frozenset({"seccomp", "landlock"})  # restrictions without which no edited code is read
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
     """Run ``work`` in a forked, confined child. Return the child's result, or its refusal as a dict. Raises
-    RawError if the child gives no valid answer in time. No process of the child remains."""
+    RawError if the child gives no valid answer in time. Afterwards, the child and its processes are gone."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,7 +60,7 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         found: object = work()
     except RawError as error:
         found = refusal_fields(error)
-    # the author sees whatever edited code raises, including SystemExit
+    # any exception of edited code, including SystemExit, is reported to the author
     except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
@@ -133,8 +133,8 @@ def _bytes_in(scratch: Path) -> int:
 
 
 def _hidden(error: OSError) -> None:
-    """Raise RawError for a file that cannot be read, because its size is unknown. Ignore a file that is
-    gone."""
+    """Raise RawError for a file or folder that cannot be read, because the size of its content is unknown.
+    Ignore a file that was removed in the meantime."""
     if not isinstance(error, FileNotFoundError):
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
@@ -167,15 +167,15 @@ def read_untrusted(path: Path) -> bytes:
 
 
 def empty(scratch: Path) -> None:
-    """Remove everything that a child created, including unreadable folders and folders nested deeper than a
-    path can be long."""
+    """Remove everything that a child created. This includes unreadable folders, and folders nested so deeply
+    that their paths would be too long."""
     while left := list(scratch.iterdir()):
         for path in left:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
                 continue
             path.chmod(0o700)
-            for inner in path.iterdir():  # move them up, so that no path gets too long
+            for inner in path.iterdir():  # move inner entries up, so that no path gets too long
                 if inner.is_dir() and not inner.is_symlink():
                     inner.chmod(0o700)
                 inner.rename(scratch / secrets.token_hex(16))

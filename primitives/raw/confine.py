@@ -1,10 +1,10 @@
 """Confine a process that compiles edited CuTeDSL: it may compute, read the compiler's files, and write to a
 scratch folder.
 
-An edited module is Python, and the compiler executes any code in it. So before the child reads the module, it
-gives up the network, other processes and programs, and all inherited resources. It can read only the
-installed packages, the system's libraries and its scratch folder. Executable memory remains allowed, because
-the compiler's engine links the host code that it exports.
+An edited module is Python, and the compiler executes any code in it. So the child gives up the network, other
+processes and programs, and all inherited resources, and reads the module only afterwards. The child can read
+only the installed packages, the system's libraries and its scratch folder. Executable memory remains allowed,
+because the compiler's engine links the host code that the engine exports.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ LIMITS = {
     "DATA": subprocesses.MEMORY_BYTES,
     "CORE": 0,
 }
-PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # readable, because they import lazily
+# readable, because these packages import some of their modules only when they need them
+PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")
 INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# System calls seen in traces of the corpus's compilations, glibc's variants of them on other systems, and the
-# calls of an aborting process. chmod, chown, utime, link and truncate by path are left out, because Landlock
-# does not cover them.
+# The allowed system calls: the calls in traces of compilations, the variants of these calls that glibc uses
+# on other systems, and the calls of an aborting process. chmod, chown, utime, link and truncate by path are
+# left out, because Landlock does not cover them.
 CALLS = {
     "x86_64": {
         "gettid": 186, **sandbox.CALLS["x86_64"],
@@ -67,13 +68,13 @@ _CLONE_THREAD = 0x10000
 _CLONE_ASTRAY = 0x7E02_6000  # flags for new namespaces, vfork and inherited tracing
 _TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python makes these ioctls on every file
 _PR_SET_NAME = 15
-_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # commands of fcntl, without locks, leases and signals
+_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # allowed commands of fcntl: no locks, leases or signals
 
 
 def _rules() -> dict[str, Rule]:
     return {
         "clone": Rule(0, none_of=_CLONE_ASTRAY, any_of=_CLONE_THREAD),
-        # a filter cannot see its flags, because they are in memory; on ENOSYS glibc falls back to clone
+        # a filter cannot see clone3's flags, because they are in memory; on ENOSYS, glibc uses clone instead
         "clone3": Rule(values=(), error=errno.ENOSYS),
         "ioctl": Rule(1, values=(_TCGETS, _FIOCLEX)),
         "fcntl": Rule(1, values=_DUPLICATE + _FLAGS),
@@ -89,10 +90,11 @@ def confine(
     """Permanently give up all rights that compiling does not need. Call this in a single-threaded forked
     child.
 
-    The child dies when the ``parent`` thread that forked it dies. Descriptors 0, 1 and 2 lead to /dev/null,
-    and all others except ``keep`` are closed. The working directory, HOME and TMPDIR become ``scratch``, an
-    existing directory. Returns the names of the restrictions in force, and of those that this system lacks.
-    Without ``landlock`` and ``seccomp``, no edited module may run.
+    ``parent``: the id of the parent process. The child dies when the thread that forked it dies. Descriptors
+    0, 1 and 2 lead to /dev/null, unless they are in ``keep``. All other descriptors except those in ``keep``
+    are closed. The working directory, HOME and TMPDIR become ``scratch``, an existing directory. Returns the
+    names of the restrictions in force, and the names of the restrictions that this system lacks. An edited
+    module may run only if ``landlock`` and ``seccomp`` are in force.
     """
     home = str(scratch.resolve())
     _leave(home, keep)
@@ -109,7 +111,8 @@ def confine(
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that compiling needs, without keys and tokens.
 
-    A forked child has a copy of its parent's memory, so start the parent process with this environment.
+    A forked child has a copy of its parent's memory, which may contain keys. So start the parent process with
+    this environment.
     """
     return {name: value for name, value in given.items() if name.startswith(KEPT)}
 
@@ -134,8 +137,8 @@ def _leave(home: str, keep: Collection[int]) -> None:
 
 
 def readable() -> list[str]:
-    """The readable paths: the standard library, installed packages, our own ``primitives`` and the system's
-    libraries. The rest of this project and the home directories are not readable."""
+    """The readable paths: the standard library, installed packages, the project's ``primitives`` and the
+    system's libraries. The project's other packages and the home directories are not readable."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)

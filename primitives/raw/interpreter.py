@@ -1,7 +1,7 @@
 """Interpret straight-line arithmetic of fp32 values from its syntax tree.
 
-``Functions`` checks the form of an author's functions, and ``Interpreter`` computes their calls. Library
-functions are exact up to one rounding.
+``Functions`` checks the form of an author's functions, and ``Interpreter`` evaluates calls of the functions.
+Library functions are exact up to one rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS, DEPTH, INTEGER = 2000, 16, 1 << 64
 
 
 class Beyond(Exception):
-    """The operation cannot be computed here."""
+    """An operation that the interpreter cannot compute."""
 
 
 @dataclass
@@ -115,8 +115,8 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Call functions on fp32 arrays. A value that tracing computes as a Python number is a Python number here
-    too."""
+    """Calls an author's functions on fp32 arrays. A value that is a Python number while CuTeDSL traces a
+    function is a Python number here too."""
 
     def __init__(self, read: Functions):
         self._read = read
@@ -239,7 +239,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Prepare two operands: if only one is an array, round the other, a Python number, to fp32."""
+    """Prepare two operands. If one is an array and the other is a Python number, round the number to fp32."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]

@@ -1,9 +1,11 @@
-"""Check the syntax tree of an edited module, before the module runs: it may use only a subset of Python.
+"""Check the syntax tree of an edited module, before the module runs. The module may use only a subset of
+Python.
 
 The check gives authors errors with a line and a remedy. If the check misses something, confinement
-(``primitives.raw.confine``) still protects the machine. The rules: names come from listed modules; nothing is
-set on objects; no attribute leads from a value to its internals. On the host, where a compiled kernel has all
-rights of the launching process, authors may write only arithmetic. Violations raise RawError.
+(``primitives.raw.confine``) still protects the machine. These are the rules: names come from listed modules;
+attributes are read and never set; no attribute leads from a value to its internals. Host code of a compiled
+kernel has all rights of the launching process, so authors may write only arithmetic there. Violations raise
+RawError.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MAX_BYTES = 128 << 10
 
 
 def check(text: str, wanted: Collection[str]) -> None:
-    """Check a module. ``wanted``: the classes that it must define.
+    """Check a module. ``wanted``: the classes that the module must define.
 
     Raises RawError with a code (``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or
     ``kernel``), the line, and a message with the remedy.
@@ -43,7 +45,7 @@ def _parse(text: str) -> ast.Module:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
         data = text.encode()
-        # Python obeys an encoding declaration, under which an apparent comment may be code.
+        # Python obeys an encoding declaration. In another encoding, an apparent comment may be code.
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
             raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
         return ast.parse(data)
@@ -54,7 +56,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class _EditChecker(Reader):
-    """Checks a module and its classes. Code for the host may only be arithmetic and a launch."""
+    """Checks a module and its classes. Code for the host may contain only arithmetic and a launch."""
 
     # The module
 
@@ -324,8 +326,8 @@ class _EditChecker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """Check an expression that runs on the host. It may use numbers, and the shape and strides of a
-        tensor. It must not read a tensor's element on the host."""
+        """Check an expression that runs on the host. The expression may use numbers, and a tensor's shape and
+        strides. It must not read a tensor's elements."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):

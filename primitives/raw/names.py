@@ -1,5 +1,5 @@
-"""The names that edited modules may use: from imported modules, from Python, and from the classes that they
-extend."""
+"""The names that an edited module may use: names of imported modules, of Python, and of the classes that the
+module extends."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.tables": (),
     "primitives.device.values": ("quack.activation",),
 }
-# Modules of which only the listed names are allowed. The other names compile, print, load libraries, or reach
-# the compiler's internals.
+# Modules of which only the listed names are allowed. The modules' other names compile, print, load libraries,
+# or reach the compiler's internals.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
@@ -80,8 +80,8 @@ BANNED = _names(
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Methods that are traced inside the kernel. Observed compilations showed which methods run there, and which
-# run on the host to launch it.
+# Methods that are traced inside the kernel. Observed compilations showed which methods run inside the kernel,
+# and which methods run on the host to launch the kernel.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "

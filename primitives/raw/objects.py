@@ -1,9 +1,9 @@
 """Inspect an edited module's object file, which may be hostile, before anything loads it.
 
 The loader resolves symbols, relocates, and runs registered functions. So an object may contain only those
-kinds of sections, symbols and relocations that the compiler's own objects contain. This ELF parser checks
-that limit, and trusts no offset. But no parser can tell whether the host code does what the launcher asks.
-Therefore GPU workers are disposable processes.
+kinds of sections, symbols and relocations that the compiler's own objects contain. The ELF parser in this
+module checks this rule, and trusts no offset. But no parser can tell whether the host code does what the
+launcher asks. Therefore GPU workers are disposable processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coda_agent.primitives.target import TARGET
 
 MOST_BYTES = 16 << 20
 MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # the compiler's objects have 15 sections and about 600 relocations
-MOST_ZEROS = 1 << 16  # bytes of zero-filled sections; the compiler's objects have 16
+MOST_ZEROS = 1 << 16  # limit on the bytes of a zero-filled section; the compiler's objects have 16
 
 # Functions that the compiler's launch code calls: the CUDA runtime through CuTe's library, and TVM's FFI.
 UNDEFINED = frozenset(
@@ -37,7 +37,7 @@ _EXPORTS = re.compile(
     r"(_mlir_ciface_)?cutlass___call___\w+)",
     re.ASCII,
 )
-# the only function that runs when an object is unloaded
+# the only function that may run when an object is unloaded
 _END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"
 _BINARY = "kernels_binary"
 _SECTIONS = re.compile(
@@ -48,9 +48,9 @@ _SECTIONS = re.compile(
 
 
 class ElfMachine(NamedTuple):
-    """An architecture. ``number``: its number in an ELF header. ``relocations``: its relocation types, with
-    the bytes that each writes. ``traps``: byte patterns of instructions that enter the operating system's
-    kernel; such instructions start at multiples of ``alignment``."""
+    """A CPU architecture. ``number``: its number in an ELF header. ``relocations``: maps each allowed
+    relocation type to the number of bytes that it writes. ``traps``: byte patterns of instructions that enter
+    the operating system's kernel. Instructions start at multiples of ``alignment``."""
 
     number: int
     relocations: Mapping[int, int]
@@ -143,16 +143,17 @@ def same_host(data: bytes, honest: bytes) -> bool:
 
 
 # The place where x86-64's launch code fills in cudaLaunchConfig_t. One instruction stores 1 (the block's size
-# in z). Another stores the number of shared-memory bytes, at an address 4 higher, through the same register.
-# At most one other instruction lies between them.
+# in z). A second instruction stores the number of shared-memory bytes, at an address 4 higher, through the
+# same register. At most one instruction lies between these two.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )
 
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
-    """Return ``code`` with its number of shared-memory bytes replaced by the number in ``known``. ``code`` is
-    unchanged if the location is ambiguous, or if it has no such number."""
+    """Return ``code`` with its number of shared-memory bytes replaced by the number in ``known``. Return
+    ``code`` unchanged if the number's location in ``known`` is ambiguous, or if ``code`` has no possible
+    number of shared-memory bytes there."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -338,8 +339,8 @@ class _Object:
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:
-        """The object's code and everything else that is loaded or run, in a form that ignores the cubin's
-        size."""
+        """The object's code and everything else that is loaded or run, in a form that does not depend on the
+        cubin's size."""
         binary, code = self._binary(), b""
         rest: list[object] = []
         end = binary.value + binary.size
@@ -374,8 +375,8 @@ _FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The only image in a fat binary, which is a header of 16 bytes followed by entries with headers of their
-    own."""
+    """The only image in a fat binary. A fat binary is a header of 16 bytes, followed by entries. Each entry
+    has its own header."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):

@@ -1,5 +1,5 @@
-"""Check the functions of a module that an author edited. Every name in them must be known, and no attribute
-may reach an object that is not a value of the kernel."""
+"""Check the functions of a module that an author edited. Every name in a function must be known, and no
+attribute may reach an object that is not a value of the kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Reader:
-    """Walks a module's functions. ``line`` is the line of the last visited node that has one."""
+    """Walks a module's functions. ``line``: the line of the last visited node that has a line."""
 
     def __init__(self, tree: ast.Module):
         self._tree = tree
@@ -63,7 +63,7 @@ class Reader:
         self._classes: dict[str, type | None] = {}  # nearest imported base class of each class
         self._bound = set(_bindings(tree))
         self._given: set[str] = set()  # parameters of the method that runs on the host
-        self._method = False  # whether the node is inside a method, where super() is defined
+        self._method = False  # whether the visited node is inside a method, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
             ast.arguments: self._parameters,
@@ -96,8 +96,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """Check a value that is evaluated when the module is read. The value must not refer to a function,
-        because no function may have a second name."""
+        """Check a value that is evaluated when the module is imported. The value must not refer to a
+        function, because no function may have a second name."""
         self._at(node)
         match node:
             case ast.Constant():
@@ -155,7 +155,7 @@ class Reader:
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
         """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return its name; None if
-        there is none."""
+        the function has no decorator."""
         match node.decorator_list:
             case []:
                 return None
@@ -237,8 +237,8 @@ class Reader:
             self._refuse(f".{name} is private: use public names, also for your own methods")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object that a dotted name refers to if it begins with a module; None if it reads an attribute
-        of a value."""
+        """The object that a dotted name refers to; None if its last part is an attribute of a value. The name
+        begins with a module."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)

@@ -52,7 +52,7 @@ FORMAT = 6  # version of cached reports
 def compile_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule. ``sizes`` must have the static dims; other dims do not matter.
+    """Compile a step for one schedule. ``sizes`` must contain the static dims; other dims have no effect.
 
     The kernel takes A as [M, K] with any strides, and B as it is stored: [K, N], or [N, K] if
     ``b_transposed``. Edited code compiles in a confined child process, unless its object is cached. Raises
@@ -64,7 +64,7 @@ def compile_gemm(
 
 
 def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """Compile a kernel that processes vectors after a step's GEMM."""
+    """Compile a vector kernel, which runs before or after a step's GEMM."""
     if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, None, {}))
     return cached_vector(lowered, kernel)
@@ -76,10 +76,11 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's resources from its
     cubin.
 
-    ``sizes``: the static dims. Each step compiles on the ``schedules`` that fit it. If none fits, it compiles
-    on the first candidate of tuning that fits (``probe_schedules``). Compilation runs in a child process,
-    because a compiler can crash; edited code compiles in a confined child of that process. Results are cached
-    by content. Raises CacheError, and CompileError, whose code is CROWDED if a step fits no tile.
+    ``sizes``: the static dims. Each step is compiled for all ``schedules`` that fit the step. If none of them
+    fits, the step is compiled for the first schedule that fits among tuning's candidates
+    (``probe_schedules``). Compilation runs in a child process, because a compiler can crash. Edited code
+    compiles in a confined child of that process. Results are cached by content. Raises CacheError and
+    CompileError. The code of a CompileError is CROWDED if a step fits no tile.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -95,8 +96,8 @@ def report(
 def _schedules_to_compile(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """The schedules at which to compile each step; empty for a step whose heads fit no tile. Raises
-    CompileError for a step whose epilogue leaves too little shared memory on every tile."""
+    """For each step, the schedules for which to compile it; an empty list for a step whose heads fit no tile.
+    Raises CompileError for a step whose epilogue leaves too little shared memory on every tile."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -122,13 +123,13 @@ def _run_child(request: str) -> str:
             raise
         if isinstance(answer, list):
             return json.dumps(answer)
-        if "code" not in answer:  # an exception stopped its compiler, which may not work any more
+        if "code" not in answer:  # after an unexpected exception, the child's compiler may be unusable
             child.end()
     raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
 
 
 def _child() -> _Child:
-    """The running child; a new one if there is none or it is not usable."""
+    """The running child. If no child is running, or the running child is not usable, start a new child."""
     global _running
     if _running is None or not _running.usable():
         if _running is not None:
@@ -138,8 +139,8 @@ def _child() -> _Child:
 
 
 class _Child:
-    """A process that compiles one request after another. It is reused, because its imports take longer than
-    most compilations."""
+    """A process that compiles one request after another. The process is reused, because its imports take
+    longer than most compilations."""
 
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
@@ -178,7 +179,7 @@ class _Child:
         )
 
     def end(self) -> None:
-        if self.origin[0] != os.getpid():  # this process was forked, and the child belongs to its parent
+        if self.origin[0] != os.getpid():  # this process is a fork, and another process started the child
             return
         subprocesses.hang_up(self.process)
         self.errors.close()
@@ -198,11 +199,12 @@ def _environment() -> dict[str, str]:
 
 
 def _serve(scratch: Path) -> None:
-    """Read one request per line; write one answer per line, the resources or the compiler's message."""
+    """Read one request per line. For each request, write one line with the answer: the resources, or the
+    compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     import_quack()
-    gc.freeze()  # the compiler's modules stay: no collection needs to look at their objects
+    gc.freeze()  # the compiler's modules stay in memory, so collections need not look at their objects
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)

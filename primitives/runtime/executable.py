@@ -1,6 +1,6 @@
 """A plan: a program bound to sizes and schedules, with compiled kernels and one workspace.
 
-Building a plan makes all decisions on the host, so a call only launches kernels.
+Building a plan does all work that depends only on sizes and schedules, so that a call only launches kernels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import torch
 
 NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
-GAP = 4096  # unused bytes before and after each tensor of a workspace; a check looks for stray writes there
+GAP = 4096  # unused bytes around each tensor of a workspace, in which a check looks for stray writes
 HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which ``device`` is PyTorch's current device. A kernel launched in it runs on that
-    device's current stream."""
+    """A context in which ``device`` is PyTorch's current device. A kernel that is launched in this context
+    runs on the current stream of ``device``."""
     import torch
 
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -69,9 +69,9 @@ def _span(axis: int, first: int, past: int) -> str:
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function (size, strides, dtype) that allocates an uninitialised tensor on the current device of this
-    type. Inductor's generated code calls the same function, which takes half the host time of
-    ``torch.empty``."""
+    """A function (size, strides, dtype) that allocates an uninitialised tensor on the current device of the
+    same type as ``device``. The function takes half the host time of ``torch.empty``. Inductor's generated
+    code also calls it."""
     from torch._C._dynamo import guards
 
     return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
@@ -90,8 +90,9 @@ class Plan:
     dtypes and device of the plan.
 
     All calls share the workspace, a tensor of bytes. The plan allocates a workspace if the caller gives none,
-    or gives one that is too small. Several threads and streams may call one plan: its calls run one after
-    another on the GPU (``turns``). Different plans that share a workspace do not wait for each other.
+    or gives one that is too small. Several threads and streams may call one plan, because ``Turns`` makes its
+    calls run one after another on the GPU. Calls of different plans do not wait for each other, even if the
+    plans share a workspace.
 
     ``parts``: the parts of the program, in launch order. ``kept``: the tensors and numbers that calls share,
     by role and node. ``gaps``: the unused bytes of the workspace.
@@ -131,7 +132,7 @@ class Plan:
         self._calls = CallWriter(len(given), known)
         self._values: dict[Hashable, str] = dict(zip(given, self._calls.given, strict=True))
         self._values |= {key: self._calls.constant(value) for key, value in self.kept.items()}
-        self._launches: list[tuple[Part, str]] = []  # as text
+        self._launches: list[tuple[Part, str]] = []  # each launch as code
         for k in kernels:
             if isinstance(k, GemmKernel):
                 self._launches += [(("gemm", k.step), launch) for launch in self._gemm(k)]
@@ -147,8 +148,8 @@ class Plan:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
-        """The shape of a reduction's partial results: [1, M, tiles along N] for a reduction along rows, [1,
-        tiles along M, N] for one along columns."""
+        """The shape of a reduction's partial results: [1, M, tiles along N] if it reduces along rows, [1,
+        tiles along M, N] if it reduces along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
         schedule = self.schedules[gemm.step]
         if self._along_columns(reduced):
@@ -179,8 +180,8 @@ class Plan:
                     values["bounds", a.node] = (self._shape(a.node), a.dtype)
                 elif a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # The offsets of ``values`` must not depend on the schedules. Plans of one tuning share a buffer, and
-        # a plan may run a step on results that another plan left there.
+        # Plans of one tuning share a buffer, and a plan may run a step on results that another plan left in
+        # the buffer. So the offsets of ``values`` must not depend on the schedules.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -191,7 +192,8 @@ class Plan:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
         # The buffer of a ``row_select`` must hold -inf before each call; the vector kernel after the step
-        # resets it. The buffer is not part of the workspace, where another plan may have left its own bytes.
+        # resets it. The buffer is separate from the workspace, because another plan may write other values to
+        # the workspace.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -207,8 +209,8 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The value of a number argument. By role: the size that the node names (``scalar``), or the node's
-        number of columns (``extent``) or rows (``count``)."""
+        """The value of an argument that is a number. The role ``scalar`` means the size that the node names,
+        ``extent`` the node's number of columns, and ``count`` the node's number of rows."""
         from cutlass import Float32, Int32
 
         if role == "count":
@@ -223,8 +225,8 @@ class Plan:
         return self._values[self._names.get(node) or ("value", node)]
 
     def _argument(self, argument: Argument | None, pointer: str = "{}.data_ptr()") -> str:
-        """The code of an argument. ``pointer``: a template that turns a tensor with one element into a
-        kernel's argument."""
+        """The Python code of a kernel's argument. ``pointer``: a template that turns a tensor with one
+        element into a kernel's argument."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return "None"
         if argument.role in (*NUMBERS, "bounds"):
@@ -259,8 +261,8 @@ class Plan:
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> str:
-        """The code that launches a step, or only its ``rows`` (first, past). At most ``clusters`` run at a
-        time."""
+        """The code that launches a step. ``rows`` (first, past) restricts the launch to these rows.
+        ``clusters``: the most clusters that run at a time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         constant, view = self._calls.constant, self._calls.view
@@ -269,7 +271,7 @@ class Plan:
         a, b = self._value(kernel.a), self._value(kernel.b)
         a = view(a, "{}.mT") if kernel.a_transposed else a
         a = view(a, _span(0, *rows)) if rows else a
-        b = view(b, "{}.mT") if kernel.own else b  # [N, K], as QuACK takes it
+        b = view(b, "{}.mT") if kernel.own else b  # QuACK takes b as [N, K]
         bounds = None if kernel.offsets is None else self.kept["bounds", kernel.offsets]
         varlen = make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)
         by_expert = constant(varlen)
@@ -286,7 +288,8 @@ class Plan:
         return f"{constant(compiled)}({', '.join(arguments)})"
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
-        """The code of an argument. For a launch of only some ``rows``, the code of the argument's slice."""
+        """The code of an argument. If the launch computes only some ``rows``, the code of the slice that
+        holds these rows."""
         value = self._argument(argument)
         if argument is None or rows is None:
             return value
@@ -340,7 +343,7 @@ class Plan:
         return self._calls.function(inputs, [switch, *lines])
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``call`` with inputs by name."""
+        """Call the plan with inputs by name, and return its outputs by name."""
         return self.call(*self._in_order(inputs))
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -348,14 +351,14 @@ class Plan:
         return {name: self._empty(*like) for name, like in self._like.items()}
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs for ``run``: an output that updates an input is that input's tensor, the others are
-        fresh."""
+        """Outputs for ``run``. An output that updates an input is that input's tensor; any other output is a
+        fresh tensor."""
         updated = {output: inputs[name] for output, name in self._updates.items()}
         return {n: updated[n] if n in updated else self._empty(*like) for n, like in self._like.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Launch on the current stream. Shapes, dtypes and device are not checked. An output that updates an
-        input may be that input's tensor; the kernel then overwrites it."""
+        """Launch the whole kernel on the current stream. Shapes, dtypes and device are not checked. An output
+        that updates an input may be that input's tensor; the kernel then overwrites the tensor."""
         self.run_parts(self.parts, inputs, outputs)
 
     def run_step(

@@ -1,4 +1,4 @@
-"""Recognize arguments like those of a recent call, which need no further checks."""
+"""Recognize arguments that are like those of a recent call, and so need no checks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT
 if TYPE_CHECKING:
     from coda_agent.primitives.runtime.executable import Plan
 
-MOST = 8  # calls that are remembered
+MOST = 8  # number of calls to remember
 
 
 def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[..., bool]:
-    """A function that returns whether arguments are like the ``passed`` ones, which passed all checks.
-    Tensors must have the same metadata, and integers the same value; floats may differ. The function takes
-    half a microsecond. ``written``: the positions of tensors that the kernel overwrites; they must overlap no
-    other tensor.
+    """A function that returns whether its arguments are like the ``passed`` arguments, which passed all
+    checks. Tensors must have the same metadata, and integers the same value; floats may differ. A call of the
+    function takes half a microsecond. ``written``: the positions of tensors that the kernel overwrites. Such
+    a tensor must overlap no other tensor.
 
-    The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. The result False
-    means only that the arguments must be checked. For example, a call that passes one tensor twice is never
-    recognized.
+    The C++ guards of ``torch.compile`` compare types, dtypes, devices, sizes and strides. If the result is
+    False, the arguments may still be valid, but must be checked. For example, a call that passes one tensor
+    twice is never recognized.
     """
     import torch
     from torch._C._dynamo.guards import TensorGuards
@@ -47,14 +47,15 @@ def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[.
 
 
 class FamiliarPlans:
-    """The plans of the last calls, each with a recognizer of its arguments."""
+    """The plans of recent calls, each with a function that recognizes the call's arguments."""
 
     def __init__(self, written: Sequence[int] = ()):
         self._written = written
         self._last: tuple[tuple[Callable[..., bool], Plan], ...] = ()  # newest first
 
     def get(self, arguments: Sequence[Any]) -> Plan | None:
-        """The plan of a recent call with like arguments; None if the arguments must be checked."""
+        """The plan of a recent call whose arguments were like these; None if the arguments must be
+        checked."""
         for recognizes, plan in self._last:
             if recognizes(*arguments):
                 return plan
@@ -62,6 +63,7 @@ class FamiliarPlans:
 
     def add(self, given: Sequence[Any], passed: Sequence[Any], plan: Plan) -> None:
         """Remember the plan of a call. ``given``: the caller's arguments. ``passed``: the same arguments with
-        the strides that passed the checks. If the two differ, the plan is not remembered."""
+        the strides that passed the checks. The plan is remembered only if the recognizer of ``passed``
+        accepts ``given``. A recognizer refuses other strides."""
         if (recognizes := recognizer(passed, self._written))(*given):
             self._last = ((recognizes, plan), *self._last[: MOST - 1])

@@ -40,21 +40,23 @@ class Kernel:
 
     A call launches on the current stream of the tensors' device. The first call with new shapes plans and
     tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. If the
-    source gives a step's schedule, the step is not tuned. ``known``: good schedules by step, which tuning
-    times instead of all schedules (``tune.search_again``). Edited code is timed only on ``known`` schedules,
-    because its results on other schedules are unchecked.
+    source gives a step's schedule, the step is not tuned. ``known``: good schedules by step. Tuning then
+    times the known schedules, and others only if the known schedules cover too few tiles
+    (``tune.search_again``). Edited code is timed only on ``known`` schedules, because its results on other
+    schedules are unchecked.
 
     Several threads and CUDA streams may call a Kernel at once. Calls with the same shapes share a workspace,
     so they run one after another on the GPU: a stream waits for the stream of the previous call. Create one
     Kernel per stream if calls should overlap.
 
-    A call captured into a CUDA graph does not wait, and neither do the graph's replays. So a replay must not
-    overlap another replay or call. No other thread may call the Kernel during a capture. An external stream
-    must stay alive until the next call from another stream. A copied or unpickled Kernel plans again.
+    A call that is captured into a CUDA graph does not wait for other calls, and the graph's replays do not
+    wait either. So the user must keep a replay from overlapping another replay or call. No other thread may
+    call the Kernel during a capture. A stream that PyTorch did not create must stay alive until the next call
+    from another stream, because that call waits for it. A copied or unpickled Kernel builds its plans again.
 
-    The first call with a new combination of tensors reads the offsets of experts' rows, and refuses wrong
-    offsets. Later calls skip this check, because reading offsets waits for the GPU. Wrong offsets then give
-    wrong results, but the kernel accesses no memory outside its tensors.
+    A call whose arguments are unlike those of recent calls reads the offsets of experts' rows, and refuses
+    wrong offsets. Other calls skip this check, because reading offsets waits for the GPU. Wrong offsets then
+    give wrong results, but the kernel accesses no memory outside its tensors.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Kernel:
         self._planning = threading.Lock()
         signature = self.program.signature
         self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        # a tuple, because a GEMM has at least two inputs
+        # it returns a tuple, because a GEMM has at least two inputs
         self._in_order = itemgetter(*signature.inputs, *signature.named)
         self._familiar = FamiliarPlans([[*signature.inputs].index(n) for n in signature.updates.values()])
 
@@ -84,7 +86,7 @@ class Kernel:
 
         ``edited``: a NAME.raw.py, which replaces the program's lowered code; a confined child process
         compiles it. Without ``schedules``, edited code runs only on the schedules in the report beside the
-        file. Raises OSError, or ProgramError for an invalid program.
+        NAME.raw.py. Raises OSError, or ProgramError for an invalid program.
         """
         path = ACCEPTED / f"{kernel}.program.json"
         program = Program.from_json((path if path.exists() else Path(kernel)).read_text(encoding="utf-8"))
@@ -93,22 +95,22 @@ class Kernel:
         return cls(source, known=_proved(source, Path(edited)) if edited else None)
 
     def plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE) -> Plan:
-        """The plan for these inputs' shapes and device. ``given``: the dims that no shape determines. Raises
-        LaunchError if the kernel cannot run on the inputs."""
+        """The plan for these inputs' shapes and device. ``given``: the sizes of dims that no shape
+        determines. Raises LaunchError if the kernel cannot run on the inputs."""
         sizes = check_tensors(self.program.signature, inputs, given)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
         plan = self._plans.get(key)
         if plan is None:
             check_sizes(self.program, sizes)
-            with self._planning, on_device(device):  # one thread plans; the others then use its plan
+            with self._planning, on_device(device):  # one thread builds the plan; other threads wait for it
                 plan = self._plans.get(key) or self._new_plan(inputs, sizes, device)
                 self._plans[key] = plan
         return plan
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
         """Jobs that compile the kernel's schedules at these sizes. For a step without a schedule, they
-        compile the schedules that tuning times first."""
+        compile the schedules that tuning would time first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
             step = gemm.step
@@ -133,7 +135,8 @@ class Kernel:
         return Plan(self.source.on(schedules), sizes, device)
 
     def _check_proved(self, sizes: Mapping[str, int]) -> None:
-        """Raise LaunchError for edited code without a known schedule that fits these sizes."""
+        """Raise LaunchError if a step of edited code has neither a given schedule nor a known schedule that
+        fits these sizes."""
         for gemm in lower(self.program).gemms if self.source.edited else ():
             known = (self.known or {}).get(gemm.step, ())
             if gemm.step not in self.source.fixed and not any(gemm.admits(s, sizes) for s in known):
@@ -144,8 +147,8 @@ class Kernel:
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run the kernel; return its outputs by name. ``inputs``: tensors, and integers for the static dims
-        that no shape determines. An output that updates an input is that input's tensor, overwritten. Raises
-        LaunchError if the kernel cannot run on the inputs."""
+        that no shape determines. If an output updates an input, the kernel overwrites the input's tensor and
+        returns it as the output. Raises LaunchError if the kernel cannot run on the inputs."""
         try:
             arguments = self._in_order(inputs)
         except KeyError:
@@ -173,8 +176,8 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """By step, the schedules at which this edited code was measured, according to the report next to the
-    file. Empty if there is no such report."""
+    """The schedules, by step, at which this edited code was measured, according to the report next to the
+    file. Empty if the folder has no report of this code."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}

@@ -35,7 +35,7 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
         if types[index].kind == "tile" and index not in program.outputs.values():
             tensors[f"the tile that node {index} passes to the next step"] = (types[index].shape, dtype)
     for name, index in program.outputs.items():
-        if types[index].kind == "head":  # needs no alignment, because it is stored by element
+        if types[index].kind == "head":  # needs no alignment, because it is stored element by element
             del tensors[name]
     errors = []
     for name, (shape, dtype) in tensors.items():
@@ -60,7 +60,7 @@ def check_tensors(
     tensors do not match the signature.
 
     While PyTorch records gradients, no tensor may require grad. A kernel has no autograd, so a loss on its
-    outputs would train nothing, without an error.
+    outputs would silently give its inputs no gradients.
     """
     import torch
 
@@ -101,7 +101,7 @@ def check_tensors(
 
 
 def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """The inputs that hold the experts' row offsets, each with the number of rows that it divides among
+    """Each input that holds offsets of experts' rows, with the number of rows that its offsets divide among
     experts."""
     types = program.types()
     for gemm, node in enumerate(program.nodes):
@@ -111,7 +111,7 @@ def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 
 
 def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """The inputs that index rows, each with the number of rows that can be gathered."""
+    """Each input that holds indices of rows, with the number of rows that an index can choose from."""
     types = program.types()
     for node in program.nodes:
         if node.row_index is not None:
@@ -122,8 +122,8 @@ def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
     """Raise LaunchError if offsets do not rise from 0 to the number of rows, or if an index contains an
-    invalid row. Reading offsets and indices waits for the GPU. A kernel does not check them, but clamps them,
-    so that it accesses no memory outside its tensors."""
+    invalid row. Reading offsets and indices waits for the GPU. A kernel clamps offsets and indices instead of
+    checking them, so that it accesses no memory outside its tensors."""
     checks = [(name, rows, lambda t, n: rising(t.tolist(), n)) for name, rows in sorted_rows(program)]
     checks += [(name, rows, check_index) for name, rows in gathered_rows(program)]
     for name, rows, check in checks:
@@ -135,8 +135,8 @@ def check_offsets(
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise LaunchError if an input that the kernel overwrites shares memory with another input. Overwriting
-    is safe otherwise: tracing checks that each element is read only where it is written."""
+    """Raise LaunchError if an input that the kernel overwrites shares memory with another input. Otherwise
+    overwriting is safe, because tracing checks that each element is read only where it is written."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]
@@ -150,8 +150,8 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor with the strides of a fresh tensor. PyTorch ignores the stride of an axis
-    of size 1, but bulk copies need a stride that is a multiple of 16 bytes. A tensor that has such strides
-    already, or is not contiguous, is returned as it is."""
+    of size 1, but bulk copies need a stride that is a multiple of 16 bytes. A tensor that already has the
+    strides of a fresh tensor, or is not contiguous, is returned unchanged."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 FINAL_ROUNDS = 40  # rounds of the last, most careful comparison
-FEWEST = 4  # least number of rounds, for long calls; the last comparison has at least 13
+FEWEST = 4  # least number of rounds, used for long calls; the last comparison has at least 13
 PER_ROUND = 3.5  # milliseconds; a longer call gets proportionally fewer rounds
 WARM_UP = 0.7  # seconds of load before timing, until clock rates settle
 LAST_WARM_UP = 2.0  # seconds before the last comparison, to get as near the power limit as a benchmark does
@@ -56,7 +56,8 @@ class Load:
 
     @contextlib.contextmanager
     def more(self) -> Iterator[float]:
-        """Count the ``with`` block as load. Yields the seconds of earlier load that still warm the GPU."""
+        """Count the ``with`` block as load. Yields how many seconds of earlier load still count as a
+        warm-up."""
         begun = self._clock()
         before = max(0.0, self._seconds - COOLING * (begun - self._ended))
         yield before
@@ -69,10 +70,10 @@ _load = Load()
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
     """The median milliseconds of each call. ``before``: the calls' milliseconds in an earlier round. If any
-    call is short, the GPU idles before each call, which hides the launch time.
+    call is short, the GPU idles before each call, so that the launch time is hidden.
 
-    The GPU must not idle between long calls. Rest saves power and so raises the clock rate above that of a
-    benchmark, and the best tile depends on the clock rate.
+    The GPU must not idle between long calls. An idle GPU saves power, and its clock rate then rises above the
+    rate in a benchmark. But the best tile depends on the clock rate.
     """
     import torch
 

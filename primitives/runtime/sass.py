@@ -1,9 +1,9 @@
 """Count the machine instructions for each line of lowered code.
 
 CuTeDSL can record for each instruction the file and line where its operation was traced. The recording does
-not change the instructions. An operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that
-calls the helper. Each instruction counts once, however often it runs. An epilogue is fully unrolled, so its
-counts are for one thread and one tile.
+not change the instructions. An operation in a helper function, such as ``sigmoid`` or ``pack``, counts for
+the lowered line that calls the helper. Each instruction counts once, however often it runs. An epilogue is
+fully unrolled, so its counts are for one thread and one tile.
 
 Compilation needs no GPU. It happens in a child process, which runs this module with ``python -m``.
 """
@@ -38,7 +38,7 @@ from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import cached_json
 
 FORMAT = 3  # version of the cached listings
-LOWERED = ""  # the file name that means the lowered code itself
+LOWERED = ""  # stands for the lowered code's own file name
 
 _KINDS = {
     "HGMMA": "HGMMA QGMMA",
@@ -82,7 +82,7 @@ class Instruction:
 class Listing:
     """A kernel's instructions, in order of address. ``schedule``: None for a vector kernel. ``source``: the
     lines of the kernel's class in the lowered code, by line number. ``part``: the number of this launch, from
-    1, and the number of launches, which is two for a ``split`` step."""
+    1, and the step's number of launches (two for a ``split`` step)."""
 
     kernel: str
     schedule: Schedule | None
@@ -99,8 +99,8 @@ class Listing:
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The number of instructions of each kind from other files, by file, largest total first. Such files
-        contain the mainloop, the scheduler and the TMA stores."""
+        """For each other file, the number of instructions of each kind; the file with the most instructions
+        comes first. Other files contain the mainloop, the scheduler and the TMA stores."""
         counts = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(counts.items(), key=lambda item: -item[1].total()))
 
@@ -116,7 +116,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions. A step with two
     launches gives two listings, in order.
 
-    ``sizes``: the static dims. A step without a schedule uses its first probe schedule
+    ``sizes``: the sizes of the static dims. A step without a schedule uses its first probe schedule
     (``probe_schedules``). Compilation runs in a child process; edited code compiles in a confined child of
     that process. Results are cached by content. Raises CompileError and CacheError.
     """
@@ -150,8 +150,8 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """Run a child on a request; return its answer. Raises CompileError if the compiler refuses the code, or
-    if the child dies or takes too long."""
+    """Send a request to a child process; return the child's answer. Raises CompileError if the compiler
+    refuses the code, or if the child dies or takes too long."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
@@ -196,8 +196,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Record, within the ``with`` block, the innermost line of each traced operation's call stack that
-    is in the lowered code at ``path``."""
+    """Within the ``with`` block, make the line information of traced operations refer to the lowered code at
+    ``path``. An operation gets the innermost line of its call stack that is in this file."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 
@@ -218,7 +218,7 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """The fields of a Listing. ``launch``: the number of a launch of ``step``, from 0."""
+    """The fields of the Listing of one launch. ``launch``: the number of the launch in ``step``, from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -269,6 +269,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answer
     import_quack()
-    gc.freeze()  # as in ``compile``
+    gc.freeze()  # the compiler's modules stay: no collection needs to look at their objects
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()

@@ -1,12 +1,12 @@
 """Find the fastest schedule of each step at given sizes, on this GPU.
 
 A search has three rounds. The first round times every tile, in clusters of two with the default
-rasterisation; pingpong tiles are also timed with a deep mainloop. A small output gets small tiles too. The
-second round times the best three tiles with several rasterisation groups and L2 eviction hints. It also times
-the best tile in clusters of four. Both rounds are noisy, so the last round times their best schedules again,
-with more repetitions.
+rasterisation; pingpong tiles are also timed with a deep mainloop. For a small output, small tiles are also
+timed. The second round times the best three tiles with several rasterisation groups and L2 eviction hints. It
+also times the best tile in clusters of four. Timings in the first two rounds are noisy, so the last round
+times the best schedules again, with more repetitions.
 
-Candidates compile in parallel processes. The result is cached by code, sizes and GPU.
+Schedules compile in parallel processes. The result of a search is cached by code, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ROUNDS = 9  # repetitions in the first and second round
 FINALISTS = 3  # tiles of the first round that the second round refines
 LAST_TILES = 5  # tiles of the first round that the last round times again
 FINAL = 6  # schedules of the second round that the last round times again
-SPLIT = 2  # tiles that are also timed in two launches
-SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to time in two launches when good schedules are known
+SPLIT = 2  # number of the best tiles that are also timed in two launches
+SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to try with two launches, if good schedules are known
 MOST_STACK = 512  # bytes per thread; the fastest schedules so far had at most 192 (with 456 spilled loads)
 
 Known = Mapping[int, Sequence[Schedule]]
@@ -102,8 +102,8 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(gemm: GemmKernel, ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches; empty unless the step is ``splittable``. It is also empty if the first
-    round has small tiles, because the output is then less than one wave of tiles."""
+    """Schedules that run the best tiles in two launches. Empty if the step is not ``splittable``. Also empty
+    if the first round has small tiles, because the output is then less than one wave of large tiles."""
     best = leaders(ranked)[:SPLIT] if gemm.splittable and not any(map(_small, start)) else []
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -112,7 +112,7 @@ def search(
     start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
 ) -> list[tuple[Tile, float]]:
     """Run the three rounds. Return the schedules of the last round with their milliseconds, fastest first.
-    ``refine`` maps the ranking of the first round to the schedules of the second."""
+    ``refine`` maps the ranking of the first round to the schedules of the second round."""
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
@@ -128,28 +128,28 @@ def ranking(
     edited: bool,
 ) -> list[tuple[Tile, float]]:
     """The result of ``search``, or of ``search_again`` if good schedules are ``known``. Code that an author
-    ``edited`` is timed only on the known schedules, because the author saw no others."""
+    ``edited`` is timed only on the known schedules, because the author saw no other schedules."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
 
 
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
-    """Time known good schedules. If they do not cover enough tiles, also time the best tiles of a first
-    round, because the best tile depends on the GPU. For example, a GPU that reaches its power limit sooner
-    prefers wider tiles: they beat a 128x128 pingpong tile by 10 % at 7B width."""
+    """Time known good schedules. If the known schedules cover too few tiles, also time the best tiles of a
+    first round, because the best tile depends on the GPU. For example, on a GPU that reaches its power limit
+    sooner, wider tiles beat a 128x128 pingpong tile by 10 % at 7B width."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
 
 def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
-    """Whether the known schedules have several tiles. They must also have small tiles if, and only if, the
-    first round does."""
+    """Whether no first round is needed. The known schedules must have at least ``FINALISTS`` tiles, and must
+    include small tiles exactly if the first round (``start``) includes small tiles."""
     return len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest schedule of each of the best few tiles. A tile's rank is that of its fastest schedule,
+    """The fastest schedule of each of the best few tiles. Tiles are ranked by their fastest schedules,
     because a wide tile saves memory traffic only with the right rasterisation group."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
@@ -170,9 +170,9 @@ def revisited(
     *,
     edited: bool = False,
 ) -> list[Schedule]:
-    """The schedules to time if good ones are known: the known schedules that fit the sizes. Unless the code
-    is edited, the best tiles in two launches are added, because older tunings lack them. ``start``: the
-    schedules of the first round."""
+    """The schedules to time if good schedules are known. These are the known schedules that fit the sizes
+    and, for unedited code, the best tiles in two launches, because older tunings did not try two launches.
+    ``start``: the schedules of the first round."""
     fit = [s for s in known if gemm.admits(s, sizes)]
     split = [] if edited else _split(gemm, fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
@@ -195,17 +195,17 @@ def tuned_schedules(
     afresh: bool = False,
 ) -> dict[int, Schedule]:
     """The fastest schedule of each step, from the cache or measured now. Measuring takes seconds to minutes.
-    If several processes need the same tuning, one measures and the others wait for its result.
+    If several processes need the same tuning, one process measures and the others wait for its result.
 
     ``known``: good schedules by step, for ``search_again``. ``afresh``: ignore the cache. A step whose
-    schedule the program fixes is not tuned. The schedules of ``kernel`` are ignored. Raises LaunchError if no
-    tile suits a step, and NoSchedule if no schedule of a step runs.
+    schedule the program fixes is not tuned. ``kernel.schedules`` is ignored. Raises LaunchError if no tile
+    suits a step, and NoSchedule if no schedule of a step runs.
     """
     if not afresh and (earlier := cached(kernel, sizes, known)):
         return earlier
     first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms}
     with _locked(cache_path(kernel, sizes)):
-        # another process may have measured while this one waited for the lock
+        # another process may have measured while this process waited for the lock
         if not afresh and (earlier := cached(kernel, sizes, known)):
             return earlier
         return _search_and_cache(kernel, inputs, sizes, known, first)
@@ -264,8 +264,8 @@ def _search_and_cache(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The cached result of ``tuned_schedules``, or None. For edited code, also None if the result is not a
-    ``known`` schedule: an earlier tuning may have timed other schedules."""
+    """The cached result of ``tuned_schedules``, or None. For edited code, also None if a cached schedule is
+    not ``known``, because an earlier tuning may have timed other schedules."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -275,7 +275,8 @@ def cached(
 
 
 def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
-    """The schedules in the last round of a cached tuning, by step, fastest first. Empty without a tuning."""
+    """The schedules in the last round of a cached tuning, by step, fastest first. Empty if no tuning is
+    cached."""
     record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
     raced = record["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
@@ -363,7 +364,7 @@ def _compile_one(task: _Task) -> bool:
         return False
     if deepest_stack(cubins) <= MOST_STACK:
         return True
-    if not lowered.edited:  # the stack of edited code is inspected every time instead
+    if not lowered.edited:  # because the stack of edited code is inspected at every build
         refuse(lowered, gemm, schedule, json.loads(static))
     return False
 
@@ -392,7 +393,7 @@ def _race(
     fine = compile_all(kernel, sizes, [(gemm.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
-    # The narrowest tiles need the largest workspace, which all schedules share.
+    # All plans share the first plan's workspace. The narrowest tiles need the largest, so they come first.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(kernel.on({**kernel.schedules, gemm.step: s}), sizes, device, shared)))

@@ -48,13 +48,13 @@ class Turns:
     """Orders the calls that share tensors. A call holds ``lock`` while it calls ``take()`` and enqueues its
     launches, so threads enqueue one after another.
 
-    ``take()`` makes the current stream wait for the previous call's stream, if the two differ. A stream that
-    is being captured into a CUDA graph cannot wait, so the user must order the graph's replays.
+    ``take()`` makes the current stream wait for the previous call's stream, if that is another stream. A
+    stream that is being captured into a CUDA graph cannot wait, so the user must order the graph's replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams``: None on a device without streams. The stream that created the ``tensors`` must be the
-        current one, because the first call waits for it."""
+        """``streams``: None on a device without streams. The current stream must be the stream that created
+        the ``tensors``, because the first call waits for the stream that is current now."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None

@@ -15,12 +15,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process with the command. The command is killed when the parent's thread that started it
-    ends."""
+    """Replace this process with the command. When the thread that started this process ends, Linux kills the
+    command."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # remains in force after exec
     if os.getppid() != parent:
-        os._exit(1)  # the parent ended before its death could signal us
-    # Python ignores both signals, and the program would inherit this setting
+        os._exit(1)  # the parent had already ended, so no signal would come
+    # Python ignores these two signals, and the command would inherit this setting
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:

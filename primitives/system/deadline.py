@@ -1,5 +1,5 @@
-"""A deadline for nested waits. If the deadline ends a wait for a child process, the waiting code must also
-kill the child.
+"""One deadline for all waits within a ``with`` block, at any depth of calls. If the deadline ends a wait for
+a child process, the waiting code must also kill the child.
 
 This module imports only the standard library.
 """
@@ -32,11 +32,12 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def within(seconds: float) -> float:
-    """The time at which a wait of this many seconds ends, or the deadline if it is earlier."""
+    """The moment at which a wait of this many seconds ends, or the deadline, whichever is earlier."""
     return min(time.monotonic() + seconds, _until.get())
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late if the deadline is before ``moment``, the planned end of a wait; by default, before now."""
+    """Raise Late if a wait until ``moment`` would reach the deadline. Without ``moment``, raise Late if the
+    deadline has passed."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

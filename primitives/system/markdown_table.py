@@ -1,4 +1,4 @@
-"""Write Markdown tables. All tables that the project prints or writes into a page come from here."""
+"""Write Markdown tables. This module writes all tables that the project prints or puts into a page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _BAR = re.compile(r"(?<!\\)\|")  # a bar that would end the cell
 
 
 def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table with one line for the headings and one per row. Values are Markdown, escaped so that they
-    cannot end a cell or line; None becomes a dash."""
+    """A table with one line for the headings and one line per row. Values are Markdown, and escaped so that
+    they cannot end a cell or line. None becomes a dash."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
 def places(text: str) -> list[str]:
-    """The names of the tables that a page has places for, each between ``<!-- table: NAME -->`` and
+    """The names of the tables for which a page has a place. A place lies between ``<!-- table: NAME -->`` and
     ``<!-- /table -->``."""
     return [name for _, name, _ in _PLACE.findall(text)]
 

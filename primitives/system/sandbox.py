@@ -2,8 +2,8 @@
 
 ``apply()`` permanently removes the process's rights to start processes, to use files, sockets and executable
 memory, and to reach other processes. Call it after all imports, and after all files are open. The default
-layers are for tracing a kernel; ``primitives.raw.confine`` chooses the layers for compiling one. The layers
-need Linux. Elsewhere, and in containers that forbid a layer, the layer is reported as missing. This module
+layers are for tracing a kernel; ``primitives.raw.confine`` chooses the layers for compiling edited code. A
+layer is reported as missing if the system is not Linux, or if a container forbids the layer. This module
 imports only the standard library, because the jail's child process imports it.
 """
 
@@ -50,10 +50,10 @@ def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], t
 
 
 def die_with(parent: int) -> None:
-    """Make Linux kill this process when the parent's thread that started it ends, for any reason."""
+    """Make Linux kill this process as soon as the thread that started this process ends, for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the parent ended before its death could signal us
+        os._exit(1)  # the parent had already ended, so no signal would come
 
 
 def hide() -> None:
@@ -79,7 +79,7 @@ TRACING_LIMITS = {
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """Lower these limits, named like the RLIMIT constants of ``resource``. No limit is raised."""
+    """Lower these limits; never raise one. The names are those of the RLIMIT constants of ``resource``."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
     if refused:  # for example, macOS has no limit on address space; the other limits still apply
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
@@ -91,8 +91,8 @@ def _limit(name: str, limit: int) -> bool:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the soft limit the process gets SIGXCPU, which shows the reason. SIGKILL, at the hard limit,
-        # shows none.
+        # At the soft limit the process gets SIGXCPU, which shows the reason. At the hard limit it would get
+        # SIGKILL, which does not show the reason.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):
@@ -103,13 +103,14 @@ def _limit(name: str, limit: int) -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
-# The rights that version n of Landlock's ABI knows. Linux rejects rights that it does not know, so only its
-# own version's rights are requested.
+# The rights that each version of Landlock's ABI knows. Linux rejects rights that it does not know, so this
+# process requests only the rights of Linux's own version.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits, by ABI version
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
 _READ_FILE, _READ = 1 << 2, 1 << 2 | 1 << 3
-# Write, truncate, remove, rename, and make files and directories; no devices, sockets or links.
+# The rights to read, write, truncate, remove, rename, and make files and directories, but not to make
+# devices, sockets or links.
 _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 
@@ -143,8 +144,8 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-# System calls that a running interpreter needs for memory, locks, its two pipes and its exit; not open, exec
-# and clone.
+# System calls that a running interpreter needs for memory, locks, its two pipes and its exit. The list has no
+# open, exec or clone.
 CALLS = {
     "x86_64": {
         "read": 0, "write": 1, "close": 3, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
@@ -167,9 +168,9 @@ _SECCOMP_MODE_FILTER = 2
 
 
 class Rule(NamedTuple):
-    """A condition on an argument of an allowed system call, and the error if it does not hold. The argument's
-    low half must contain no bit of ``none_of``, at least one bit of ``any_of`` (unless 0), and must be one of
-    ``values`` (unless None)."""
+    """A condition on an argument of an allowed system call, and the error if the condition does not hold. The
+    argument's low half must contain no bit of ``none_of``. If ``any_of`` is not 0, the half must contain a
+    bit of ``any_of``. If ``values`` is not None, the half must be one of the ``values``."""
 
     argument: int = 0
     none_of: int = 0
@@ -188,11 +189,11 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls`` has, for each
-    machine, the calls' numbers by name, most frequent call first. A call that breaks its rule fails with the
-    rule's error.
+    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls``: for each
+    machine, the numbers of the allowed calls by name, with the most frequent call first. A call that breaks
+    its rule fails with the rule's error.
 
-    A forbidden call fails but does not kill the process, so that the kernel's author gets an exception to
+    A forbidden call fails instead of killing the process, so that the kernel's author gets an exception to
     read.
     """
     machine = os.uname().machine

@@ -1,13 +1,14 @@
 """Start child processes that cannot outlive their parent, with limits on time and memory.
 
 A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
-with it. Before its program starts, each child asks to be killed when its parent ends. This module imports
-only the standard library.
+with it. Before a child's program starts, the child asks Linux to kill it when its parent ends. This module
+imports only the standard library.
 
-Two kinds of children for untrusted code are started differently, but use the rest of this module. The jail
-(``verifier.sandbox.jail``) is a bare Python that confines itself; ``start`` would first run another Python,
-which would make a trace take 1.5 times as long. The child that compiles edited code
-(``primitives.raw.child``) is a fork, because the imports that it inherits take longer than its work.
+Two kinds of children that run untrusted code do not use ``start``, but use other functions of this module.
+The jail (``verifier.sandbox.jail``) is a bare Python that confines itself. ``start`` would first run another
+Python, so that a trace would take 1.5 times as long. The child that compiles edited code
+(``primitives.raw.child``) is a fork that inherits its imports, because importing would take longer than the
+child's work.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from coda_agent.primitives.target import TARGET
 # (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
-PATIENCE = 200  # milliseconds between checks whether a silent child has exited
+PATIENCE = 200  # milliseconds; how often to check whether a silent child has exited
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -50,7 +51,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
     """Start ``python -m module *arguments`` like ``start``, with at most MEMORY_BYTES of memory per
     process."""
     process = start([sys.executable, "-m", module, *arguments], **options)
-    with suppress(ProcessLookupError):  # it has already exited
+    with suppress(ProcessLookupError):  # the child has already exited
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
@@ -58,7 +59,8 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Like ``start_module``, but with the pipes that ``ask`` uses. Call ``hang_up`` when done."""
+    """Start a module as ``start_module`` does, with the pipes that ``ask`` uses. End the child with
+    ``hang_up``."""
     pipe = subprocess.PIPE
     process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
     # so that a write does not wait for a child that hangs
@@ -70,8 +72,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """The environment for a child that compiles for Hopper. It contains no keys, because the child may
-    compile untrusted code."""
+    """The environment for a child that compiles for Hopper. It contains no API keys or other secrets, because
+    the child may compile untrusted code."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | TARGET.environment | {"PYTHONPATH": path()}
 
@@ -85,14 +87,14 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a process: send it ``text`` and wait until it exits. ``begin`` starts it, with the given files as
-    arguments of Popen; the process must lead a process group.
+    """Run a process: send it ``text`` and wait until it exits. ``begin`` starts the process, with the files
+    for standard input, output and error as arguments of Popen. The process must lead a process group.
 
-    Returns its status (None if it took longer than ``seconds``), its output, and the end of its standard
-    error. No process of its group remains.
+    Returns the process's status (None if it took longer than ``seconds``), its output, and the end of its
+    standard error. On return, all processes of the group have ended.
     """
-    # Files instead of pipes, because a grandchild could keep a dead child's pipes open. The files are in
-    # memory, because a disk may be full.
+    # Files are used instead of pipes, because a grandchild could keep a dead child's pipes open. The files
+    # are in memory, because a disk may be full.
     with memory_file(text.encode()) as given, memory_file() as output, memory_file() as errors:
         process = begin(stdin=given, stdout=output, stderr=errors)
         try:
@@ -119,9 +121,9 @@ def tail(file: IO[bytes]) -> str:
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Send a line to the child; return the line that it answers. The line is empty if the child dies first,
-    or at the ``deadline`` (of ``time.monotonic()``). The deadline holds even if another process keeps the
-    child's pipes open."""
+    """Send a line to the child; return the child's answer, which is also a line. The answer is empty if the
+    child dies first, or does not answer before the ``deadline`` (of ``time.monotonic()``). The deadline holds
+    even if another process keeps the child's pipes open."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
@@ -149,8 +151,8 @@ def read_answer(
     descriptor: int, deadline: float, most: int, watch: Callable[[], None] = lambda: None
 ) -> tuple[bytes, bool]:
     """Read an untrusted child's pipe to its end, but at most ``most`` bytes and until the ``deadline``.
-    Return the bytes, and whether the deadline came first. ``watch`` is called at least every PATIENCE, and
-    may raise."""
+    Return the bytes, and whether the deadline came first. ``watch`` is called at least once every PATIENCE
+    milliseconds, and may raise an exception."""
     output, poll = bytearray(), select.poll()  # select() refuses descriptors over 1023
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -184,7 +186,7 @@ def ended(process: subprocess.Popen[Any]) -> bool:
         return True
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # another thread has just reaped it
+    except ChildProcessError:  # another thread has just reaped the child
         return True
 
 
@@ -199,7 +201,8 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """Kill the rest of the child's group and reap the child; return its status (negative for a signal)."""
+    """Kill the child and all processes of its group, and reap the child; return its status (negative for a
+    signal)."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

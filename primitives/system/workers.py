@@ -1,8 +1,8 @@
 """Compile in parallel worker processes, which are started on demand, reused, and replaced when they die.
 
-Python's multiprocessing is not used: its spawn would import the user's script again, and a crashed compiler
-would break its whole pool. A worker runs this module with ``python -m``. It reads one task per line and
-writes one answer per line, within the time and memory limits of ``primitives.system.subprocesses``.
+Python's multiprocessing is not used, because its spawn would import the user's script again, and a crashed
+compiler would break its whole pool. A worker runs this module with ``python -m``. It reads one task per line
+and writes one answer per line, within the time and memory limits of ``primitives.system.subprocesses``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_agent.primitives.system import subprocesses
 
 Task = Callable[[Any], bool]
 Job = tuple[Task, Any]  # a task with its argument
-SECONDS = 300.0  # per task; a configuration compiles in 2 s, and a worker's imports take 6 s
+SECONDS = 300.0  # limit per task; a configuration compiles in 2 s, and a worker's imports take 6 s
 
 
 def count() -> int:
@@ -47,7 +47,7 @@ def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    # the threads wait for workers, which Ctrl-C does not reach because they have their own process groups
+    # Ctrl-C does not reach the workers, because they have their own process groups; the threads wait for them
     except BaseException:
         for worker in _workers:
             worker.interrupt()
@@ -80,7 +80,7 @@ class _Worker:
         self.cubins = tempfile.TemporaryDirectory(prefix="coda-cubins-")  # removed with this object
 
     def run(self, job: Job, seconds: float) -> bool:
-        if self.process is None or subprocesses.ended(self.process):  # it may have died while idle
+        if self.process is None or subprocesses.ended(self.process):  # an idle worker may have died
             self.end()
             self.process = self.start(self.cubins.name)
         line = base64.b64encode(pickle.dumps(job)) + b"\n"
@@ -90,7 +90,7 @@ class _Worker:
         return answer == b"True\n"
 
     def interrupt(self) -> None:
-        """Make the worker's current task fail; another thread calls this."""
+        """Make the worker's current task fail. A thread other than the worker's own calls this method."""
         process = self.process
         if process is not None:
             subprocesses.end(process)

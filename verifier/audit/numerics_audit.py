@@ -1,4 +1,5 @@
-"""Audit a report's numerics and stability: every case is covered, within the error gate's limits."""
+"""Check that a report's figures of numerics and stability cover every case, and are within the error gate's
+limits."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Errors(BaseModel):
-    """The worst ratios of one output's errors to those of the yardstick (the reference in fp32), over
-    families of inputs and schedules."""
+    """The ratios of one output's error to the error of the yardstick (the reference in fp32). Each is the
+    largest ratio over all families of inputs and all schedules."""
 
     rms_ratio: _Statistic
     tile_ratio: _Statistic
@@ -48,8 +49,8 @@ class _Steady(BaseModel):
 
 
 def proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden (random) sizes, with the same
-    families of inputs, schedules and repeats as the gates."""
+    """Check that numerics and stability cover every case and the hidden (random) sizes, with the families of
+    inputs, schedules and repeats that the gates use."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]
@@ -101,7 +102,8 @@ def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read
 
 
 def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The families of inputs that the protocol runs on a case; a large case or a single row has fewer."""
+    """The families of inputs that the protocol runs on a case; a large case or a single row has fewer
+    families."""
     from coda_agent.verifier.numerics.inputs import EVERY
 
     if case == ONE_ROW:
@@ -145,6 +147,6 @@ def figures_of(report: Accepted, gate: str) -> dict[str, Any]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first fault of a file, and its position."""
+    """The position and the message of the first validation error."""
     told = error.errors()[0]
     return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

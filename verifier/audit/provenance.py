@@ -1,9 +1,9 @@
 """Check that a committed kernel's evidence covers the committed files.
 
-The kernel is traced and lowered again, and every hash is compared. If the kernel, program, lowered code or
-spec was edited later, the report does not cover that edit. ``report_audit`` checks a report's figures against
-each other. This check needs the jail (the process that traces a kernel file), but no GPU, because nothing is
-timed again.
+The kernel is traced and lowered again, and every hash is compared. So edits after the measurement, in the
+kernel, program, lowered code or spec, are detected. ``report_audit`` checks a report's figures against each
+other. This check needs the jail (the process that traces a kernel file), but no GPU, because nothing is timed
+again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ UNTOLD = f"it does not say which kernel was {KEPT!r}, or which schedules it had"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:
-    """The faults in the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty if there are none.
-    ``edited``: check ``kernels/NAME.raw.*`` instead, whose CuTeDSL an author edited.
+    """The faults in the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty if the evidence is
+    valid. ``edited``: check ``kernels/NAME.raw.*`` instead, whose CuTeDSL an author edited.
 
-    Raises JailUnavailable if nothing can be traced.
+    Raises JailUnavailable if this machine cannot trace kernels.
     """
     stem = f"{name}.raw" if edited else name
     try:
@@ -127,9 +127,9 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 
 def _beaten(name: str, report: Accepted) -> list[str]:
-    """Check from the report's samples that the edited code is faster in some case than the code that it
-    replaces, and slower in none. The report names the replaced code (the program's own, or an earlier edit)
-    and its tuning."""
+    """Check from the report's samples that the edited code is faster in some case, and slower in no case,
+    than the code that it replaces. Also check that the report names the replaced code (the program's own
+    code, or an earlier edit) and the schedules of that code."""
     ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
     if missing:

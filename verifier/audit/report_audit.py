@@ -35,7 +35,8 @@ TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 
 
 class _Control(BaseModel):
-    """One process's controls: the ratios of the candidate to itself, without and with a planted delay."""
+    """One process's controls: the ratio between two timings of the candidate, without and with a planted
+    delay."""
 
     process: int
     case: str
@@ -48,8 +49,8 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not support, and every requirement of the protocol that it
-    misses."""
+    """Every claim that the report's figures do not support, and every requirement of the protocol that the
+    report does not meet."""
     if report.protocol != PROTOCOL:
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; this version knows {PROTOCOL}: measure again, or update"]
@@ -65,7 +66,8 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
 
 
 def of_samples(timing: Timing, arm: str) -> Ratio | None:
-    """Recompute the arm's ratio to the candidate from the samples; None if there are too few."""
+    """Recompute the arm's ratio to the candidate from the samples; None if samples are missing, too few or
+    invalid."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
     except (KeyError, ValueError, InvalidMeasurement):  # samples are missing, too few, or not durations
@@ -82,8 +84,8 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that each measured case was timed once, at its sizes, against every arm, and that the samples
-    reproduce its figures."""
+    """Check that each measured case was timed once, at its sizes, against every arm, and that its figures
+    follow from its samples."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
@@ -113,7 +115,8 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
-    """Check that each step has a valid schedule, and that the program's own schedules were the ones timed."""
+    """Check that each step has a valid schedule. If the program fixes a step's schedule, the step must have
+    been timed with that schedule."""
     steps = {step.index for step in cut(program).gemms}
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
@@ -188,8 +191,7 @@ def _median(rows: Rows) -> float:
 
 
 def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that deciding again on the report's timings gives the same result: acceptance, with the same
-    figures."""
+    """Decide again on the report's timings, and check that the kernel is accepted with the same figures."""
     figures: dict[str, Any] = {}
     try:
         decide(spec, program, report.timings, figures)
@@ -206,7 +208,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check each process: it timed every case, found the planted delay, and found no difference between two
+    """Check that each process timed every case, found the planted delay, and found no difference between two
     timings of the kernel."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
@@ -245,8 +247,8 @@ def _encloses(i: Interval) -> bool:
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that each case has a stage in the measurement, with clocks and power read in every round. The
-    stage of the case with controls is named after the controls."""
+    """Check that the process has a timing stage for each case, in which clocks and power were read in every
+    round. For the case with controls, the stage's name ends in ``controlled.N`` for attempt N."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
@@ -270,15 +272,16 @@ def _unread(seen: Any, rounds: int | None) -> str:
 
 
 def _rounds(report: Accepted, case: str, process: int) -> int | None:
-    """The number of a process's rounds; None without samples, which another check reports."""
+    """The number of a process's rounds on a case. None if there are no samples, because another check reports
+    that fault."""
     rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
     return len(rows[process]) if process < len(rows) else None
 
 
 def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
-    """Check that the benchmark gate's ratio of the kernel to itself follows from the processes' controls. The
-    ratio's interval cannot be recomputed, because it also depends on the controls' rounds, which reports do
-    not contain."""
+    """Check that the benchmark gate's ratio between two timings of the kernel follows from the processes'
+    controls. The ratio's interval also depends on the rounds of the controls. Reports do not contain these
+    rounds, so the interval cannot be recomputed."""
     try:
         told = Ratio.model_validate(figures_of(report, "benchmark").get("against_itself"))
         made = compared(

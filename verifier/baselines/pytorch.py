@@ -35,8 +35,9 @@ _steps: dict[tuple[Any, ...], Step] = {}
 def compiled(
     spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str = "default", backend: str = "inductor"
 ) -> list[Callable[[], dict[str, Tensor]]]:
-    """Calls of the ``formulation`` under ``torch.compile``, one per set of inputs. The first call compiles it
-    for these sizes, once per process. ``mode``: "default" or "max-autotune" (without CUDA graphs)."""
+    """Calls of the ``formulation`` under ``torch.compile``, one per set of inputs. The first call compiles
+    the formulation for these sizes, once per process. ``mode``: "default" or "max-autotune" (without CUDA
+    graphs)."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
         _steps[key] = under_compile(formulation(spec, sizes), mode, backend)
@@ -45,8 +46,8 @@ def compiled(
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
     """Wrap a function in ``torch.compile``, with fullgraph and static shapes. The function gets its own code
-    object, because Dynamo caches at most eight results per code object, and all specs and sizes would
-    otherwise share those eight. Raises ValueError for a mode outside ``MODES``."""
+    object, because Dynamo caches at most eight results per code object. Otherwise all specs and sizes would
+    share these eight results. Raises ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
@@ -64,14 +65,14 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
 def eager(
     spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> Callable[[], dict[str, Tensor]]:
-    """Run the ``formulation`` without a compiler."""
+    """Return a call that runs the ``formulation`` without a compiler."""
     return _bind(formulation(spec, sizes), spec, inputs)
 
 
 def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """Return a call that runs only the formulation's matmuls, in cuBLAS. It uses ``torch.mm`` on operands
-    with the same values, layouts and output dtypes, and writes into preallocated outputs. The formulation
-    runs once, to collect the matmuls.
+    """Return a call that runs only the formulation's matmuls, in cuBLAS. The call uses ``torch.mm`` with the
+    formulation's operands and output dtypes, and writes into preallocated outputs. The formulation runs once,
+    to collect the matmuls.
 
     ``torch.mm`` takes no fp8 operands, so fp8 matmuls use ``torch._scaled_mm`` with the formulation's scales,
     output dtype and accumulation mode. cuBLAS applies the scales within the matmul, without a bias. Raises
@@ -149,7 +150,7 @@ def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequen
 
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
     """The spec's ``baseline``, or its ``reference`` if it has no baseline, as a function of the input tensors
-    in order.
+    in the spec's order.
 
     Only outputs are cast to their declared dtypes, with saturation for fp8. Inputs (including scalars,
     integers and fp8 tensors) keep their dtypes and follow PyTorch's promotion rules. An output that
@@ -220,7 +221,7 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # Inference mode is off, as in numerics.reference: in that mode, ``linear`` would arrive here as one
+    # Inference mode is off, as in numerics.reference. In inference mode, ``linear`` would arrive here as one
     # operation instead of a matmul.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()

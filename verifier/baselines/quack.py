@@ -5,9 +5,9 @@ Two arms compute a spec's outputs with QuACK's epilogues, and differ in how they
 search that tunes our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs
 QuACK's GEMMs without an epilogue. Our kernels use QuACK's mainloop.
 
-All schedules are timed by our code, with a cold L2. If an earlier measurement recorded the schedules of its
-last tuning round, only these are timed, unless they have too few tile shapes. Importing this module is cheap;
-``tuned_calls`` imports heavy packages.
+Our code times all schedules, with a cold L2. If an earlier measurement recorded the schedules of its last
+tuning round, and these have enough tile shapes, only these schedules are timed. Importing this module is
+cheap; ``tuned_calls`` imports heavy packages.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
-PAIR_GRAIN = 32  # SM90: tile_n must be a multiple of this if an epilogue works on pairs of columns
+PAIR_GRAIN = 32  # on SM90, tile_n must be a multiple of this if an epilogue works on pairs of columns
 SWIZZLE = 8  # the only rasterisation group size that QuACK's own tuner uses
-SMALL = 256  # the value of symbolic dims while compiling
+SMALL = 256  # the size of symbolic dims during compilation
 
 Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
-    """The arms that apply to a spec. This leaves out QuACK's arms if QuACK has no epilogue for the spec, or
-    does not accept its operands.
+    """The arms that apply to a spec. QuACK's arms with epilogues are left out if QuACK has no epilogue for
+    the spec. QuACK's bare matmul is left out if an operand is in fp8 or rows are grouped by experts.
 
-    ``beside_kept``: also leave out QuACK's bare matmul. Edited code is timed beside an accepted kernel, and
-    that comparison says more. Also, tuning the matmul would take longer than tuning the edited code.
+    ``beside_kept``: leave out QuACK's bare matmul in any case. This suits edited code, because the comparison
+    with the accepted kernel says more, and tuning the matmul would take longer than tuning the edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
@@ -85,7 +85,7 @@ def config(
 def own_space(stage: QuackEpilogue) -> Configs:
     """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``).
     They combine QuACK's tiles and clusters with one rasterisation. If the epilogue neither pairs columns nor
-    reduces, they also include swapped operands."""
+    reduces, they include schedules that swap the operands."""
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -104,7 +104,7 @@ def our_space(stage: QuackEpilogue) -> Configs:
 
 
 def _as_they_are(ranked: Configs) -> Configs:
-    """The second round of QuACK's tuner: the same schedules, without refinement."""
+    """The schedules of a second round for QuACK's tuner: none, because QuACK's tuner refines no schedules."""
     return []
 
 
@@ -124,9 +124,8 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """A tuned arm. It has one call per set of inputs, and the schedules of the last tuning round
-    (``finalists``) as JSON data. Each stage is one GEMM of QuACK's, and runs with the first of its
-    finalists."""
+    """A tuned arm. ``calls``: one call per set of inputs. ``finalists``: for each stage (one GEMM of
+    QuACK's), the schedules of the last tuning round as JSON data. A stage runs with its first finalist."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -141,7 +140,7 @@ def tuned_calls(
 ) -> Tuned:
     """Tune ``arm`` (one of ``ARMS``). For each set of inputs, return one call that runs QuACK's GEMMs, each
     with its fastest schedule. The call returns the spec's outputs; for ``MATMUL`` it returns the GEMMs'
-    results by number.
+    results by the GEMMs' numbers.
 
     Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, which are
     timed again if they come from this GPU model and this version of QuACK. Raises ValueError if QuACK has no
@@ -162,8 +161,8 @@ def tuned_calls(
 
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
-    """Whether ``tuned_calls`` can skip the search because its choice is on disk or in ``known``. Draws small
-    inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
+    """Whether ``tuned_calls`` can skip the full search, because good schedules are on disk or in ``known``.
+    Draws small inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
@@ -298,9 +297,9 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """Return jobs that fill QuACK's object cache with the first schedules that ``tuned_calls`` times.
-    These are the known schedules, or those of the first round. Draws small inputs on the GPU. Raises
-    ValueError if QuACK has no epilogue for the spec."""
+    """Return jobs that compile, into QuACK's object cache, the schedules that ``tuned_calls`` would time
+    first. These are the known schedules, or else the schedules of the first round. Draws small inputs on the
+    GPU. Raises ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -317,8 +316,8 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs that no process has tried to compile. Also the files that record the results of all
-    configs."""
+    """The configs that no process has tried to compile; and for each config, the file that records whether it
+    compiled."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes
@@ -331,8 +330,8 @@ def _compilable(
 
     Cached objects leave non-static sizes symbolic, so small tensors of the same dtypes and layouts suffice.
     Rasterisation is a launch argument, so configs that differ only in rasterisation share an object. A small
-    file in the cache records each config's result for all processes. Without it, each process would have to
-    start a worker, which takes longer than loading an object. A config that killed its worker has no such
+    file in the cache records each config's result for all processes. Without this file, each process would
+    have to start a worker, which takes longer than loading an object. A config that killed its worker has no
     file.
     """
     small = _small(spec, sizes)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-# Device code is traced by the DSL, not run: its values have no Python types.
+# The DSL traces device code instead of running it, so the code's values have no Python types.
 """Epilogues composed from QuACK's operators, for specs whose outputs no epilogue of QuACK's library computes.
 
-Each starts from the most similar epilogue of ``quack.epilogue.library`` or ``.rotary``; its docstring names
-the changes. As in QuACK, "col" is a vector of length M and "row" a vector of length N. Importing this module
-imports QuACK.
+Each epilogue here starts from the most similar one of ``quack.epilogue.library`` or
+``quack.epilogue.rotary``. An epilogue's docstring names the changes. As in QuACK, "col" is a vector of length
+M and "row" a vector of length N. Importing this module imports QuACK.
 """
 
 from __future__ import annotations

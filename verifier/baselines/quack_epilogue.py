@@ -30,10 +30,10 @@ class QuackEpilogue:
     """One of QuACK's epilogues on existing tensors: D = epilogue(a @ b, c, operands), or D += epilogue(...)
     with ``accumulate``.
 
-    ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares).
-    For buffers that are outputs of the spec, ``names`` maps QuACK's names to the spec's names. Each call runs
+    ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares). For
+    buffers that are outputs of the spec, ``names`` maps QuACK's names to the spec's names. Each call runs
     ``start`` before the GEMM and ``finish`` after it. ``finish`` takes the kernel's partial results under
-    QuACK's names, and returns the spec's other outputs.
+    QuACK's names, and returns the spec's outputs that ``names`` does not list.
     """
 
     mod: Any
@@ -53,7 +53,8 @@ class QuackEpilogue:
         return bool(self.mod.mode != "element")
 
     def prepare(self, config: GemmConfig) -> Callable[[], dict[str, Tensor]]:
-        """Compile for ``config``; return a call that launches and returns the spec's outputs by name.
+        """Compile for ``config``; return a call that launches the kernel and returns the spec's outputs by
+        name.
 
         All calls and configs share the output buffers.
         """
@@ -77,7 +78,8 @@ class Given(NamedTuple):
     constants: Mapping[str, float]
 
     def number(self, name: str) -> float:
-        """The value of a constant or of a scalar input, as a Python float; QuACK takes both from the host."""
+        """The value of a constant or of a scalar input, as a Python float, because QuACK takes such values
+        from the host."""
         return self.constants[name] if name in self.constants else float(self.inputs[name])
 
 
@@ -114,7 +116,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _compile(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
     """Compile ``function`` once per ``shapes``, which are the shapes of tensor arguments and the values of
-    the others."""
+    other arguments."""
     from coda_agent.verifier.baselines.pytorch import under_compile
 
     compiled: Callable[..., Any] = under_compile(function, "default")

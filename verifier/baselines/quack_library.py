@@ -1,7 +1,8 @@
 """QuACK's epilogues for each spec, from its library where possible.
 
-``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
-(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). QuACK has no epilogue for:
+``LIBRARY`` says for each spec where its epilogue comes from. ``library``: QuACK's own epilogue, unchanged.
+``composed``: our epilogue from QuACK's operators, in ``verifier.baselines.quack_composed``. QuACK has no
+epilogue for:
 
 - fp8 operands, since the library's epilogues take 16-bit operands;
 - the backward of cross-entropy, since no operator provides a column's index;
@@ -100,8 +101,8 @@ def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tensor) -> QuackEpilogue:
-    """An epilogue that stores x @ w.mT as preact, and also its activation. ``second``: QuACK's name for the
-    output that holds the activation."""
+    """An epilogue that stores x @ w.mT as preact, and the activation of preact as act. ``second``: QuACK's
+    name for the output that holds the activation."""
     x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
     assert w is not None  # every spec with an activation has one of these two inputs
     m, n = x.shape[0], w.shape[0]
@@ -125,8 +126,8 @@ def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    """This does not use QuACK's rstd_swiglu_preact_epi, because that one stores the pre-activation before the
-    row scale."""
+    """Scale the rows, then apply SwiGLU. QuACK's rstd_swiglu_preact_epi is not used, because it stores the
+    pre-activation before the row scale."""
     from quack.epilogue.library import norm_act_mod
 
     mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)

@@ -27,8 +27,8 @@ def mean_rstd(sums: Tensor, squares: Tensor, columns: int, eps: float) -> tuple[
 
 
 def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) -> dict[str, Tensor]:
-    """Run QuACK's second kernel, which writes rstd into the given vector; the next GEMM may read it from
-    there."""
+    """Run QuACK's second kernel, which writes the rows' rstd into the vector ``rstd``. The next GEMM may read
+    this vector."""
     from quack.rms_final_reduce import _rms_final_reduce_out
 
     _rms_final_reduce_out(partials["sqsum"], rstd, 1 / columns, eps)
@@ -120,8 +120,8 @@ def _frequencies(g: Given) -> Tensor:
 
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Load the table of cosines and sines by TMA, which QuACK's own measurements recommend over plain loads.
-    The epilogue requires a bias, so it gets a scalar zero, at the cost of one addition."""
+    """Load the table of cosines and sines by TMA. QuACK recommends TMA over plain loads, because of its own
+    measurements. The epilogue requires a bias, so it gets a scalar zero, at the cost of one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)
@@ -140,8 +140,8 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Compute QuACK's angles in the kernel. The library's own epilogue takes a table [M, head width], which
-    each call would have to fill."""
+    """Compute QuACK's angles in the kernel. The library's own epilogue takes a table [M, head width] instead,
+    and each call would have to fill this table first."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 
     if g.constants["eps"] != HEAD_EPS:

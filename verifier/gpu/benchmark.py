@@ -3,8 +3,8 @@ runs.
 
 Each process draws its own inputs, checks the candidate on them, and times all arms interleaved. It then
 compares the outputs of the timed calls with the checked outputs, bit by bit. Before each call, outside the
-measured time, it overwrites the call's output memory. So a correct result must have been computed within the
-measured time.
+measured time, the process overwrites the call's output memory. So a correct result must have been computed
+within the measured time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds: at the power limit, clock rates rise and fall about once in this time
+LONGEST = 1.5  # seconds of rounds; at the power limit, clock rates rise and fall about once in this time
 HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
-FEWEST_SETS = 2  # sets of inputs in rotation, so that no call finds its predecessor's inputs in the L2
-MOST_SETS = 8  # the limit, since each set is checked against the fp64 reference
+FEWEST_SETS = 2  # with only one set of inputs, a call could find its inputs in the L2
+MOST_SETS = 8  # limit on the sets, because each set is checked against the fp64 reference
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
 PLANTED = 0.02  # the planted delay that a process must detect, as a fraction of the candidate's time
 SAME_WITHIN = 0.005  # the largest relative difference allowed between two timings of the same kernel
-# limits on the planted delay as measured; its launch adds one or two microseconds
+# limits on the planted delay as measured; launching the delay adds one or two microseconds
 FOUND_WITHIN = (0.01, 0.04)
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -63,8 +63,8 @@ class Benchmark:
 
 
 def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
-    """Time every arm on one case; return the milliseconds of every round, and the checks that make them
-    credible."""
+    """Time every arm on one case; return the milliseconds of every round, and the results of the checks on
+    these timings."""
     job, race = given
     report("benchmark", f"case {job.case}")
     begun = time.monotonic()
@@ -150,23 +150,23 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
-    """The control arms: the candidate again, and the candidate with a planted delay. They are timed
-    interleaved with the arms that they validate."""
+    """The control arms: the candidate again, and the candidate with a planted delay. Both are timed
+    interleaved with the other arms."""
     seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
 
 
 def _controls_verdict(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
-    """Whether the controls validate this process. ``again`` in the result: the milliseconds of the repeated
-    candidate by round."""
+    """The controls' ratios and the faults that they show. ``again`` in the result: the milliseconds of the
+    repeated candidate, by round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
     told = {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}
     return {"controls": told, "again": milliseconds(same)}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
-    """The reasons why these controls make a process invalid; empty if it is valid."""
+    """The reasons why these controls make a process invalid; empty if the process is valid."""
     low, high = FOUND_WITHIN
     found = []
     if abs(same.estimate - 1) > SAME_WITHIN:
@@ -193,7 +193,8 @@ class _Sets:
 
     @classmethod
     def drawn(cls, job: KernelCase, plan: Plan) -> _Sets:
-        """Draw at least two sets, together larger than the L2, so that no arm finds its operands there."""
+        """Draw at least two sets of inputs. Together they exceed the L2 if ``MOST_SETS`` allows, so that no
+        arm finds its operands in the L2."""
         made = cls(job, plan, [], [], [], [], [])
         made._add()
         for _ in range(sets_wanted(made.inputs[0]) - 1):
@@ -227,10 +228,10 @@ class _Sets:
         """An arm with one call per set of inputs, in rotation.
 
         Before each call, its ``outputs`` are overwritten. The candidate's workspace is overwritten too,
-        because a kernel could hide results there for the next call. For an arm that allocates its own
-        outputs, the same amount of unused memory is overwritten, so that all arms find the GPU in the same
-        state. If an output updates an input, nothing is overwritten, since the input's buffer must keep its
-        content. ``compare`` then runs the kernel once more.
+        because a kernel could hide results in the workspace for the next call. For an arm that allocates its
+        own outputs, the same amount of unused memory is overwritten, so that all arms find the GPU in the
+        same state. If an output updates an input, only the workspace is overwritten, because the input's
+        buffer must keep its content. In that case, ``compare`` runs the kernel once more.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -247,8 +248,8 @@ class _Sets:
 
     def compare(self) -> None:
         """Raise Failed if the timed calls left other bits than the checked call, or changed an input. If an
-        output updates an input, its buffer now holds the updates of all calls. In that case the inputs are
-        drawn again and the kernel runs once on them."""
+        output updates an input, the input's buffer now holds the updates of all calls. In that case the
+        inputs are drawn again, and the kernel runs once on the new inputs."""
         for index, proved in enumerate(self.proved):
             mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
             untouched(self.job, mine, self.given[index])
@@ -274,14 +275,14 @@ def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A function that makes one of these calls each time, in rotation."""
+    """A function that makes one of these calls per invocation, in rotation."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 
 
 def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
-    """Prepare an arm other than the candidate, and report the stage first. The candidate has already run, so
-    a failure here is not the candidate's fault."""
+    """Report the stage, then prepare an arm other than the candidate. The candidate has already run, so a
+    failure here is not the candidate's fault."""
     import torch
 
     torch.cuda.synchronize()
@@ -292,7 +293,7 @@ def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
 def _rival(
     name: str, job: KernelCase, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
-    """An arm other than the candidate and, for QuACK's arms, the last schedules of the tuning."""
+    """An arm other than the candidate and, for QuACK's arms, the schedules of the last tuning round."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
@@ -324,8 +325,8 @@ def _graphed(sets: _Sets) -> timing.Arm:
 
 
 def sets_wanted(inputs: Tensors) -> int:
-    """The number of input sets: at least two, at most MOST_SETS, and together larger than the L2 where
-    possible."""
+    """The number of input sets: at least two and at most MOST_SETS. If possible, all sets together are larger
+    than the L2."""
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -340,7 +341,7 @@ def _spin(cycles: int) -> None:
 
 def _cycles_per_second() -> float:
     """The frequency of the counter that ``_spin`` reads, in Hz. The time of a short spin is subtracted from
-    that of a long one, which cancels their launch times."""
+    the time of a long spin, so that the launch times cancel."""
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -44,7 +44,7 @@ class KernelCase:
     sizes: Mapping[str, int]
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
-    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: time only these schedules
+    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: good schedules to time
     afresh: bool = False  # for tuning: ignore earlier results
 
     def plans(self) -> list[Plan]:
@@ -63,7 +63,7 @@ class KernelCase:
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
-        """Draw inputs from a fresh seed; return both."""
+        """Draw inputs from a fresh seed; return the seed and the inputs."""
         from coda_agent.verifier.numerics.inputs import draw
 
         seed = secrets.randbits(48)
@@ -72,7 +72,7 @@ class KernelCase:
 
 class InputDraw:
     """Fresh inputs of one family (a distribution of values). The fp64 truth is computed only after a kernel
-    has run. Otherwise a kernel that reads out of bounds could find it in the GPU's memory."""
+    has run. Otherwise a kernel that reads out of bounds could find the truth in the GPU's memory."""
 
     def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family
@@ -105,8 +105,8 @@ class InputDraw:
 
     @cached_property
     def undefined(self) -> dict[str, float]:
-        """Outputs for which the reference itself overflows, cancels or loses too much precision. Each one has
-        a magnitude up to which its values are not judged."""
+        """Outputs for which the reference itself overflows, cancels or loses too much precision. For each of
+        these outputs, values up to the given magnitude are not judged."""
         from coda_agent.verifier.numerics import error_gate, reference
 
         def jittered() -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ class InputDraw:
 def tune(job: KernelCase) -> dict[str, Any]:
     """Tune; return the fastest schedules by step, all schedules of the last round, and the seconds that
     tuning took. A cached result is reused unless the job is ``afresh``. The inputs are discarded, because the
-    benchmark draws its own."""
+    benchmark draws its own inputs."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
 
@@ -156,8 +156,8 @@ def numerics(job: KernelCase) -> dict[str, Any]:
     """Compare outputs with the fp64 truth by the error gate, for every family of inputs on every plan (the
     kernel with one choice of schedules). The outputs hold NaN before each run.
 
-    Stretched inputs go beyond the typical values. Other limits apply to them, so their figures are separate,
-    under ``beyond``.
+    Stretched inputs go beyond the typical values. Other limits apply to stretched inputs, so their figures
+    are separate, under ``beyond``.
     """
     from coda_agent.verifier.numerics.stretch import STRETCHED
 
@@ -198,8 +198,8 @@ def stability(job: KernelCase) -> dict[str, Any]:
 
 
 def launch(job: KernelCase) -> dict[str, Any]:
-    """Run every plan once for a sanitizer. Apart from copies, nothing else runs on the GPU: the reference's
-    cuBLAS calls would add hazards of their own."""
+    """Run every plan once for a sanitizer. Apart from copies, nothing else runs on the GPU, because the
+    reference's cuBLAS calls would add hazards of their own."""
     import torch
 
     seed, drawn = job.draw(device="cpu")

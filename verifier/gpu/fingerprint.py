@@ -18,10 +18,10 @@ class Fingerprints:
 
     Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, unless the
     code that changed the bits knew the secret. Every word of at most 32 bits is multiplied by a random 63-bit
-    weight, and the products are summed modulo 2**64. This is a multilinear hash. The difference in a word is
-    below 2**32, so at most a share 2**-33 of all weights cancels it. Shape, dtype and strides must agree too.
-    The weights come from a generator whose seed stays on the host, and are wiped after use. So a kernel that
-    reads out of bounds cannot find them.
+    weight, and the products are summed modulo 2**64. This is a multilinear hash. Two values of a word differ
+    by less than 2**32, so at most a share 2**-33 of all weights hides the difference. Shape, dtype and
+    strides must agree too. The weights come from a generator whose seed stays on the host, and are wiped
+    after use. So a kernel that reads out of bounds cannot find the weights.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -49,8 +49,8 @@ class Fingerprints:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a vector of integers. They have 32 bits if the tensor's offset and size
-    allow, else 16 or 8."""
+    """A contiguous tensor's memory as a vector of integers. The integers have 32 bits if the tensor's offset
+    and size allow, else 16 or 8."""
     import torch
 
     flat = tensor.view(-1)

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 GUARD = 4096  # bytes before and after a tensor; enough to align the tensor like a separate allocation
 # The two poisons, as byte values. A float filled with the first byte is NaN; filled with the second, it is an
-# ordinary number. So a result that depends on poison differs between the two.
+# ordinary number. So a result that depends on the poison differs between the two poisons.
 POISONS = (0xFF, 0x7B)
 
 
 class Guarded:
-    """Tensors by name, each in the middle of a poisoned buffer and itself poisoned. They have the shapes and
-    dtypes of ``like``, and the strides of fresh tensors."""
+    """Tensors by name, each in the middle of a poisoned buffer and itself poisoned. The tensors have the
+    shapes and dtypes of ``like``, and the strides of fresh tensors."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
         self.tensors: dict[str, torch.Tensor] = {}

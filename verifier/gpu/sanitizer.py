@@ -15,8 +15,8 @@ from coda_agent.verifier.gpu.checks import KernelCase, launch
 from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
-PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
-# API errors are not reported: a process that probes the driver for optional functions causes dozens of them.
+PATIENCE = 500.0  # seconds; instrumentation makes a kernel up to a hundred times slower
+# API errors are not reported, because a process that probes the driver for optional functions causes dozens.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
 # PyTorch's caching allocator is off. It puts several tensors into one allocation, so an overrun from one
 # tensor into the next would look legal.
@@ -26,7 +26,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 def sanitized(job: KernelCase) -> dict[str, Any]:
     """Run every tool. Returns the number of errors by tool (all zero). Raises Failed with a tool's message if
-    it found an error.
+    the tool found an error.
 
     Raises Absent if compute-sanitizer is not installed.
     """
@@ -34,7 +34,8 @@ def sanitized(job: KernelCase) -> dict[str, Any]:
 
 
 def errors(tool: str, task: Task, argument: Any) -> int:
-    """Run a task in a worker under one tool, which must find nothing."""
+    """Run a task in a worker under one tool. Returns 0, the number of errors; raises Failed if the tool finds
+    any."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise Absent("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
@@ -57,7 +58,7 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 
 
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
-    """Run a task; if it raises a CUDA error, return that as the answer.
+    """Run a task; if the task raises a CUDA error, return the error as the answer.
 
     The tool stops a kernel that accesses memory out of bounds, and reports when the process exits by itself.
     If the task raised the CUDA error, the worker would be killed before the tool could report.

@@ -17,8 +17,8 @@ NEEDED = SENSORS[:3]  # clocks and power, without which the GPU's state under lo
 
 
 class Monitor:
-    """Read the current device's sensors through NVML. ``sample`` takes one reading; ``summary`` covers all of
-    them.
+    """Read the current device's sensors through NVML. ``sample`` takes one reading; ``summary`` covers all
+    readings.
 
     The summary gives a reason for each missing reading. For example, a container may withhold NVML, and a
     virtual GPU may lack some sensors.
@@ -76,8 +76,8 @@ class Monitor:
 
 
 def unread(seen: object) -> str:
-    """A message that names the clocks or power missing from a ``summary``, and says why; empty if none is
-    missing."""
+    """A message that names each clock or power reading that a ``summary`` lacks, with the reason; empty if no
+    reading is missing."""
     if not isinstance(seen, Mapping) or not seen:
         return "nothing was read"
     if "nvml" in seen:

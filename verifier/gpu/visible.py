@@ -20,8 +20,8 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in the variable's order; empty without NVML.
 
-    Numbers in the variable are read as NVML's device numbers, which equal CUDA's unless the host has several
-    kinds of GPUs.
+    Numbers in the variable are read as NVML's device numbers, which equal CUDA's numbers if all GPUs of the
+    host are of one kind.
     """
     found, visible = _all(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -30,7 +30,7 @@ def visible_gpus() -> list[Gpu]:
     for entry in (each.strip() for each in visible.split(",")):
         by_number = found[int(entry) : int(entry) + 1] if entry.isdecimal() else []
         matching = by_number or [gpu for gpu in found if entry and gpu.uuid.startswith(entry)]
-        if not matching:  # CUDA does the same: an unknown entry hides all entries after it
+        if not matching:  # as in CUDA, an unknown entry hides all entries after it
             break
         chosen.append(matching[0])
     return chosen

@@ -1,7 +1,7 @@
-"""Run GPU work in an expendable process. A kernel that hangs or writes out of bounds then kills only a
-worker.
+"""Run GPU work in an expendable process (a worker), so that a kernel that hangs or writes out of bounds kills
+only the worker.
 
-The user's command itself holds no CUDA context, but gives tasks to a ``Worker``. If that worker is lost, the
+The user's command itself holds no CUDA context, but gives tasks to a ``Worker``. If the worker is lost, the
 candidate is rejected with the reason, and a fresh worker starts on a clean GPU. A worker runs this module
 with ``python -m``. It reads one task per line, and writes lines of progress and one line with the answer.
 """
@@ -54,9 +54,9 @@ class Worker:
     imports, which take seconds.
 
     ``wrapper``: a command to run the process under, such as compute-sanitizer. ``ahead``: modules to import
-    before the first task. ``python``: the interpreter of an environment with other package versions. It does
-    not get this process's PYTHONPATH, which would override those packages. ``env``: the worker's environment
-    variables, by default this process's.
+    before the first task. ``python``: the interpreter of an environment with other package versions. Such an
+    interpreter does not get this process's PYTHONPATH, because PYTHONPATH would override those packages.
+    ``env``: the worker's environment variables, by default this process's.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class Worker:
     ) -> dict[str, Any]:
         """Give the worker a task; return its answer.
 
-        Raises Failed if the task raised it. Raises Lost if the worker dies, is silent for ``patience``
-        seconds, or can no longer use the GPU; the worker is then killed. Raises WorkerError for our
-        own bugs, and if the worker died before its first task, because no kernel can have caused that. Raises
+        Raises Failed if the task raised Failed. Raises Lost if the worker dies, is silent for ``patience``
+        seconds, or can no longer use the GPU; the worker is then killed. Raises WorkerError for our own bugs,
+        and if the worker died before its first task, because no kernel can have caused such a death. Raises
         Late at the deadline (``primitives.system.deadline``), and kills the process.
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
             raise self._stillborn()
         self._asked = True
-        with suppress(BrokenPipeError):  # the worker died, which reading the answer will report
+        with suppress(BrokenPipeError):  # the worker died; reading the answer will report it
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
         while True:
@@ -210,7 +210,7 @@ def _serve(ahead: Sequence[str]) -> None:
     try:
         for module in ahead:
             importlib.import_module(module)
-    except Exception:  # no kernel has run here
+    except Exception:  # no kernel has run yet, so this is our bug
         _say({"bug": traceback.format_exc()})
         raise
     for line in sys.stdin.buffer:

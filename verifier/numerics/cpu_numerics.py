@@ -2,9 +2,9 @@
 sizes.
 
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
-second judgement detects formulas that are almost right (another GELU formula, a piecewise sigmoid): rounding
-to 16 bits hides their error. The second judgement also gives small values as much weight as large ones, so an
-activation's tail must be right.
+second judgement detects formulas that are almost right, such as another GELU formula or a piecewise sigmoid.
+Rounding to 16 bits would hide the errors of such formulas. The second judgement also gives small values as
+much weight as large ones, so an activation's tail must be right.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
-REPEATS = 6  # draws of each stretched family: in one draw, one input's scale may cancel another's
-FEW_DIMS = 48  # largest extent of runs for mistakes that show at any size
+REPEATS = 6  # draws of each stretched family, because in one draw the scales of two inputs may cancel
+FEW_DIMS = 48  # largest extent in most stretched runs, which look for mistakes that show at any size
 
 
 class InputSettings(NamedTuple):
-    """The sizes, family and seed that reproduce a run's inputs."""
+    """The sizes, family and seed that reproduce a run's inputs. ``long``: whether the limits for long extents
+    apply."""
 
     sizes: Mapping[str, int]
     family: str
@@ -56,12 +57,12 @@ class InputSettings(NamedTuple):
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
-    Each family of inputs runs at its own hidden sizes (drawn at random), and each stretched family (inputs
-    beyond the typical ones) at several such sizes. The first family also runs at each case's sizes scaled
-    down; every family does if the program computes with sizes or column numbers. In addition, the first
-    family runs at the fixed small sizes, at each extent that a dim has in a case, at extents between those,
-    and once with all dims long. Runs with few rows use integers: a few values make poor statistics, but
-    most results on integers are exact.
+    Each family of inputs runs at its own hidden sizes (drawn at random). Each stretched family (inputs beyond
+    the typical values) runs at several hidden sizes. The first family also runs at each case's sizes scaled
+    down. If the program computes with sizes or column numbers, every family runs at the scaled sizes. In
+    addition, the first family runs at the fixed small sizes, at each extent that a dim has in a case, at
+    extents between those of cases, and once with all dims long. Runs with one row, or with a dim below
+    ``FEW``, use integers. A few values make poor statistics, but most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
@@ -102,7 +103,7 @@ class Comparison(NamedTuple):
         family.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
-        forward. Loading the spec tried reference and gradient only at tiny sizes.
+        forward. When the spec was loaded, its reference and gradient ran only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -114,7 +115,8 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # no check of gradients at long extents, which test kernels; PyTorch's functions have no defects there
+        # Gradients are not checked at long extents, where kernels may have defects, but PyTorch's functions
+        # have none.
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"
@@ -133,7 +135,8 @@ class Comparison(NamedTuple):
         yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
 
     def passes(self, program: Program, watch: Watch) -> bool:
-        """Whether all outputs of the program pass the error gate with this callback."""
+        """Whether all outputs of the program pass the error gate. ``watch``: a callback for the
+        interpreter."""
         return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
 
     def _judged(
@@ -148,8 +151,8 @@ class Comparison(NamedTuple):
 
 
 def unrounded(program: Program) -> Program:
-    """The program with its outputs in fp32. If a matmul reads an output, both forms exist: the rounded one
-    for the matmul, and the unrounded one under the output's name."""
+    """The program with its outputs in fp32. If a matmul reads an output, the program keeps two forms of the
+    output: the rounded form for the matmul, and the unrounded form under the output's name."""
     nodes, outputs = list(program.nodes), dict(program.outputs)
     types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
     for name in _handed_on(program):

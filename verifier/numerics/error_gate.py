@@ -19,22 +19,24 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 32  # below this many elements, chance can make the yardstick's error 2**(10/n) times too small
+FEW = 32  # with fewer elements n than this, the yardstick's error can be 2**(10/n) times too small by chance
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# error allowed for any value, in half ulps of fp32 at the output's RMS: a small value may be the difference
-# of larger ones, as in g - g * sigmoid(-g)
+# error allowed for any value, in half ulps of fp32 at the output's RMS, because a small value may be the
+# difference of larger ones, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-# if values cancel, fp32's error may be this many times fp64's: 2**29 for its roundings, 8 for slack
+# if values cancel, fp32's error may be this many times fp64's: 2**29 because fp32 rounds more coarsely, times
+# 8 as slack
 REST = 2.0**32
-# an error above this fraction of an output's RMS is not only final rounding (fp8's is larger)
+# an error above this fraction of an output's RMS is more than the final rounding; fp8 outputs have a larger
+# limit
 LOST = 2.0**-8
 ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
 
 
 class OutputError(BaseModel):
-    """One output's result: the ratios of its errors to the yardstick's, its slope when regressed on the
-    truth, and the fault.
+    """The error gate's result for one output: the ratios of its errors to the yardstick's, the slope of its
+    regression on the truth, and the reason if it failed.
 
     ``unequal`` counts the wrong values of an output that must be exact; it is None for other outputs.
     """
@@ -59,29 +61,32 @@ def compare(
     limits: ErrorLimits = USUAL,
     exact: Collection[str] = (),
 ) -> list[OutputError]:
-    """Judge every output: one entry per output, in the spec's order; ``reason`` is for the kernel's author.
+    """Judge every output; return one result per output, in the spec's order. A result's ``reason`` is a
+    message for the kernel's author.
 
     ``got``: the candidate's outputs. ``truth``: the outputs of ``reference.oracle``. ``yard``: the outputs of
-    ``reference.yardstick``. All must come from one kind of device, because fp32 sums lose more on tensor
-    cores than on a CPU. For each output, the gate compares three errors of the candidate with the
-    yardstick's, and limits their ratios: the RMS error, the largest error, and the RMS error of the worst
-    128x128 tile. For outputs narrower than fp32, it also limits the slope of the output regressed on the
-    truth. A value must be finite if the truth is finite and fits the output's dtype. In each row, the
-    candidate may break this rule in as many values as the yardstick does. The reason is that an intermediate
-    fp32 overflow may hit one value in the candidate, and its neighbour in the yardstick.
+    ``reference.yardstick``. All three must be computed on the same kind of device, because fp32 sums are less
+    accurate on tensor cores than on a CPU. For each output, the gate divides three errors of the candidate by
+    the yardstick's errors, and limits the ratios. The three errors are the RMS error, the largest error, and
+    the RMS error of the worst 128x128 tile. For outputs narrower than fp32, the gate also limits the slope of
+    the output's regression on the truth. A value must be finite if the truth is finite and fits the output's
+    dtype. In each row, the candidate may break this rule in as many values as the yardstick does. The reason
+    is that an intermediate fp32 overflow may hit different values of a row in the candidate and in the
+    yardstick.
 
     The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
     two independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +
     4/sqrt(n), where n counts the elements of the output or tile. This slack is 3% for a full tile, and almost
-    nothing at benchmark sizes. The slope's slack is 4 of its own standard errors, sum(e^2 t^2)^0.5 /
-    sum(t^2), computed from the yardstick's errors e. With fewer than ``FEW`` elements the yardstick's error
-    says little, so limits are 2**(10/n) times as wide. For example, one row sum (M = 1) may be wrong by
-    up to about 0.1%. The values of a row share errors from their common inputs, so for m rows the slack
-    is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32 ulp of the truth's RMS. If the
-    error counted as zero, no other order of summation could pass.
+    nothing at benchmark sizes. The slope's slack is 4 times its standard error, which is sum(e^2 t^2)^0.5 /
+    sum(t^2) for the yardstick's errors e and the truth t. With fewer than ``FEW`` elements, the yardstick's
+    error may be small by chance, so limits are 2**(10/n) times as wide. For example, one row sum (M = 1) may
+    be wrong by up to about 0.1%. The values of a row have common inputs, and therefore common errors. So for
+    an output of m rows, the slack is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32
+    ulp of the truth's RMS. If the yardstick's error could count as zero, no other order of summation could
+    pass.
 
-    Outputs named in ``exact`` must also equal the truth rounded once to their dtype, bit for bit (-0.0 is
-    0.0): see ``verifier.numerics.exactness``.
+    An output named in ``exact`` must also equal the truth, rounded once to the output's dtype, bit for bit
+    (except that -0.0 equals 0.0); see ``verifier.numerics.exactness``.
     """
     return [
         _judge(spec, name, got[name], truth[name], yard[name], limits, name in exact) for name in spec.outputs
@@ -89,9 +94,9 @@ def compare(
 
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
-    """Two ratios, in any dtype: an output's RMS error over the truth's RMS, and over the yardstick's. Both
-    results are NaN if some values are finite and should not be, or the reverse. Values that ``compare``
-    excuses are left out."""
+    """Return an output's RMS error divided by the truth's RMS, and divided by the yardstick's RMS error. The
+    output may have any dtype. Both ratios are NaN if a value is wrongly finite or wrongly non-finite. Values
+    at which ``compare`` allows a non-finite result are left out."""
     stats, _ = measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
@@ -102,12 +107,12 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """For a family beyond typical inputs: the excused outputs, each with the largest excused magnitude.
+    """Return the outputs that the gate excuses, each with the largest excused magnitude. Only families beyond
+    typical inputs excuse outputs.
 
-    An output is excused at any magnitude if the reference overflows in fp32 or loses more than ``LOST``. If
-    the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in fp64. Then
-    the output is excused up to the magnitude that cancellation leaves in fp32. Returns an empty dict for a
-    typical family.
+    An output is excused at any magnitude if the reference in fp32 overflows, or has a relative error above
+    ``LOST``. If the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in
+    fp64. Then the output is excused up to the magnitude that cancellation leaves in fp32.
     """
     if family not in BEYOND:
         return {}
@@ -121,7 +126,8 @@ def undefined(
 
 
 def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, float]) -> list[OutputError]:
-    """Drop the errors of ``unjudged`` outputs whose values are all at most the excused magnitude."""
+    """Return the errors that count. Those of an ``unjudged`` output do not count if no value of the output
+    exceeds the excused magnitude."""
 
     def excused(name: str) -> bool:
         size = unjudged.get(name)
@@ -160,7 +166,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g}), at {where}")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    # if coarse (see ``error_sums``), a rounded operand causes most errors of small values
+    # if the yardstick is coarse (see ``ErrorSums``), rounded operands cause most errors of small values
     if limits.values and not stats.coarse:
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits, example = unequal(matrix(got), matrix(truth)) if exact else (None, "")
@@ -194,9 +200,9 @@ def _off_by_themselves(
 ) -> list[str]:
     """Judge values one by one, so that small values count as much as large ones; return the findings.
 
-    An error is allowed up to the largest of three bounds: ``SHARE`` of its value, ``CANCELLED`` times
-    ``floor``, and ``limit`` times the yardstick's worst error at values up to twice as large. ``loud``: a
-    value in a large row and column may have a proportionally larger error.
+    An error may be as large as the largest of three bounds: ``SHARE`` of the true value, ``CANCELLED`` times
+    ``floor``, and ``limit`` times the yardstick's worst error at values up to twice as large. If ``loud``, a
+    value whose row and column are large may have a proportionally larger error.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     least = CANCELLED * floor
@@ -220,14 +226,14 @@ def _off_by_themselves(
 
 
 def _example(got: Tensor, truth: Tensor, row: int, column: int) -> str:
-    """A value's place, the value and the truth."""
+    """Describe a value: its place, the value and the truth."""
     value, right = float(matrix(got)[row, column]), float(matrix(truth)[row, column])
     return f"row {row}, column {column}: {value:.4g} instead of {right:.4g}"
 
 
 def _loudness(size: Tensor) -> Tensor:
-    """A matrix [R, C]: each value's expected size (from the mean squares of its row and column) over the
-    usual size; at least 1."""
+    """Return a matrix [R, C]: each value's expected size, divided by the usual size of all values, but at
+    least 1. The expected size follows from the mean squares of the value's row and column."""
     power = size.square()
     rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
     usual = power.mean().clamp_min(2.0**-300)  # all values may be zero
@@ -235,7 +241,8 @@ def _loudness(size: Tensor) -> Tensor:
 
 
 def _worst_tile(stats: ErrorSums, tiles: TileSums, deviations: float) -> tuple[float, float, tuple[int, int]]:
-    """The ratio of the worst tile, that ratio over its slack, and the tile's row and column."""
+    """Find the worst tile. Return its error ratio, the ratio divided by the slack for the tile's number of
+    elements, and the tile's row and column."""
     yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
     ratio = (tiles.e2 / tiles.count).sqrt() / yard
     excess = ratio / (1 + deviations / tiles.count.sqrt())
@@ -251,8 +258,9 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
-    """Whether most values that could be finer than ``ONE`` are multiples of it, and within a few ``ONE`` of
-    the truth. Differences of values near 1 are such multiples."""
+    """Whether the errors look like cancellation. Differences of values near 1 are multiples of ``ONE``. So
+    look at values that the dtype could hold more finely: most of them must be multiples of ``ONE``, and
+    within a few ``ONE`` of the truth."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()
@@ -261,7 +269,7 @@ def _cancelled(got: Tensor, truth: Tensor) -> bool:
 
 
 def _hint(stats: ErrorSums, rms: float, tile: float, cancelled: bool) -> str:
-    """A guess at the mistake, if the numbers suggest one."""
+    """A guess at the mistake, or "" if the numbers suggest none."""
     # squared error that a wrong slope does not explain
     unexplained = max(stats.g2 - stats.slope * stats.gt, 0)
     residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))

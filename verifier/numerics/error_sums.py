@@ -1,5 +1,5 @@
-"""Sums of the errors of an output and of the yardstick (the reference in fp32). The error gate decides from
-these."""
+"""Sums over the errors of an output, and over those of the yardstick (the reference in fp32). The error gate
+decides from these sums."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch import Tensor
 from coda_agent.verifier.numerics.exactness import rows_at_once
 from coda_agent.verifier.numerics.sizes import TILE
 
-# half an fp32 ulp, relative to the truth's RMS: smaller yardstick errors count as this much
+# half an fp32 ulp, relative to the truth's RMS; a smaller yardstick error counts as this much
 FLOOR = 2.0**-24
-# a loss above this fraction of the truth's RMS comes from 16-bit roundings, not from fp32 arithmetic
+# a yardstick error above this fraction of the truth's RMS comes from 16-bit roundings, not from fp32
+# arithmetic
 COARSE = 2.0**-14
 
 
 @dataclass
 class ErrorSums:
-    """Sums over the elements of one output. g is the output and t the truth; e is the error of g, and r that
-    of the yardstick."""
+    """Sums over the elements of one output. In their names, g is the output, t the truth, e the output's
+    error, and r the yardstick's error."""
 
     count: int
     e2: float = 0.0
@@ -45,8 +46,8 @@ class ErrorSums:
 
     @property
     def effective(self) -> float:
-        """The effective number of elements in the yardstick's error. It equals ``count`` if all errors are
-        equally large."""
+        """How many elements determine the yardstick's error: ``count`` if all errors are equally large, fewer
+        if a few errors dominate."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
@@ -61,7 +62,7 @@ class ErrorSums:
     @property
     def slope_off(self) -> float:
         """The slope's distance from 1, or from the yardstick's slope if that is nearer. If values repeat
-        along an axis, their roundings repeat too, and then even the yardstick's slope is not 1."""
+        along an axis, their roundings repeat too, so even the yardstick's slope may differ from 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
     @property
@@ -83,8 +84,8 @@ class TileSums:
 
 
 def measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[ErrorSums, TileSums]:
-    """The sums over an output [R, C] and over its tiles. ``dtype``: the output's dtype; values of the truth
-    outside its range are left out."""
+    """Compute the sums over an output [R, C] and over its tiles. ``dtype`` is the output's dtype. Elements
+    whose truth is outside the dtype's range are left out."""
     stats = ErrorSums(count=truth.numel())
     rows = rows_at_once(truth)
     parts = [
@@ -140,7 +141,7 @@ def _accumulate(
 def _largest(values: Tensor) -> float:
     """The largest magnitude, or NaN if any value is NaN."""
     low, high = map(float, values.aminmax())
-    return max(-low, high)  # PyTorch makes both NaN
+    return max(-low, high)  # NaN in ``values`` makes ``low`` and ``high`` NaN
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -148,9 +149,9 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _usable(stats: ErrorSums, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
-    """The positions where values can be compared; wrong values are counted in ``stats``. ``holds`` marks
-    where the dtype can represent the truth. Elsewhere a kernel may overflow too, so its values are not
-    compared."""
+    """Return a mask of the positions where values can be compared, and count wrong values in ``stats``.
+    ``holds`` marks the positions where the dtype can represent the truth. At other positions a kernel may
+    overflow, so its values are not compared."""
     ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
     lost, excused = holds & ~ok, holds & ~known
@@ -164,14 +165,14 @@ def _usable(stats: ErrorSums, start: int, holds: Tensor, got: Tensor, t: Tensor,
 
 
 def _tile_sums(values: Tensor) -> Tensor:
-    """[R, C] -> sums over 128x128 tiles, including the ragged ones at the edges."""
+    """[R, C] -> sums over 128x128 tiles, including incomplete tiles at the edges."""
     if max(values.shape) <= TILE:
         return values.sum().double().reshape(1, 1)
     return _strip_sums(_strip_sums(values).mT).mT.double()
 
 
 def _strip_sums(values: Tensor) -> Tensor:
-    """[R, C] -> [ceil(R / 128), C]: sums over strips of 128 rows; the last strip may have fewer."""
+    """[R, C] -> [ceil(R / 128), C]: sums over strips of 128 rows; the last strip may have fewer rows."""
     whole, rest = values.tensor_split([len(values) // TILE * TILE])
     sums = whole.unflatten(0, (-1, TILE)).sum(1)
     return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums

@@ -10,18 +10,20 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-# Elements compared at once. On a GPU they take 2 GB of fp64 temporaries; on a CPU they fit a core's cache.
+# The number of elements compared at once. On a GPU, these take 2 GB of fp64 temporaries; on a CPU, they fit
+# in a core's cache.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
-EXACT_BITS = 22  # fp32 has 24 bits; two are spare, because a kernel may sum in another order
+EXACT_BITS = 22  # two of fp32's 24 bits are spare, because another order of summation may need them
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
     """The outputs that a kernel must compute exactly on inputs of the family "integers".
 
-    ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if its
-    values equal the fp64 ``truth`` in every element, and are multiples of one power of two that fit in
-    ``EXACT_BITS`` bits. Then sums in any order are exact, so a dropped term, a wrong column or an extra
-    rounding flips a bit. An RMS error over all elements may be too coarse to detect this.
+    ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if two
+    conditions hold. Its values equal the fp64 ``truth`` in every element, and they are multiples of one power
+    of two by integers of at most ``EXACT_BITS`` bits. Then sums in any order are exact, so a dropped term, a
+    wrong column or an extra rounding flips a bit. An RMS error over all elements may be too coarse to detect
+    such a mistake.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 
@@ -44,13 +46,14 @@ def rows_at_once(values: Tensor) -> int:
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """View a tensor as a matrix (rows by everything else), to count tiles and positions."""
+    """View a tensor as a matrix, to count tiles and positions: the first axis becomes the rows, and all other
+    axes together become the columns."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """Round the truth once to the values' dtype, and count the values that differ from it. Also describe
-    the first such value."""
+    """Count the values that differ from the truth, after the truth is rounded once to their dtype. Also
+    describe the first such value."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):
         part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)

@@ -1,8 +1,9 @@
 """Compare a backward's formulas with autograd of its forward, in fp64.
 
-Both use the same drawn inputs. Nothing is rounded: the backward reads the forward's stored tensors in fp64.
-The remaining error is that of fp64 arithmetic. It grows where small values are differences of large ones. To
-learn how large this error may be, both run again in fp32, on stored tensors whose last bits were changed.
+The formulas and autograd use the same drawn inputs. Stored tensors are not rounded: the backward reads the
+forward's tensors in fp64. Only the error of fp64 arithmetic remains. This error grows where small values are
+differences of large ones. To learn how large the error may be, the formulas and autograd run again in fp32,
+on stored tensors whose last bits were changed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ NARROWER = 2.0**-20
 
 
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
-    """The gradients of a backward that differ from autograd's, with each one's RMS error relative to the true
-    RMS.
+    """Return the names of a backward's gradients that differ from autograd's, each with the gradient's RMS
+    error divided by the RMS of autograd's gradient.
 
-    Empty for a spec that has no forward. ``beyond``: inputs are not typical. In this case, gradients that
-    depend too much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
+    The result is empty for a spec without a forward. ``beyond``: the inputs are not typical. Then gradients
+    that depend too much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
     """
     if spec.before is None:
         return {}
@@ -53,8 +54,8 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
 
 
 def errors(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, float]:
-    """The RMS difference between each gradient and autograd's, over the RMS of autograd's. The spec must have
-    a forward."""
+    """For each gradient, the RMS of its difference from autograd's gradient, divided by the RMS of autograd's
+    gradient. The spec must have a forward."""
     if spec.before is None:
         raise ValueError(f"spec {spec.name} has no forward")
     truth, made = _autograd(spec, spec.before, _wide(drawn), sizes)
@@ -87,8 +88,8 @@ def _autograd(
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The gradients that the spec's formulas compute: those of its head, if any, and those of its
-    backward."""
+    """Compute the gradients by the spec's formulas: first those of its head (if it has one), then those of
+    its backward."""
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:
@@ -101,7 +102,8 @@ def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
-    """Sum the partial results of a gradient: over all of them for a scalar input, otherwise over heads."""
+    """Return a gradient. If ``found`` holds the gradient's partial results, sum them: all of them for a
+    scalar input, otherwise over heads."""
     if not name.endswith(PARTS):
         return found
     own = known[_differentiated(name)]
@@ -124,7 +126,7 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
 
 
 def _distance(found: Tensor, other: Tensor, true: Tensor) -> float:
-    """The RMS of a difference over the true RMS."""
+    """The RMS of the difference of two tensors, divided by the RMS of ``true``."""
     if found.shape != true.shape:
         return math.inf
     return float((found - other).norm() / true.norm().clamp_min(2.0**-900))

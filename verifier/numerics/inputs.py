@@ -19,9 +19,9 @@ from coda_agent.verifier.spec.parts import TensorSpec
 
 
 class _Drawn(NamedTuple):
-    """One input that a family changes: its values by a normal init, before the cast, and how the spec uses
-    it. The generator ``rows`` gives every input of one draw the same random numbers; ``own`` gives each input
-    different ones.
+    """One input that a family changes. ``values`` are drawn by a normal init with this ``std``, and not yet
+    cast. ``activation``: whether the input is an activation (otherwise it is a weight). The generator
+    ``rows`` gives all inputs of one draw the same random numbers; ``own`` gives each input different ones.
     """
 
     values: Tensor
@@ -38,13 +38,13 @@ def _normal(of: _Drawn) -> Tensor:
 
 
 def _positive(of: _Drawn) -> Tensor:
-    """Take magnitudes. Sums then grow with K, and a low-precision accumulator stops growing."""
+    """Take magnitudes, so that sums grow with K. An accumulator of low precision would stop growing."""
     return of.values.abs_()
 
 
 def _tiny(of: _Drawn) -> Tensor:
-    """Multiply everything by 2**-10: an eps of 1e-6 matters only for values this small. fp8 values are
-    unchanged, because they would become zeros."""
+    """Multiply all values by 2**-10, because an eps of 1e-6 matters only for values this small. fp8 values
+    are unchanged, because they would become zeros."""
     return of.values if of.fp8 else of.values.mul_(2.0**-10)
 
 
@@ -55,8 +55,8 @@ def _small(of: _Drawn) -> Tensor:
 
 
 def _large(of: _Drawn) -> Tensor:
-    """Multiply activations by 8. Then functions saturate, and maxima dominate sums of exponentials without
-    overflow."""
+    """Multiply activations by 8. Then functions saturate, and the largest term dominates a sum of
+    exponentials, without overflow."""
     return of.values.mul_(8.0) if of.activation else of.values
 
 
@@ -67,9 +67,9 @@ def _huge(of: _Drawn) -> Tensor:
 
 def _outliers(of: _Drawn) -> Tensor:
     """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
-    others. A scale per block instead of per row, or a range that is too narrow, loses the other rows or
-    columns. The other rows and columns are made smaller, so that this family overflows only where the family
-    "normal" does."""
+    others. A kernel that scales per block instead of per row, or has too narrow a range, loses the small rows
+    or columns. The family divides the small rows and columns, and leaves the large ones unchanged. So it
+    overflows only where the family "normal" does."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -77,8 +77,8 @@ def _outliers(of: _Drawn) -> Tensor:
 
 
 def _zeros(of: _Drawn) -> Tensor:
-    """Set an eighth of the activations' rows to zero. Scale another quarter to near sqrt(eps), where eps
-    changes the result most."""
+    """Set an eighth of the activations' rows to zero. Scale another quarter of the rows to near sqrt(eps),
+    where eps changes the result most."""
     if not of.activation or not of.values.dim():
         return of.values
     share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
@@ -100,8 +100,8 @@ def _low_rank(of: _Drawn) -> Tensor:
 
 
 def _tails(of: _Drawn) -> Tensor:
-    """Multiply an eighth of the activations' rows by 3 and the others by 1/4. So the tail of an activation
-    function, below -4, gets weight, and few values are large enough to hide errors there."""
+    """Multiply an eighth of the activations' rows by 3, and all other rows by 1/4. Then some values reach the
+    tail of an activation function, below -4, and few values are large enough to hide errors in the tail."""
     if not of.activation or not of.values.dim():
         return of.values
     many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
@@ -109,9 +109,9 @@ def _tails(of: _Drawn) -> Tensor:
 
 
 def _spikes(of: _Drawn) -> Tensor:
-    """Put one large value into each of an eighth of the activations' rows: 32 to 4096 times the usual size,
-    with either sign. The residual streams of trained models have such values. A clamp or a narrow range loses
-    them."""
+    """In an eighth of the activations' rows, replace one value by a large one: 32 to 4096 times the usual
+    size, with either sign. The residual streams of trained models have such values. A kernel that clamps, or
+    has a narrow range, loses these values."""
     if not of.activation or not of.values.numel() or of.values.dim() < 2:
         return of.values
     rows = of.values.view(len(of.values), -1)
@@ -131,16 +131,16 @@ def _negative(of: _Drawn) -> Tensor:
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Round to multiples of a power of two, up to 8 times that power. In fp8 the limit is 2 times, because
-    tensor cores keep fewer bits of fp8 sums. A matmul of such values is exact in fp32 in any order of
-    summation, and so are sums and products of its results. ``exactness.exact_outputs`` finds the outputs that
-    must be exact to the bit."""
+    """Round to multiples of a power of two, up to 8 times that power. For fp8 inputs the limit is 2 times the
+    power, because tensor cores keep fewer bits of fp8 sums. A matmul of such values, and sums and products of
+    its results, are exact in fp32 in any order of summation. ``exactness.exact_outputs`` finds the outputs
+    that must be exact to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
-# The families of inputs. Each one changes the inputs that have a normal init. Inputs with another init (a
+# The families of inputs. Each family changes the inputs that have a normal init. Inputs with another init (a
 # range, indices, a series) keep their values, since the operator relies on them. In "integers", inputs with a
 # uniform init are rounded to few values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
@@ -206,7 +206,7 @@ def _draw(
         values = stretched(_typical(tensor, values, sizes, own, seed), family)
     elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
-        shared = _generator(f"{seed}/", device)  # no input has the empty name
+        shared = _generator(f"{seed}/", device)  # same for all inputs, since none has the empty name
         values = (FAMILIES | ON_CPU)[family](
             _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
         )
@@ -217,14 +217,14 @@ def _draw(
 
 
 def routing(family: str) -> str:
-    """How a family assigns rows to experts. The first family, which is timed, assigns them evenly. The others
-    also give an expert no rows, one row or all rows."""
+    """How a family assigns rows to experts. The first family, which is timed, assigns them evenly. Among the
+    other families, some leave experts without rows, or give one expert a single row or all rows."""
     return ROUTINGS[(*EVERY, *ON_CPU).index(family) % len(ROUTINGS)]
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU. Its stretched values, which go beyond these, are computed from
-    them."""
+    """An input's typical values on a CPU. Its stretched values, which lie beyond the typical ones, are
+    computed from the result."""
     own = _generator(f"{seed}/{name}", "cpu")
     values = values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own)
     return _typical(tensor, values, sizes, own, seed)
@@ -248,8 +248,9 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
-    """Round values of a range to powers of two, because division by these is exact. If the range contains
-    fewer than two powers of two, or both signs, round to 8 to 16 multiples of one power of two."""
+    """Round values of a range to powers of two, because division by a power of two is exact. If the range is
+    not positive, or contains fewer than two powers of two, round to multiples of one power of two; the range
+    contains 8 to 16 of these."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))

@@ -1,7 +1,7 @@
-"""The error gate's limits by family of inputs, for every gate that uses them.
+"""The error gate's limits, by family of inputs.
 
-These gates are the numerics and benchmark gates on a GPU (``checks``), the interpret gate (``cpu_numerics``),
-and the search for mutants that pass both (``mutation_score.weak_spots``).
+Three users need the limits: the numerics and benchmark gates on a GPU (``checks``), the interpret gate
+(``cpu_numerics``), and the search for mutants that pass these gates (``mutation_score.weak_spots``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The error gate's limits: ratios to the error of the yardstick (the reference in fp32), and the slope's
-    distance from 1."""
+    """The error gate's limits on two kinds of numbers: ratios of errors to those of the yardstick (the
+    reference in fp32), and the slope's distance from 1."""
 
     rms: float = 1.25
     tile: float = 1.5
@@ -25,11 +25,11 @@ class ErrorLimits:
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
     deviations: float = 4.0  # slack for statistics over few elements, in standard deviations
-    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs with 16-bit roundings
-    # limit on a value's error, relative to the yardstick's worst error at values up to that size
+    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs if the yardstick is coarse
+    # limit on a value's error, divided by the yardstick's worst error at values up to that size
     values: float | None = None
     loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
-    effective: bool = False  # whether to count only elements that make up the yardstick's error
+    effective: bool = False  # whether to count only the elements that determine the yardstick's error
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """The limits (RMS, worst tile, worst element) for an output of this dtype."""
@@ -39,7 +39,7 @@ class ErrorLimits:
 
 
 def of_stored(family: str, long: bool = False) -> ErrorLimits:
-    """Limits for outputs in their own dtypes. ``long``: one extent is long and the others are short."""
+    """Limits for outputs in their own dtypes. ``long``: one extent is long, and all others are short."""
     if family in BEYOND:
         return FAR
     if family == "spikes":
@@ -59,28 +59,29 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
 
 
 USUAL = ErrorLimits()
-# Limits for outputs left in fp32. Another order of operations costs a few times the reference's loss, whereas
-# wrong mathematics costs far more. If one matmul reads another's rounded result, this rounding causes nearly
-# all of every kernel's loss. Then ``shared`` applies.
+# Limits for outputs left in fp32. With another order of operations, the error is a few times the reference's;
+# with wrong mathematics, it is far larger. If one matmul reads another's rounded result, that rounding causes
+# nearly all of every kernel's error. Then ``shared`` applies.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # Families in which exponentials make a few values of an output larger than all others together. A ratio of
 # two RMS errors would compare only these few values, and say nothing about the mathematics. So each value is
 # judged alone.
 EXTREME = ("large", "huge", "negative")
 VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-# If one extent is long, the others are short. Then a few operands and their roundings repeat along the long
-# extent, so ratios and slopes scatter as for few elements. The limits on losses from fp32 arithmetic alone
-# are the usual ones.
+# Limits for sizes with one long extent, where all other extents are short. A few operands and their roundings
+# repeat along the long extent, so ratios and slopes scatter as for few elements. Errors from fp32 arithmetic
+# alone have the usual limits.
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-# In sums of few products, some rows and columns are larger than usual by chance. Then the errors of values
-# that cancel there are larger too; ``loud`` allows these. A family that makes rows large by design gains
-# little from this, because those rows determine the usual size.
+# In sums of few products, some rows and columns are large by chance. Values that cancel in such a row or
+# column have larger errors too; ``loud`` allows these errors. A family that makes rows large by design gains
+# little from ``loud``, because its large rows determine the usual size.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-# If one value of a row outweighs the rest, the worst element is one of only a few, so its limit is wide. A
-# wrong clamp still fails: its error is thousands of roundings.
+# If one value of a row outweighs all others, only a few elements can have the largest error, so its limit is
+# wide. A wrong clamp still fails, because its error is thousands of times a rounding error.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
 # Far from typical inputs, one input may outweigh all others, and a few values may cause nearly all errors.
-# Then the statistics count only those few (``effective``), and limits for tiles add nothing.
+# Then the statistics count only the few values with these errors (``effective``). There are no limits for
+# tiles, because they would add nothing.
 FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
 FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

@@ -1,8 +1,8 @@
 """Run a spec's reference: in fp64 for the truth, in fp32 for the yardstick.
 
-The spec's owner wrote the reference, so its code is trusted. Its names are checked only so that a misspelled
-name is reported with its line. Large cases run in blocks of rows, if a trial at tiny sizes shows that this
-gives the same result.
+The spec's owner wrote the reference, so its code is trusted. The names in the code are checked only to report
+the line of a misspelled name. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks
+give the same result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # bytes that a block and its temporaries may take
-# A matrix may be as large as the product of two extents. If AMPLE such matrices fit in memory, the shapes of
-# the reference's intermediate tensors are not inspected. This saves 2 s of PyTorch imports.
+# A matrix may be as large as the product of two extents. If AMPLE matrices of this size fit in a block's
+# memory, the shapes of the reference's intermediate tensors are not inspected. This saves 2 s of PyTorch
+# imports.
 AMPLE = 8
 TEMPORARIES = 6  # a guess at how many tensors of a block's size a reference keeps alive at once
 TEXT = "<reference>"
@@ -78,7 +79,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # torch.nn.functional comes last, so it wins for names in both modules: its signatures are friendlier
+    # for a name in both modules, torch.nn.functional wins, because it comes last; its signatures are simpler
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -120,9 +121,9 @@ def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -
 
 
 def jittered(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """The oracle's outputs if each operation rounds differently: results are multiplied by 1 + 2**-52 or 1 -
-    2**-52 at random (Monte Carlo arithmetic). Digits in which these outputs differ from the oracle's are
-    unreliable. For example, z - tanh(z) below 1e-8 is zero in fp64, but not here."""
+    """The oracle's outputs with random rounding errors: each operation's result is multiplied by 1 + 2**-52
+    or 1 - 2**-52 (Monte Carlo arithmetic). Digits in which these outputs differ from the oracle's are
+    unreliable. For example, z - tanh(z) for z below 1e-8 is zero in fp64, but not in these outputs."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     with _Jitter():
         return _evaluate(spec, inputs, sizes, torch.float64, outputs)
@@ -141,8 +142,8 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The outputs of ``fp32``, each rounded once to its dtype. Their distance from the oracle is about the
-    error that every kernel must make."""
+    """The outputs of ``fp32``, each rounded once to its dtype. Their error is about as large as the error of
+    every correct kernel."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
@@ -191,8 +192,8 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # In inference mode, linear and matmul would reach the dispatch mode before they are decomposed into
-    # matmuls.
+    # In inference mode, ``linear`` and ``matmul`` would reach the dispatch mode as they are, not decomposed
+    # into ``mm`` and ``bmm``.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -223,8 +224,8 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
 
 def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
     """The shapes of all tensors that the reference creates, found without computing values. Intermediate
-    tensors (such as logits that are not returned) are included, because they need memory too. The list stops
-    where the control flow depends on values."""
+    tensors (such as logits that are not returned) are included, because they need memory too. The list ends
+    where the reference needs values, for example to take a branch."""
     inputs = {
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
@@ -276,7 +277,7 @@ def _saturated(spec: Spec, name: str, value: Tensor) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor of floats; indices stay integers."""
+    """Cast a floating-point tensor; return a tensor of integers (indices) unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -329,7 +330,7 @@ class _Jitter(_Mode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if any(returned.alias_info for returned in func._schema.returns):
-            return made  # the result is a view, through which the reference may write
+            return made  # do not copy a view, because the reference may write through it
         return tree_map_only(Tensor, self._off, made)
 
     def _off(self, value: Tensor) -> Tensor:
@@ -350,8 +351,9 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Round matmul operands to the 16-bit dtype of the inputs. If both 16-bit dtypes occur, this is bf16, the
-    coarser one. fp8 operands fit in either; if there is no 16-bit dtype, they become bf16."""
+    """Within the ``with`` block, round matmul operands to the 16-bit dtype of the inputs. If inputs of bf16
+    and of fp16 occur, round to bf16, the coarser dtype. If only fp8 occurs, round to bf16, which holds every
+    fp8 value."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -399,7 +401,7 @@ class _RoundedOperands(_Mode):
                 # For fp8 operands, tensor cores keep fewer bits of a sum, even if partial sums are added in
                 # fp32. So the yardstick uses tensor cores too.
                 one = torch.ones((), device=a.device)
-                columns = b.shape[1]  # a multiple of 16 is required
+                columns = b.shape[1]  # padded below, because _scaled_mm needs a multiple of 16
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
                 left = eights[0].contiguous()
                 wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)
@@ -407,7 +409,7 @@ class _RoundedOperands(_Mode):
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
             # Tensor cores truncate when they accumulate in fp32. On an H100 a row's sum of squares then has
-            # 20 times the error of fp32 multiply-adds. No kernel could be that accurate, so the yardstick
-            # uses tensor cores too.
+            # 20 times the error of fp32 multiply-adds. No kernel could be as accurate as multiply-adds, so
+            # the yardstick uses tensor cores too.
             return multiply(a, b, out_dtype=torch.float32)
         return multiply(a.float(), b.float())

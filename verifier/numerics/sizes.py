@@ -23,19 +23,20 @@ LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
 SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
-MEDIUM = 120  # in place of SHORT if the long dim is at most LARGEST_ON_CPU: a few values make poor statistics
+MEDIUM = 120  # replaces SHORT if the long dim is at most LARGEST_ON_CPU; fewer values make poor statistics
 ELEMENTS = 1 << 21  # limit on the elements of a tensor with a long extent; this many take 0.1 s on a CPU
 HEADS = 8
 EXPERTS = 12  # limit on the experts in hidden sizes
 HEAD = 16  # columns of the narrowest head
 TRIES = 400  # number of draws after which LARGEST counts as too small for the spec's static dims
-DOUBLINGS = 8  # LARGEST is then doubled at most this often
+DOUBLINGS = 8  # after TRIES failed draws, the largest extent is doubled, at most this often
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Two fixed sets of sizes. In each, all dims differ, so that swapped axes are detected. In the second
-    set, most dims are smaller than a tile, and only static dims can be multiples of a tile. Static dims come
-    from the first and last case; dims that multiply them are small."""
+    """Return two fixed sets of sizes. In each set, all dims differ, so that swapped axes are detected. In the
+    second set, most dims are smaller than a tile, and only static dims can be multiples of a tile. Static
+    dims have their sizes in the first case (first set) or the last case (second set). Dims that multiply
+    static dims are small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
     return [
@@ -47,12 +48,13 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def hidden(
     spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
 ) -> dict[str, int]:
-    """Sizes that the spec's kernels must support in addition to its cases; a seed reproduces them.
+    """Draw sizes that the spec's kernels must support in addition to its cases. A seed always gives the same
+    sizes.
 
     All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
-    all cases are aligned here too. Dims that are not static are no multiples of 64, and none equals its size
-    in a case. Static dims have the sizes of one case. ``rows`` sets the row dims. A dim is at
-    least ``least`` times the largest size that it may have.
+    all cases are also aligned at these sizes. Dims that are not static are no multiples of 64, and differ
+    from their sizes in all cases. Static dims have the sizes of one case. ``rows``: the size of the row dims,
+    if given. Every other dim is at least ``least`` times its largest possible size.
     """
     random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
@@ -76,12 +78,13 @@ def hidden(
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield sizes for a CPU in which one dim has an extent from a case, and all others are short. There is
-    one set for each such extent. They detect programs that behave differently above some extent.
+    """Yield sizes for a CPU in which one dim has an extent from a case, and all other dims are short. Each
+    extent of each dim gives one set of sizes. Such sizes detect programs that behave differently above some
+    extent.
 
-    Static dims are those of that case, rows are aligned, and the short extents all differ. The long dim is
-    halved until every tensor has at most ``ELEMENTS`` elements. Extents that ``hidden`` draws on a CPU are
-    left out.
+    Static dims have their sizes in that case, rows are aligned, and the short extents all differ. The long
+    dim is halved until every tensor has at most ``ELEMENTS`` elements. Extents up to ``LARGEST_ON_CPU`` are
+    left out, because ``hidden`` draws them.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -95,13 +98,13 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield sizes for a CPU in which one dim has an extent between 1 and its largest case, and all others are
-    short. They detect programs that behave differently between the cases' extents.
+    """Yield sizes for a CPU in which one dim has an extent between 1 and its largest case, and all other dims
+    are short. Such sizes detect programs that behave differently between the cases' extents.
 
-    In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as the rows' alignment allows. From
-    64 on it also has one that is a multiple of 64 or of a larger power of two. The two lie in different
-    halves of the octave. None equals a case's extent. Extents that no sizes of the other dims support are
-    left out.
+    In each octave [2**k, 2**(k+1)), a dim takes one ragged extent, which is no multiple of 64 but keeps rows
+    aligned. From 64 on, the dim also takes an extent that is a multiple of 64 or of a larger power of two,
+    from the other half of the octave. No extent equals a case's extent. An extent is left out if no sizes of
+    the other dims allow it.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -111,7 +114,8 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with the dim in this span, or None. Static dims come from any case that allows such sizes."""
+    """Sizes with the dim in this span, or None. Static dims have their sizes in a random case that allows the
+    span."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -123,8 +127,8 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Yield spans to draw from, and for each span whether to draw multiples of a power of two. Below 64 the
-    span is the whole octave; above, it is each half of the octave, in either order."""
+    """Yield spans to draw from, and for each span whether to draw multiples of a power of two. Below 64, each
+    octave is one span. From 64 on, the two halves of an octave are two spans, in random order."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -139,8 +143,8 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """A dim's possible extents in a span. If ``even``, they are multiples of 64, grouped by the largest power
-    of two that divides them. Otherwise they are one group of ragged extents."""
+    """A dim's possible extents in a span. If ``even``, there is a group for each power of two from 64 on: the
+    multiples of that power. Otherwise there is one group, of ragged extents."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static, _aligned_rows(spec))]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -156,7 +160,8 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int], rows: Rows) -> int:
-    """The smallest number that must divide a dim to make these rows aligned, at these static dims."""
+    """The smallest number such that these rows are aligned if the dim is a multiple of it, at these static
+    dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(rows, others | {dim: s})), ALIGNMENT)
 
@@ -170,8 +175,9 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield each case's sizes for a CPU, all divided by one number, so that dims keep their ratios and
-    equalities. Row dims are small instead. Cases with the same ratios give one set of sizes."""
+    """Yield each case's sizes, reduced for a CPU: dims are divided by one number, so that they keep their
+    ratios and equalities. Static dims keep their sizes, and row dims are small random numbers. Cases with the
+    same ratios give one set of sizes."""
     random, rows, found, aligned = Random(seed), row_dims(spec), set(), _aligned_rows(spec)
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
@@ -203,7 +209,7 @@ def _short_sizes(
     spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT
 ) -> dict[str, int] | None:
     """Draw sizes for all dims outside ``kept``: at most ``short``, or slightly more if smaller sizes do not
-    work. None if no sizes work."""
+    work. Return None if no sizes work."""
     heads, rows = _heads(spec), _aligned_rows(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     static = {dim: kept[dim] for dim in spec.static}
@@ -232,10 +238,9 @@ def _short_sizes(
 
 
 def row_dims(spec: Spec) -> frozenset[str]:
-    """The dims that are the first axis of at least two tensors, and no other axis of any tensor (M in the
-    cases). Inputs with such a dim as their first axis are activations; other matrices are weights. For a
-    backward these are its forward's row dims; otherwise the first axis of a weight's gradient would count as
-    a row dim."""
+    """The dims that are the first axis of at least two tensors, and no other axis of any tensor (usually M).
+    Inputs whose first axis is a row dim are activations; other matrices are weights. A backward has the row
+    dims of its forward, because the first axis of a weight's gradient must not count as a row dim."""
     tensors = _tensors(spec.before or spec)
     leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
     inner = {name for t in tensors for d in t.shape[1:] for name in d.names}
@@ -244,8 +249,9 @@ def row_dims(spec: Spec) -> frozenset[str]:
 
 
 def activation_dims(spec: Spec) -> frozenset[str]:
-    """The row dims. In a spec with experts, also the first axis of every two-axis tensor: one such dim counts
-    the tokens from which rows are gathered, and another counts the product's rows."""
+    """The dims that are the first axis of activations. They are the row dims and, in a spec with experts, the
+    first axis of every two-axis tensor. For example, one dim counts the tokens from which rows are gathered,
+    and another dim counts the product's rows."""
     rows = row_dims(spec)
     matrices = [t for t in _tensors(spec.before or spec) if len(t.shape) == 2] if _experts(spec) else []
     return rows.union(*(t.shape[0].names for t in matrices))
@@ -260,8 +266,8 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """The dims that count experts, and the dims that multiply a static dim, or a number of at least a
-    head's width (``HEAD``)."""
+    """The dims that count heads or experts. A dim counts heads if some extent multiplies it by a static dim,
+    or by a number of at least ``HEAD`` (the least width of a head)."""
     static = set(spec.static)
     products = [(set(m), number) for extent in _extents(spec) for m, number in extent.terms]
     heads = {n for names, number in products if names & static or number >= HEAD for n in names - static}
@@ -285,7 +291,7 @@ def _drawn(
     for dim, factor in reach.items():
         most = max(1, largest // factor)
         fewest = math.ceil(most * least)
-        # The caller draws until all sizes have the alignment that they need; row dims need none.
+        # The caller draws until all sizes have the alignment that they need. Row dims need no alignment.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(fewest, most)
         whole = drawn // step * step

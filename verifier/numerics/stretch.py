@@ -11,17 +11,19 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-# The largest powers of two by which typical values are scaled, by dtype. Products of several inputs and their
-# squares then stay within fp32. fp8 has little range to spare.
+# The largest exponent of the power of two that scales typical values, by dtype. Products of several scaled
+# inputs, and squares of these, stay within fp32. fp8 itself has little range.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-# The largest power of two for one input if all others are typical. This input's products with the others
-# still fit in fp32, and a later factor in the program may bring them back to a usual size.
+# The largest exponent for one input if all other inputs are typical. This input's products with other inputs
+# still fit in fp32, and a later factor in the program may bring the products back to a usual size.
 FAR = 60.0
-# the fraction of a tensor's values that "ends" replaces by zero (if legal), and by each end of the domain
+# the family "ends" replaces this fraction of a tensor's values by zero (if legal), and the same fraction by
+# each end of the domain
 ZEROS = 1 / 16
 NEAR = 2.0**24  # an end of the domain beyond this magnitude is not used as a value
-# in this many consecutive seeds, a scalar takes each of its 1 to 3 ends, and its scaled value, equally often
+# over this many consecutive seeds, a scalar equally often takes its scaled value and each of its 1 to 3
+# special values (an end of the domain, zero)
 TURNS = 12
 
 
@@ -58,7 +60,7 @@ def _loud(of: Typical) -> Tensor:
 
 def _mixed(of: Typical) -> Tensor:
     """Scale floats by one factor, larger or smaller than 1, with either sign. Draw integers over the whole
-    domain; if ``init`` counts, shift its values to a random start."""
+    domain; if ``init`` is ``count``, count from a random start instead."""
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -69,8 +71,8 @@ def _mixed(of: Typical) -> Tensor:
 
 def _ends(of: Typical) -> Tensor:
     """Scale each value of a vector, and each row of a matrix, by its own factor. Replace some values by an
-    end of the domain, or by zero. A scalar has only one value: the seed selects an end, zero, or the scaled
-    value, in turn. Draw integers at all distances from the low end, and some at an end."""
+    end of the domain, or by zero. A scalar has only one value, so consecutive seeds select in turn an end,
+    zero, and the scaled value. Draw integers at all distances from the low end, and some at an end."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -101,7 +103,7 @@ BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """A family's values, moved into the domain (``legal``)."""
+    """The values of a stretched family, moved into the domain (``legal``)."""
     return legal(of, STRETCHED[family](of))
 
 
@@ -121,7 +123,8 @@ def _integral(of: Typical) -> bool:
 
 
 def far(of: Typical) -> Tensor:
-    """Scale all values up or down by one factor, as far as products with other inputs stay within fp32."""
+    """Scale all values up or down by one factor, but only so far that products with other inputs stay within
+    fp32."""
     return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
 
 

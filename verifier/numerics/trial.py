@@ -23,9 +23,9 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
     The reference runs in fp64. The text that the benchmark times (the baseline if there is one, else the
-    reference) also runs with the inputs in their own dtypes. That run is skipped if this machine lacks an
-    operation in those dtypes (such as ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also refuse a
-    reference that works only at even sizes.
+    reference) also runs with the inputs in their own dtypes. This second run does not count if the machine
+    lacks an operation in those dtypes (such as ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also
+    refuse a reference that works only at even sizes.
     """
     _check_rows(spec)
     grouped = any(t.init.offsets is not None for t in spec.drawn.values())
@@ -63,8 +63,8 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Run the reference on the drawn inputs; if it is a backward, run its forward first. Returns all inputs
-    of the reference."""
+    """Run the reference on the drawn inputs; for a backward, first run its forward and its head. Return all
+    inputs of the reference."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -73,8 +73,9 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
-    """Return the failure. If the reference runs only where dims are multiples of some number, add that number
-    to the message. No program could implement such a spec, because a kernel must be valid at every size."""
+    """Return the failure. If the reference runs only at dims that are multiples of some number, add that
+    number to the message. No program could implement such a spec, because a kernel must be valid at every
+    size."""
     number, needed = _multiple(spec)
     if not number:
         return failed
@@ -85,8 +86,9 @@ def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
 
 
 def _multiple(spec: Spec) -> tuple[int, str]:
-    """The least number, and the dims that must be multiples of it for the reference to run; 0 if none is
-    found. The number is a power of two, or occurs in the reference's text."""
+    """Find the least number such that the reference runs if certain dims are multiples of it. Return the
+    number and those dims; the number is 0 if none is found. Only powers of two, and numbers in the
+    reference's text, are tried."""
     literals = {n.value for n in ast.walk(ast.parse(spec.reference)) if isinstance(n, ast.Constant)}
     numbers = sorted({2**n for n in range(1, 9)} | {n for n in literals if type(n) is int and 1 < n <= 1024})
     for number in numbers:
@@ -116,8 +118,8 @@ class _Untriable(BadReference):
 
 
 def _is_missing_operation(error: Exception) -> bool:
-    """Whether PyTorch reports a missing operation. On some processors, CPU kernels of PyTorch (scaled fp8
-    matmuls) report this by a failed assertion."""
+    """Whether the error says that PyTorch lacks an operation. On some processors, PyTorch's scaled fp8
+    matmuls say so by a failed assertion."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 
 

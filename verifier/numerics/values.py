@@ -25,7 +25,7 @@ def values_of(
     init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator, routing: str = "balanced"
 ) -> Tensor:
     """The values that ``init`` draws, before the cast to the input's dtype: fp64 for a geometric series,
-    int64 for integers, fp32 for the rest. ``routing``: how rows are assigned to experts, if the values are
+    int64 for integers, otherwise fp32. ``routing``: how rows are assigned to experts, if the values are
     offsets."""
     device = generator.device
     if init.offsets is not None:
@@ -52,9 +52,9 @@ def values_of(
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) -> Tensor:
-    """The first row of each expert, and finally the number of rows. For "balanced", each row goes to a random
-    expert; for "empty", to one of about half of the experts. For "single", one expert has just one row.
-    Otherwise one expert has all rows."""
+    """The first row of each expert, followed by the total number of rows. For "balanced", each row goes to a
+    random expert; for "empty", to one of about half of the experts. For "single", one expert has just one
+    row. For "one", one expert has all rows."""
     device = generator.device
     some, other = torch.randint(experts, (2,), generator=generator, device=device).tolist()
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
@@ -85,12 +85,12 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
 
 
 def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, and inputs at these sizes. All sizes are distinct, so that swapped dims are detected: each
-    is a prime times the dim's number in ``times``, which is 2 by default.
+    """Tiny sizes, and inputs at these sizes. Each size is a different prime, multiplied by the dim's number
+    in ``times`` (by default 2). So all sizes differ, and swapped dims are detected.
 
-    Integers are drawn as the spec says. If ``init`` has an ``ignored`` value, the last entries get it. All
-    other inputs are fp64 in [0.5, 1.5). A backward gets only its drawn inputs. Raises BadReference if a range
-    of integers is empty at these sizes.
+    Integers are drawn as the spec says. If ``init`` has an ``ignored`` value, the last entry (or row) has
+    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, only the drawn inputs are returned.
+    Raises BadReference if a range of integers is empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))

@@ -1,10 +1,10 @@
 """Judge a proposed elementwise primitive: a person defines its meaning, and an author writes its CuTeDSL.
 
-The definition is a YAML file: one line of PyTorch, and the domain on which it must hold. An author's device
-functions are inserted into a toy kernel, called the frame. The frame is lowered code that applies the
-primitive to an accumulator and to loaded tiles. The frame's ``loaded`` output, in fp32, uses the exact
-function; its error at each point is limited in units in the last place (ulps). The ``fused`` output, in bf16,
-uses the coarser variant if there is one; the error gate judges it.
+The definition is a YAML file with one line of PyTorch, and the domain on which this line must hold. An
+author's device functions are inserted into a toy kernel, called the frame. The frame is lowered code that
+applies the primitive to an accumulator and to loaded tiles. The frame's output ``loaded``, in fp32, uses the
+exact function. The error of ``loaded`` at each point is limited in units in the last place (ulps). The output
+``fused``, in bf16, uses the coarser variant of the function if there is one. The error gate judges ``fused``.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Proposal(Model):
 
     ``reference``: an expression of the arguments with torch's names. ``domain``: the closed interval of each
     argument on which the reference must hold; by default all of fp32 except NaN. ``ulps``: the allowed error
-    of the exact function, in units in the last place of the truth. The truth may be taken at any argument
-    within two ulps of the given one. ``derivative_of``: the operation of which this primitive is the
+    of the exact function, in units in the last place of the truth. The truth may be evaluated at any argument
+    within two ulps of the given argument. ``derivative_of``: the operation of which this primitive is the
     derivative, with respect to the first argument. ``example``: a line of a kernel that uses the primitive.
     """
 
@@ -138,7 +138,7 @@ class Proposal(Model):
         return found
 
     def interval(self, argument: str) -> tuple[float, float]:
-        """An argument's interval, with ends in fp32."""
+        """An argument's interval in the domain; without one, from minus to plus infinity."""
         return self.domain.get(argument, (-math.inf, math.inf))
 
     # The frame
@@ -164,8 +164,9 @@ class Proposal(Model):
         )
 
     def program(self, spec: Spec, operation: str = "") -> Program:
-        """The toy kernel with ``operation`` in the primitive's place; by default with an existing operation
-        that has as many arguments. The choice does not change the kernel's reads, writes and launches."""
+        """The toy kernel with ``operation`` in the primitive's place. The default is an existing operation
+        with the same number of arguments. The operation does not change the kernel's reads, writes and
+        launches."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -181,7 +182,7 @@ class Proposal(Model):
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
         """The toy kernel's lowered code with an author's functions in it. If the vocabulary already has the
-        primitive, its own functions are not imported; the author's functions replace them."""
+        primitive, the author's functions replace the vocabulary's functions, which are not imported."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
@@ -216,8 +217,8 @@ def _function(meaning: str) -> Callable[..., Any]:
 
 
 def load(path: str | Path, new: bool = True) -> Proposal:
-    """Read a proposal. ``new``: also check its reference, and that the vocabulary lacks it. Raises
-    SpecError."""
+    """Read a proposal. ``new``: also check the proposal's reference, and that the vocabulary lacks the
+    primitive. Raises SpecError."""
     return read(path, Proposal, _check if new else lambda made: None)
 
 
@@ -235,7 +236,8 @@ def imports(source: str) -> str:
 
 
 def parse(text: str) -> Proposal:
-    """Parse a proposal from a run's journal; it was checked when the run began. Raises SpecError."""
+    """Parse a proposal from a run's journal. The proposal was already checked when the run began. Raises
+    SpecError."""
     return of_text(Path("the run's proposal"), text, Proposal, lambda made: None)
 
 
@@ -290,7 +292,7 @@ def _agree(meaning: Callable[..., Any], usual: Sequence[Tensor], found: Tensor) 
 
     try:
         other = meaning(torch, *usual)
-    except TypeError:  # it takes another number of arguments
+    except TypeError:  # this operation takes another number of arguments
         return False
     return isinstance(other, torch.Tensor) and torch.allclose(
         other.double(), found, rtol=1e-9, atol=0, equal_nan=True
@@ -315,7 +317,8 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
 
 
 def usual_range(interval: tuple[float, float]) -> tuple[float, float]:
-    """The part of an interval in which activations usually lie; if there is none, its finite part."""
+    """The part of an interval in which activations usually lie. If this part is empty, the interval's finite
+    part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
         return max(low, -USUAL), min(high, USUAL)

@@ -35,7 +35,7 @@ UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a confined
     compilation."""
-    # An audit hook of the tests watches that the code runs only in confinement.
+    # Tests add an audit hook to Python, which checks that the code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", source)
     gates = Gates(progress)
     program = proposal.program(spec)
@@ -127,8 +127,8 @@ def _conditions() -> dict[str, Any]:
 def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
-    """Run the GPU gates on the kernel that calls the functions: compare it with fp64, and repeated runs bit
-    for bit."""
+    """Run the GPU gates on the kernel that calls the functions: compare its outputs with fp64, and compare
+    repeated runs bit for bit."""
     from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ULP = 2.0**-23
-BACKWARD = 2 * ULP  # the function may be evaluated at this relative distance from a point
+BACKWARD = 2 * ULP  # the truth may be that of an argument within this relative distance of the point
 TINY = 2.0**-126  # the smallest normal number of fp32
-FLUSHED = 2.0**-100  # results below this may be zero, such as the reciprocal of a number just below overflow
+FLUSHED = 2.0**-100  # a smaller result may be zero, as for the reciprocal of a number just below overflow
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 
 
@@ -73,8 +73,8 @@ def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tenso
 
 
 def _edges(interval: tuple[float, float]) -> list[float]:
-    """Zeros, denormals, powers of two, large numbers, infinities, and the interval's ends with neighbouring
-    numbers."""
+    """List the interval's special points: zeros, denormals, powers of two, large numbers, infinities, and the
+    interval's ends with neighbouring numbers."""
     import torch
 
     low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
@@ -121,8 +121,9 @@ def errors_of(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """The exact function's largest error over all points, in ulps, beyond the error that rounding its
-    arguments explains. Raises Failed if it exceeds the proposal's bound."""
+    """Return the exact function's largest error over all points, in ulps. The part of an error that a
+    rounding of the arguments explains does not count. Raises Failed if the largest error exceeds the
+    proposal's bound."""
     import torch
 
     wide = [a.double() for a in arguments]

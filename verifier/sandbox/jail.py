@@ -31,9 +31,9 @@ from coda_agent.verifier.sandbox.syntax_tree import MAX_SOURCE_BYTES
 
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
-# With -I -S, the child uses no environment variables and no user or installed packages. Our own root comes
-# last on its path, so that it hides no module. The child lives for milliseconds, so it runs without garbage
-# collection, which would take a twentieth of that time.
+# With -I -S, the child uses no environment variables and no user or installed packages. This package's root
+# comes last on the child's path, so that no file there hides a module of Python. The child lives for
+# milliseconds, so it runs without garbage collection, which would take a twentieth of its time.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -46,9 +46,9 @@ class JailUnavailable(Absent):
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, with the lines of its nodes (as the child reports them). It also has the
-    sandbox's active layers (such as seccomp and Landlock), the layers that this system lacks, and the wall
-    time in seconds."""
+    """A program from the jail. ``lines``: the source line of each node, as the child reports it. ``layers``:
+    the sandbox's active layers, such as seccomp and Landlock. ``missing``: the layers that this system lacks.
+    ``seconds``: the wall time."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -63,12 +63,12 @@ def trace(
     """Trace a kernel file against ``signature`` in the jail.
 
     Returns ``Rejected`` for any fault or forbidden action of the source. Raises JailUnavailable if the system
-    has neither seccomp nor Landlock. ``weak`` accepts such a system; then only the language check and the
-    resource limits protect it.
+    has neither seccomp nor Landlock. With ``weak``, such a system is accepted; then only the language check
+    and the resource limits confine the source.
     """
     sys.audit(
         "coda_agent.verifier.sandbox.jail.trace", source
-    )  # for the audit hook: this code must run only in the jail
+    )  # an audit hook of the tests checks that this source runs only in the jail
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
         return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
@@ -101,7 +101,7 @@ class _Ending:
 
 def _converse(request: bytes, wall_seconds: float) -> _Ending:
     deadline = time.monotonic() + wall_seconds
-    # a file instead of a pipe, so that a stalled child cannot block us
+    # the request is a file and not a pipe, so that a stalled child cannot block this process
     with subprocesses.memory_file(request) as letter, _child(letter) as (process, descriptor):
         output, late = subprocesses.read_answer(descriptor, deadline, MAX_OUTPUT_BYTES)
         status = subprocesses.end(process)
@@ -196,7 +196,7 @@ def _death(status: int) -> str:
 
 
 def _printable(message: str) -> str:
-    """The first 4000 characters, without terminal control characters."""
+    """The first 4000 characters of a message. Unprintable characters become question marks."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:4000])
 
 

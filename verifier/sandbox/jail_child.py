@@ -1,7 +1,7 @@
 """The jail's child process: read a request from stdin, write the sandbox's layers and one result.
 
-The child imports only the standard library and the parts of ``primitives`` that tracing needs, since every
-import slows each trace.
+The child imports only the standard library and the parts of ``primitives`` that tracing needs, because every
+import makes each trace slower.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> int:
-    """Redirect descriptors 0, 1 and 2 to nowhere; the result goes to a duplicate of standard error."""
+    """Redirect descriptors 0, 1 and 2 to /dev/null. Return a duplicate of standard error, to which the child
+    writes its result."""
     result = os.dup(2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -76,4 +77,4 @@ def _write(descriptor: int, record: dict[str, Any]) -> None:
 
 def _finish(descriptor: int, record: dict[str, Any]) -> NoReturn:
     _write(descriptor, record)
-    os._exit(0)  # skips exit handlers and destructors, so that no code of the kernel runs after its result
+    os._exit(0)  # without exit handlers and destructors, so that no code of the kernel runs after the result

@@ -1,8 +1,9 @@
 """The language of kernel files: a small part of Python, checked on the syntax tree before anything runs.
 
 The check gives authors errors with a line and a remedy. It is also the innermost protection of the jail. Only
-listed kinds of syntax pass. A name must be bound in the file, imported from ``primitives``, or be a listed
-builtin. This module needs only the standard library and ``primitives``, since the jail's child imports it.
+listed kinds of syntax pass. Only three kinds of names pass: names that the file binds, names imported from
+``primitives``, and listed builtins. This module needs only the standard library and ``primitives``, since the
+jail's child imports it.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 def check(source: str, allowed: Collection[str]) -> ast.Module:
     """Check a kernel file and return its syntax tree; ``allowed`` is ``primitives.__all__``.
 
-    Raises ProgramError with code ``too_large``, ``syntax``, ``language``, ``vocabulary`` or ``kernel``, the
-    line, and a message with the remedy.
+    Raises ProgramError with the line, a message with the remedy, and a code: ``too_large``, ``syntax``,
+    ``language``, ``vocabulary`` or ``kernel``.
     """
     tree = parse(source)
     checker = _KernelChecker(tree, frozenset(allowed))
@@ -89,8 +90,8 @@ class _KernelChecker:
         self._allowed = allowed
         self.line: int | None = None
         self._depth = 0
-        self._iterations = 1  # the product over all loops around the node
-        self._inside: str | None = None  # the function around the node
+        self._iterations = 1  # iterations of all loops around the current node, multiplied
+        self._inside: str | None = None  # the function around the current node
         self._imported: set[str] = set()
         self._bound = Counter(bindings(tree))
         self._constants: dict[str, ast.expr] = {}

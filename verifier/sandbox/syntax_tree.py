@@ -1,4 +1,5 @@
-"""The syntax tree of a kernel file: parse it, and find what it binds and where it may have strings.
+"""Parse a kernel file into its syntax tree, and find the names that the file binds and the places where
+strings are allowed.
 
 This module needs only the standard library and ``primitives``, since the jail's child imports it.
 """
@@ -57,7 +58,7 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names in a node itself; a constant's text is not a name."""
+    """All names in a node, without the names in its children. A constant's text is not a name."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]

@@ -1,7 +1,7 @@
 """Domains: the values of an input for which an operator is defined.
 
 ``init`` describes an input's typical values; the domain describes all legal ones. The domain determines which
-inputs the verifier tries. It does not change the operator's meaning, so it enters no hash.
+inputs the verifier tries. The domain does not change the operator's meaning, so no hash depends on it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _is_bound(value: object) -> bool:
     return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
-#: One of WORDS, or the least and the largest legal value. Each of the two is a number or arithmetic over
-#: dims.
+#: One of WORDS, or a pair of the least and the largest legal value. Each value of the pair is a number, or
+#: arithmetic over dims.
 Domain = Annotated[
     Literal["finite", "positive", "nonnegative"] | tuple[Bound | int, Bound | int], BeforeValidator(_domain)
 ]

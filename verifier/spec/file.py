@@ -105,7 +105,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
     return tree
 
 
-@lru_cache(128)  # a command loads a spec from several places, and parsing takes most of the time
+@lru_cache(128)  # one command loads the same spec several times, and parsing takes most of the time
 def _parsed(text: str) -> Any:
     yaml = YAML()
     yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
@@ -136,7 +136,7 @@ def _nearby(path: Path) -> str:
 
 
 def plain(node: Any) -> Any:
-    """The same tree in Python's own types, for strict validation; lists become tuples."""
+    """Convert a YAML tree to Python's own types, for strict validation. Lists become tuples."""
     match node:
         case dict():
             return {plain(k): plain(v) for k, v in node.items()}
@@ -151,8 +151,8 @@ def plain(node: Any) -> Any:
 
 
 def _line(tree: Any, place: Place) -> int:
-    """The line of the deepest key of ``place`` that the file contains. A number after the key of a
-    text counts the text's lines, from 1."""
+    """The line of the deepest key of ``place`` that the file contains. If a key's value is a text, a number
+    after the key selects a line of this text, counted from 1."""
     line, node = 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:

@@ -1,4 +1,4 @@
-"""Forms of ``init`` in a spec's YAML: the distribution of an input.
+"""The forms of ``init`` in a spec's YAML. ``init`` gives the distribution of an input.
 
 "Arithmetic over dims" is a number or a text such as ``D**-0.5``, evaluated at a case's sizes.
 """
@@ -20,7 +20,8 @@ IGNORED_SHARE = 0.1  # share of an input's values that are the ``ignored`` value
 
 
 class Normal(Model):
-    """Zero-mean normal; ``std`` is a number or arithmetic over dims such as ``D**-0.5``."""
+    """A normal distribution with mean zero. ``std`` is a number or arithmetic over dims, such as
+    ``D**-0.5``."""
 
     std: float | str = 1.0
 
@@ -35,12 +36,12 @@ class Init(Model):
 
     - ``normal: {std: S}``: S is arithmetic over dims.
     - ``uniform: [low, high]``.
-    - ``integers: [low, high]``: uniform from low to high - 1, both arithmetic over dims. If ``ignored`` is
-      given, it replaces about one value in ten.
+    - ``integers: [low, high]``: uniform from low to high - 1, where low and high are arithmetic over dims. If
+      ``ignored`` is given, it replaces about one value in ten.
     - ``count: S``: value (or row) i is i % S. S is arithmetic over dims.
     - ``geometric: [low, high]``: value j of n along the last axis is low * (high / low)**(j / n).
-    - ``offsets: T``: rising integers from 0 to T, arithmetic over dims. They are the first row of each
-      expert, and the end of the last expert's rows.
+    - ``offsets: T``: rising integers from 0 to T, where T is arithmetic over dims. The integers are the first
+      row of each expert, and finally the end of the last expert's rows.
     """
 
     normal: Normal | None = None

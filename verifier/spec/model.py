@@ -1,6 +1,6 @@
-"""A spec: the definition of an operator. ``verifier.spec.file`` reads one from its YAML file.
+"""A spec: the definition of an operator. ``verifier.spec.file`` reads a spec from its YAML file.
 
-Nothing here needs torch; ``verifier.numerics.trial`` runs the reference.
+This module does not need torch; ``verifier.numerics.trial`` runs the reference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Spec(Declared):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the spec's content. Comments, layout, the order of keys and prose do not affect it."""
+        """SHA-256 of the spec's content. Comments, layout, prose and the order of keys do not affect the
+        hash."""
         meaning = self._meaning({"name", "constants", "cases", "accept"})
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return _digest(meaning)
@@ -64,7 +65,7 @@ class Spec(Declared):
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
-        # with exclude_none, adding a form of init does not change the hashes of specs that do not use it
+        # with exclude_none, a new form of init changes no hash of an existing spec
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = _hashed_tensors(getattr(self, kind))
@@ -116,8 +117,8 @@ class Spec(Declared):
     def solve(
         self, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
     ) -> dict[str, int]:
-        """Derive the dims from the inputs' shapes and the ``given`` dims. Raises ValueError, which names the
-        input and axis that disagree."""
+        """Derive the dims from the inputs' shapes and the ``given`` dims. If shapes disagree, raises
+        ValueError with the input and the axis."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(
@@ -127,8 +128,8 @@ class Spec(Declared):
 
 
 def _hashed_tensors(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
-    """Tensors as they enter a hash, without domains: a domain limits the tested inputs but does not change
-    the function."""
+    """The tensors' declarations, as they enter a hash. Domains are left out, because a domain limits the
+    tested inputs but does not change the function."""
     return {
         name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
         | {"shape": [str(d) for d in t.shape]}

@@ -49,7 +49,7 @@ class TensorSpec(Model):
 
 
 class OutputSpec(Model):
-    """An output. ``updates``: the input whose buffer it overwrites."""
+    """An output. ``updates``: the input whose buffer the output overwrites."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -93,7 +93,8 @@ class Accept(Model):
 
 
 class Tolerance(Model):
-    """``factor`` widens the error gate's ratios; ``reason`` explains it to the reviewer."""
+    """Wider limits of the error gate: ``factor`` multiplies the limits on ratios, and ``reason`` explains the
+    factor to a reviewer."""
 
     factor: float
     reason: str
@@ -108,9 +109,9 @@ class Tolerance(Model):
 
 
 class ForwardSpec(Model):
-    """The code that runs before a backward: the forward's reference, and ``head``, the part of the backward
-    before its matmuls. ``inputs`` are the inputs that only this code reads. An input that the code assigns is
-    computed by it, not drawn.
+    """The code that runs before a backward's own reference: ``reference``, the forward; and ``head``, the
+    part of the backward before its matmuls. ``inputs`` are the inputs that only this code reads. If the code
+    assigns an input, the input is computed and not drawn.
 
     An input ``d_y`` is the gradient of the forward's value ``y``, and an output ``d_x`` is the gradient of an
     input ``x``.

@@ -1,7 +1,7 @@
 """The rules of a spec beyond its types: names, sizes, cases, texts.
 
-A broken rule raises a fault, with a message for the spec's author and a position (the keys that lead there
-from the validated model). ``verifier.spec.file`` turns the position into a line of the file.
+A broken rule raises a fault, with a message for the spec's author and a position (the keys that lead from the
+validated model to the wrong value). ``verifier.spec.file`` turns the position into a line of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSp
 
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
 KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by rank
-PARTS = "_parts"  # suffix of an output whose sum is a gradient
+PARTS = "_parts"  # suffix of an output that holds partial sums of a gradient
 
 
 class Shaped(Protocol):
@@ -118,8 +118,8 @@ def _check_experts(spec: Declared) -> None:
 
 
 def _check_operands(spec: Declared) -> None:
-    """If there are several fp8 matrices, check that each has a partner. Only a gemm reads fp8 matrices, and
-    both of its operands need rows of the same length."""
+    """If there are several fp8 matrices, check that each has a partner with rows of the same length. Only a
+    gemm reads fp8 matrices, and a gemm's operands need rows of the same length."""
     eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
     for name, inner in eights.items():
         if [*eights.values()].count(inner) < 2 <= len(eights):
@@ -168,12 +168,13 @@ def _check_columns(spec: Declared) -> None:
 
 
 def missing_static(shape: Sequence[Dim], inputs: Iterable[Shaped], static: Sequence[str]) -> tuple[str, ...]:
-    """The dims that must be static if an output of this shape can only be a range of a tile's columns. Empty
-    if a kernel can compute the output otherwise.
+    """The dims that must be static because an output of this shape can only be a range of a tile's columns.
+    The result is empty if a kernel can compute the output in another way.
 
-    A tile has as many columns as an input's axis has elements, times a power of two (``pairs``, ``join``). A
-    statistic has one column for each head. Without static dims, a head has at least HEAD_GRAIN columns, and a
-    product at most four times an input's extent. To compare sizes, static dims are replaced by numbers.
+    The number of a tile's columns is an input's extent, multiplied or divided by a power of two (``join``,
+    ``pairs``). A statistic has one column for each head. Without static dims, a head has at least HEAD_GRAIN
+    columns, and a product has at most four times as many columns as an input's extent. To compare sizes,
+    static dims are replaced by numbers.
     """
     columns, numbers = shape[-1], dict(zip(static, count(1009, 2), strict=False))
     missing = tuple(sorted(columns.names - {*static}))
@@ -289,8 +290,8 @@ def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
 
 
 def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
-    """Check the names of a backward. Each output must be the gradient of one of the forward's inputs. Some
-    input must be the gradient of a value that the forward assigns."""
+    """Check the names of a backward. Each output must be the gradient of one of the forward's inputs. At
+    least one input must be the gradient of a value that the forward assigns."""
     place = "forward"
     for name, tensor in forward.inputs.items():
         if name in (*spec.inputs, *spec.outputs, *spec.dims, *spec.constants):

@@ -18,7 +18,7 @@ def clamp(site: Site) -> str:
 
 
 def clamp_band(site: Site) -> str:
-    """Clamp at both ends."""
+    """Bound the magnitude of a value, with a minimum and a maximum."""
     value = site.value()
     limit = abs(site.threshold(value))
     site.put(value, site.add("maximum", site.add("minimum", value, limit), -limit))
@@ -46,7 +46,7 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """Add a minimum or maximum without a comparison, such as the minimum (v + c - sqrt((v - c)**2)) / 2."""
+    """Bound a value v by a number c without a comparison: their minimum is (v + c - sqrt((v - c)**2)) / 2."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)
@@ -58,7 +58,7 @@ def clamp_by_root(site: Site) -> str:
 
 
 def clamp_by_where(site: Site) -> str:
-    """Bound a value by a number, with a comparison that chooses between the two."""
+    """Bound a value by a number, with a comparison that chooses between the value and the number."""
     value = site.value()
     limit = site.threshold(value)
     how = "greater" if limit > 0 else "less"

@@ -7,7 +7,7 @@ from benchmarks.campaign.mutations.site import COMPARISONS, Edit, Site
 
 
 def on_value(site: Site) -> str:
-    """Make a value wrong where a comparison of a value with a threshold holds."""
+    """Make a value wrong where some value is above or below a threshold."""
     target = site.value("tile", "vector", "head")
     condition, words = site.condition(target)
     return _choose(site, target, condition, words)
@@ -47,7 +47,7 @@ def on_pair(site: Site) -> str:
 
 
 def on_equality(site: Site) -> str:
-    """Make a value wrong where a value equals a number exactly."""
+    """Make a value wrong where some value equals a number exactly."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     number = float(site.random.choice((0, 1, -1, 2, 7, 8191, 8192, 0.5)))
@@ -90,7 +90,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Set the last few columns to zero. The first of them depends on the width."""
+    """Set the last few columns to zero. The first of these columns depends on the tile's width."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))
@@ -101,7 +101,7 @@ def on_column_share(site: Site) -> str:
 
 def _choose(site: Site, target: int, condition: int, words: str, lost: bool = False) -> str:
     """Make a value wrong where the condition holds. The change is written in one of three ways, chosen at
-    random. ``lost``: wrong means zero."""
+    random. ``lost``: the wrong value is zero."""
     wrong = site.add("multiply", target, 0.0) if lost else site.wrong(target)
     match site.random.randrange(3):
         case 0:

@@ -20,8 +20,8 @@ TRIES = 40  # attempts before a kind counts as not applicable
 @dataclass(frozen=True)
 class ProgramMutant:
     """A program with one mistake. ``aims``: the values that the mistake's conditions test (see
-    ``site.Site``). ``frozen``: versions of the mutant. Their condition uses fixed sizes (a case's, or those
-    where the condition changes), whatever the sizes of the run."""
+    ``site.Site``). ``frozen``: versions of the mutant whose condition uses fixed sizes instead of the run's
+    sizes. The fixed sizes are those of a case, or those at which the condition changes."""
 
     name: str
     kind: str
@@ -68,7 +68,7 @@ def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
     """Yield the mutant frozen at each case's sizes, and at the sizes where its condition changes."""
-    if kind == "size: other dim":  # this mistake applies at nearly all sizes
+    if kind == "size: other dim":  # not needed, because this mistake applies at nearly all sizes
         return
     known = set[str]()
     for at in (*site.sizes, *(case.sizes for case in spec.cases)):

@@ -1,6 +1,6 @@
 """Mutations of a matrix that a matmul reads. A matmul's operand can be a tile of an earlier step, but not an
-expression over inputs. So these mutations add superfluous matmuls, whose epilogue computes the changed
-matrix."""
+expression over inputs. So these mutations add two superfluous matmuls. The epilogue of the second matmul
+computes the changed matrix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def on_operand(site: Site) -> str:
-    """Make a matrix wrong before a matmul reads it: scale all of it, or change it where a comparison
-    holds."""
+    """Make a matrix wrong before a matmul reads it: scale the whole matrix, or change the elements for which
+    a comparison holds."""
     product = site.node("gemm")
     position = site.random.randrange(2)
     reader, matrix = product, site.graph.nodes[product].args[position]
@@ -29,7 +29,7 @@ def on_operand(site: Site) -> str:
 
 
 def anew(site: Site, matrix: int, value: int) -> int:
-    """Add a matmul that loads the matrix, and compute ``value`` in the matmul's epilogue."""
+    """Add two matmuls that load the matrix, and compute ``value`` in the epilogue of the second."""
     square = site.add("gemm", site.add("transpose", matrix), matrix)
     unneeded = site.add("multiply", site.add("gemm", matrix, square), 0.0)
     return site.add("add", value, unneeded)

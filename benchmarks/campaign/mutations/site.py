@@ -20,8 +20,8 @@ Edit = Callable[["Site"], str]
 @dataclass
 class Site:
     """A graph to mutate. ``scales``: the largest magnitude of each node on inputs drawn by the spec's own
-    init. ``aims``: pairs of a node and the number that a mutant's condition compares it with. ``sizes``: the
-    sizes that a mutant's conditions test."""
+    init. ``aims``: pairs of a node and a number; a mutant's condition compares the node's values with this
+    number. ``sizes``: the sizes that a mutant's conditions test."""
 
     spec: Spec
     graph: Graph
@@ -45,8 +45,8 @@ class Site:
         return self.random.choice(among)
 
     def threshold(self, index: int) -> float:
-        """Draw a threshold for a node's values, from inside their usual range to far outside it, and record
-        it as an aim."""
+        """Draw a threshold for a node's values, and record the node and the threshold in ``aims``. The
+        threshold may lie inside the usual range of the values, or far outside this range."""
         inside, outside, anywhere = (-1.5, 0.5), (0.3, 6.0), (-12.0, 30.0)
         span = self.random.choices((inside, outside, anywhere), (4, 5, 1))[0]
         size = self.scales[index] if span is not anywhere else 1.0
@@ -69,13 +69,13 @@ class Site:
         return self.graph.add(op, *lifted)
 
     def meets(self, index: int) -> int:
-        """Node ``index`` itself, or a random node (or broadcast vector) of a compatible shape that does not
-        depend on it."""
+        """Return node ``index`` itself, or a random node or broadcast vector that has a compatible shape and
+        does not depend on node ``index``."""
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """The node to record in an aim: ``index`` if it is an original node. If the node was added to
-        broadcast a vector, the vector."""
+        """Return the node to record in an aim: node ``index`` if it belongs to the original program. Any
+        other node was added to broadcast a vector, and the result is this vector."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]
@@ -104,7 +104,8 @@ class Site:
         return self.add("multiply", target, target)
 
     def name(self, index: int) -> str:
-        """The name of a node: the input's name, or else operation and number."""
+        """A node as text. An input, size or constant appears by its name or value. Any other node appears by
+        its operation, with the broadcast vector or the node's number."""
         node = self.graph.nodes[index]
         if node.op in ("input", "constant", "dim"):
             return str(node.attribute)

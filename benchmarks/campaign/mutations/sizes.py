@@ -1,5 +1,5 @@
-"""Mutations that make a value wrong at some sizes. Their conditions are equalities, inequalities and ratios
-of sizes, either plain or disguised."""
+"""Mutations that make a value wrong at some sizes. A mutation's condition is an equality, an inequality or a
+ratio of sizes, either plain or disguised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sizes = Mapping[str, int]
 
 
 def on_equality(site: Site) -> str:
-    """Make a value wrong at one extent of a dim, usually a case's."""
+    """Make a value wrong at one extent of a dim, usually at the extent in one of the spec's cases."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     _wrong(site, site.add("equal", size, float(at)))
@@ -39,7 +39,7 @@ def on_ratio(site: Site) -> str:
 
 
 def on_both(site: Site) -> str:
-    """Make a value wrong where two dims both have the extents of a case."""
+    """Make a value wrong where two dims have the extents of the same case."""
     case = site.case()
     one, other = site.random.sample(list(case), 2)
     conditions = [site.add("equal", site.graph.dim(Dim.parse(d)), float(case[d])) for d in (one, other)]
@@ -48,8 +48,8 @@ def on_both(site: Site) -> str:
 
 
 def laundered(site: Site) -> str:
-    """Make a value wrong at, above or below one extent. The condition is disguised by adding zero times the
-    value."""
+    """Make a value wrong at, above or below one extent of a dim. To disguise the condition, zero is added to
+    the dim. This zero is computed from the value."""
     dim, at = _extent(site)
     target = site.value("tile", "vector", "head")
     nothing = site.add("multiply", target, 0.0)
@@ -63,7 +63,7 @@ def laundered(site: Site) -> str:
 
 
 def bump(site: Site) -> str:
-    """Make a value wrong near one extent, blended smoothly."""
+    """Make a value wrong near one extent of a dim. The error decreases smoothly with the distance."""
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     width = 10 ** site.random.uniform(-4, 1)
@@ -73,7 +73,8 @@ def bump(site: Site) -> str:
 
 
 def ratio_bump(site: Site) -> str:
-    """Make a value wrong near the ratio that two dims have in a case, blended smoothly."""
+    """Make a value wrong near the ratio that two dims have in a case. The error decreases smoothly with the
+    distance."""
     one, other, (p, q), case = _ratio(site)
     ratio = site.add("divide", site.graph.dim(one), site.graph.dim(other))
     gap = site.add("subtract", ratio, p / q)
@@ -84,7 +85,7 @@ def ratio_bump(site: Site) -> str:
 
 
 def extremum(site: Site) -> str:
-    """Multiply a value by min(size, extent) / size, which is 1 up to that extent."""
+    """Multiply a value by min(size, extent) / size. This factor is 1 for sizes up to the extent."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     least = site.add("minimum", size, float(at))
@@ -93,7 +94,8 @@ def extremum(site: Site) -> str:
 
 
 def smooth_switch(site: Site) -> str:
-    """Blend a value from right to wrong with a sigmoid of a size around an extent."""
+    """Blend a value from right to wrong as a size passes an extent. A sigmoid of the distance is the weight
+    of the wrong value."""
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     steep = 10 ** site.random.uniform(-2, 0)
@@ -110,8 +112,8 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """Draw a dim and an extent of it, usually a case's. Record sizes with this extent, and sizes that are
-    about twice as large, for the check of the mutant."""
+    """Draw a dim and one of its extents, usually the extent in a case. For the check of the mutant, record
+    sizes with this extent, and sizes that are about twice as large."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

@@ -112,8 +112,8 @@ def other_spread(site: Site) -> str:
 
 
 def other_range(site: Site) -> str:
-    """Move a range of columns, or only its end: by two columns, or by the start or width of one of the
-    program's ranges."""
+    """Move a range of columns, or only the end of the range. The distance is two columns, or the start or
+    width of one of the program's ranges."""
     index = site.node(*RANGES)
     ranges = [str(n.attribute).split(", ") for n in site.graph.program.nodes if n.op in RANGES]
     first, width = map(Dim.parse, str(site.graph.nodes[index].attribute).split(", "))
@@ -126,7 +126,7 @@ def other_range(site: Site) -> str:
 
 
 def constant_off(site: Site) -> str:
-    """Change a number by 1 % or more, negate it, or make it zero."""
+    """Change a constant or a size: scale or negate the number, make it zero, or add 1."""
     index = site.node("constant", "dim")
     factors = (0.0, -1.0, 10.0, 0.1, 1.01, 0.99, 10 ** site.random.uniform(-1, 1))
     factor = site.random.choice(factors)
@@ -151,7 +151,8 @@ def _small(node: Node) -> bool:
 
 
 def factor_off(site: Site) -> str:
-    """Change a value by 1 % to 50 % of its magnitude, as a factor or as an added number."""
+    """Change a value by 1 % to 50 %: multiply the value by a factor, or add a fraction of its largest
+    magnitude."""
     value = site.value()
     share = 10 ** site.random.uniform(-2, -0.3) * site.random.choice((-1, 1))
     if site.random.random() < 0.3:

@@ -14,7 +14,7 @@ from coda_agent.primitives.lang.ir import Program
 RULES: dict[str, Rule] = arithmetic.RULES | functions.RULES | tiles.RULES
 COMBINED = "several"
 KINDS = (*RULES, COMBINED)
-TRIES = 30  # failed attempts after which a kind counts as not applicable to a spec's programs
+TRIES = 30  # a kind counts as not applicable to a program after this many attempts per wanted rule
 
 
 class Rewritten(NamedTuple):
@@ -25,8 +25,9 @@ class Rewritten(NamedTuple):
 
 
 def rewritten(name: str, kind: str, seed: int) -> Rewritten | None:
-    """Rewrite one of the spec's accepted or correct programs (``honest``); None if no rule applies. Name,
-    kind and seed determine all random choices."""
+    """Rewrite the spec's accepted program, or a program of a correct kernel from the tests (``honest``).
+    Return None if the rewrite applies to none of these programs. Name, kind and seed determine all random
+    choices."""
     random = Random(f"{name}/{kind}/{seed}")
     programs = honest(name)
     for which in random.sample(list(programs), len(programs)):

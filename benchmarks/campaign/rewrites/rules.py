@@ -1,6 +1,7 @@
-"""Rules that rewrite a program without changing what it computes. A rule changes a graph at a random
-applicable place, and returns the name of the place. It raises Skip if there is no such place. No rule makes a
-program less accurate than code by a sensible author."""
+"""Rules that rewrite a program but keep its meaning. A rule picks a random node with a suitable operation,
+replaces the node, and returns the node's name. The rule raises Skip if no node has a suitable operation, or
+if the picked node cannot be replaced. A rewritten program is at least as accurate as code by a sensible
+author."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Turn a function into a rule. The function builds a replacement for a node with one of these
-    operations."""
+    """Turn a function into a rule. The function builds the replacement of a node that has one of the
+    operations ``ops``."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:

@@ -44,8 +44,7 @@ def _parts(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _scaled(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the sum of a scaled tile as the scaled sum. Or scale a tile down before the sum, and scale
-    the sum up afterwards."""
+    """Rewrite sum(scale * tile) as scale * sum(tile), or sum(tile) as 4 * sum(tile / 4)."""
     if random.random() < 0.4:
         half = g.add("multiply", node.args[0], g.constant(0.25))
         return g.add("multiply", g.constant(4.0), g.add(node.op, half))
@@ -67,7 +66,8 @@ def _shifted(g: Graph, node: Node, random: Random) -> int:
 
 @rule("per_row", "per_column", "multiply", "add")
 def _spread(g: Graph, node: Node, random: Random) -> int:
-    """Spread two vectors before multiplying or adding them, instead of after, or the reverse."""
+    """Rewrite spread(a + b) as spread(a) + spread(b), or the reverse. Products and other elementwise
+    operations are rewritten in the same way."""
     if node.op in ("per_row", "per_column"):
         inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
         return g.add(inner.op, *(_over(g, node.op, a) for a in inner.args))
@@ -83,7 +83,7 @@ def _over(g: Graph, op: str, index: int) -> int:
 
 @rule("even", "odd")
 def _behind(g: Graph, node: Node, random: Random) -> int:
-    """Take half of a tile's columns before the elementwise operations instead of after them."""
+    """Take the even or odd columns of a tile before an elementwise operation instead of after it."""
     inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
     return g.add(inner.op, *(_halved_tile(g, node.op, a) for a in inner.args))
 

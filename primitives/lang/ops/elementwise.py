@@ -1,7 +1,8 @@
 """Family 1, elementwise: choices, activations, rotation.
 
-Every operation works on tiles, vectors and scalars, in fp32 registers. Each defines three things next to each
-other: the typing rule, the PyTorch function and the CuTeDSL code.
+Every operation works on tiles, vectors and scalars, in fp32 registers. The PyTorch function, the CuTeDSL code
+and the derivative of an operation stand next to each other. The typing rule of all operations except
+``as_tile`` is ``broadcast``.
 """
 
 from __future__ import annotations
@@ -287,7 +288,8 @@ def _silu_derivative(g: Any, a: Any) -> tuple[Any]:
 
 
 def _gelu_derivative(g: Any, a: Any) -> tuple[Any]:
-    """Notation: gelu(a) = a * h; u is tanh's argument; h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
+    """The gradient of gelu(a) = a * h, where h = (1 + tanh(u)) / 2 = sigmoid(2 * u), and u is the argument of
+    tanh."""
     double, cubic, square = 2 * 0.7978845608028654, 2 * 0.7978845608028654 * 0.044715, a * a
     h: Any = sigmoid(a * (double + cubic * square))
     act = a * h

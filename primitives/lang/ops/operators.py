@@ -20,8 +20,8 @@ from coda_agent.primitives.lang.trace import Tensor, apply
 
 
 def broadcast(name: str, types: tuple[Type, ...]) -> Type:
-    """The common type of elementwise arguments. Raises ProgramError, which names the arguments that do not
-    fit, and why."""
+    """The common type of elementwise arguments. Raises ProgramError if two arguments do not fit together; the
+    message says why."""
     result = Type("scalar")
     for given in types:
         result = _meet(name, result, given)
@@ -51,7 +51,7 @@ def _meet(name: str, a: Type, b: Type) -> Type:
 
 
 def covers(wide: Type, narrow: Type) -> bool:
-    """Whether ``narrow`` has one value for each element of ``wide`` (a tile or a head statistic)."""
+    """Whether a value of type ``narrow`` can be broadcast to ``wide``, a tile or head statistic."""
     if wide.kind not in ("tile", "head") or narrow.kind == "scalar":
         return wide.kind == "tile"
     rows, columns = wide.shape
@@ -71,7 +71,8 @@ def covers(wide: Type, narrow: Type) -> bool:
 
 
 def _heads(columns: Dim, narrow: Type) -> Dim | None:
-    """The number of heads of ``narrow.period`` columns."""
+    """The number of heads of ``narrow.period`` columns each; None if ``columns`` is no multiple of the
+    period."""
     try:
         return columns.divided(narrow.period) if narrow.period else None
     except ValueError:
@@ -107,8 +108,8 @@ def elementwise(
     derivative: Derivative | None = None,
     caveat: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Decorate a function that has only a signature and a docstring: make it an elementwise primitive with
-    these definitions."""
+    """Return a decorator for a function that has only a signature and a docstring. The decorator makes the
+    function an elementwise primitive with these definitions (see ``Operation``)."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
         name, arity = function.__name__, function.__code__.co_argcount
@@ -179,8 +180,8 @@ def negative(a):
 def comparison(
     symbol: str, holds: Callable[[Any, Any], Any]
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Decorate a function that has only a signature and a docstring: make it a comparison, 1 where it holds
-    and 0 elsewhere."""
+    """Return a decorator for a function that has only a signature and a docstring. The decorator makes the
+    function a comparison, whose value is 1 where ``holds`` is true and 0 elsewhere."""
 
     def sides(torch: Any, a: Any, b: Any) -> Sides:
         return (holds(a, b), torch.ones(())), (~holds(a, b), torch.zeros(()))

@@ -31,9 +31,9 @@ def reduces(
     sides: Callable[..., Sides] | None = None,
     derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
-    """Turn a documented function into a reduction of its first argument. ``rule``: its typing rule, if it
-    takes more than a tile. ``sides``: its two sides, if it chooses. A reduction without a derivative is an
-    extremum."""
+    """Return a decorator that makes a documented function a reduction of its first argument. ``rule``: the
+    typing rule, for a reduction that takes more than one tile. ``sides``: see ``Operation``. A reduction
+    without a derivative is an extremum."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
@@ -47,7 +47,7 @@ def reduces(
 
 
 def _of_a_tile(name: str, how: Reduction) -> Rule:
-    """The typing rule of a reduction: one tile in, a vector out."""
+    """The typing rule of a reduction, which takes one tile and returns a vector."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -61,10 +61,11 @@ def _of_a_tile(name: str, how: Reduction) -> Rule:
 
 
 class Fold(NamedTuple):
-    """Combine values into one, along either axis. ``lanes`` maps the code of the running value and of new
-    values to the code of the next running value. ``identity``: the value that changes nothing. ``across``
-    combines the running values of threads and CTA tiles: "add" from 0, or "max" from -inf. ``finished``: a
-    code template over the combined value."""
+    """A way to combine many values into one, along either axis. ``lanes`` takes the code of the running value
+    and the code of new values, and returns the code of the next running value. ``identity``: the value that
+    does not change a running value. ``across``: how the running values of threads and CTA tiles are
+    combined. "add" starts from 0, "max" from -inf, and "max_abs" from 0. ``finished``: a code template over
+    the combined value."""
 
     lanes: Callable[[str, Sequence[str]], str]
     identity: float
@@ -72,8 +73,8 @@ class Fold(NamedTuple):
     finished: str = "{0}"
 
     def along(self, axis: Literal["row", "column"]) -> Reduction:
-        """The reduction along ``axis``: one partial result per CTA tile, and a kernel after the step that
-        combines them."""
+        """The reduction along ``axis``. Each CTA tile writes partial results, and a kernel after the step
+        combines the partial results of all CTA tiles."""
         if axis == "row":
             resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
         else:
@@ -91,7 +92,7 @@ class Fold(NamedTuple):
 
 
 def largest(value: str) -> Callable[[str, Sequence[str]], str]:
-    """The code of a running maximum of ``value``, a template over each new value."""
+    """``Fold.lanes`` for a running maximum. ``value``: a code template that is applied to each new value."""
 
     def lanes(running: str, values: Sequence[str]) -> str:
         for each in values:
@@ -102,8 +103,8 @@ def largest(value: str) -> Callable[[str, Sequence[str]], str]:
 
 
 def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
-    """``Operation.sides`` of an extremum, which lies in the first half along an axis or in the second
-    half."""
+    """``Operation.sides`` of an extremum along an axis. The two sides: the extremum lies in the first half of
+    the axis, or in the second half."""
 
     def sides(torch: Any, t: Any) -> Sides:
         first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)

@@ -1,7 +1,7 @@
-"""Family 3, tiles: the GEMM that computes them, its operands, halves and ranges of their columns.
+"""Family 3, tiles: the GEMM that computes a tile, its operands, and halves and ranges of a tile's columns.
 
-Loads and stores are implicit: a tile is loaded if an expression reads an input or an earlier step's tile, and
-stored if it is returned or becomes a later gemm's operand.
+Loads and stores are implicit. A step loads a tile if an expression reads an input or an earlier step's tile.
+A step stores a tile if the kernel returns the tile, or if a later step reads it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _grouped(a: Type, b: Type, offsets: Type) -> Type:
-    """The type of a GEMM with offsets: each row times its expert's matrix, or one product per expert over
-    that expert's rows."""
+    """The type of a GEMM with offsets. The GEMM multiplies each row by its expert's matrix, or computes one
+    product for each expert, over the expert's rows."""
     if offsets.kind != "vector":
         raise ProgramError("arguments", f"gemm's offsets are a vector [E + 1], not {offsets}")
     experts = offsets.shape[0] + Dim.parse(-1)
@@ -81,7 +81,7 @@ def check_offsets(offsets: Sequence[int], rows: int) -> None:
 
 
 def check_index(index: Any, rows: int) -> None:
-    """Raise ValueError unless all values of ``index``, a tensor, are at least 0 and less than ``rows``."""
+    """Raise ValueError if a value of the tensor ``index`` is below 0, or is at least ``rows``."""
     first, last = (int(end) for end in index.aminmax())
     if first < 0 or last >= rows:
         raise ValueError(f"its values are {first} to {last}; they must be from 0 to {rows - 1}, row numbers")
@@ -155,8 +155,8 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
 def _gemm_derivative(
     g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of both operands: two GEMMs. Each gives the gradient of a tile, or of the tile that the
-    operand transposes. Offsets have no gradient."""
+    """The gradients of the two operands, computed by two GEMMs. The gradient of an operand that is a
+    transpose has the shape of the tile that is transposed. Offsets have no gradient."""
     if index is not None:
         raise ProgramError(
             "derivative",
@@ -259,7 +259,7 @@ register(
 
 
 def _ranged(name: str, types: tuple[Type, ...], attribute: Attribute) -> Dim:
-    """The width of a range of a tile's columns, after checking it."""
+    """Check a range of a tile's columns, and return its width."""
     if [t.kind for t in types] != ["tile"]:
         raise ProgramError("arguments", f"{name} takes one tile, not {', '.join(map(str, types))}")
     columns = types[0].shape[1]

@@ -3,14 +3,15 @@
 A choice takes one of two values, its sides. A side that no tried input selects is a blind spot: for example,
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: there must be inputs on
 which the program passes the error gate, but fails if the other side is forced. A function like sigmoid counts
-as a choice too, because it is constant far from zero and a straight line near zero. For example, 1e9 * tanh(v
-/ 1e9) acts as a clamp. So the program must fail on some inputs if the function is replaced by its limits. It
-must also fail on some inputs if the function is replaced by its tangent at zero.
+as a choice too, because it is nearly constant far from zero, and nearly a straight line close to zero. For
+example, 1e9 * tanh(v / 1e9) acts as a clamp. So the program must fail on some inputs if the function is
+replaced by its limits. It must also fail on some inputs if the function is replaced by its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
-The gate may pass the second form even where it cancels: the gate's limits allow for the errors of larger
-values, or the reference cancels too. Then no input needs the accurate form. Instead the accurate side must be
-*judged*: the program must fail if this side's values alone are wrong by an eighth.
+Near zero, 1 - exp(-t) cancels. The gate may still pass it there, because the gate's limits allow for the
+errors of larger values, or because the reference cancels too. Then no input needs the series. Instead, the
+side of the series must be *judged*: the program must fail if the values of this side alone are wrong by an
+eighth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Operation, Program
 
-SHARE = 1 / 256  # the smallest share of a choice's elements that the error gate sees
+SHARE = 1 / 256  # the error gate may miss a change of a smaller share of a choice's elements
 SIDES = {
     "where": ("its condition never holds", "its condition always holds"),
     "maximum": ("its first argument is never the larger", "its second argument is never the larger"),
@@ -39,15 +40,15 @@ SIDES = {
 }
 OFF = 9 / 8  # a factor for a side's values; the error gate must notice this change
 ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as equal
-BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of that limit
-STRAIGHT = 2.0**-8  # up to this, such functions are nearly their tangents at zero
+BEND = 16.0  # for arguments beyond this, functions with a limit are within half an fp32 ulp of their limit
+STRAIGHT = 2.0**-8  # for arguments up to this, functions with a limit are nearly their tangents at zero
 STEP = 2.0**-16  # step of the finite difference that gives a tangent's slope, in fp64
 LIMITED = ("its argument is always far from zero", "its argument is always near zero, where it is straight")
 COMPARED = ("it never holds", "it always holds")
 
 
 class Side(NamedTuple):
-    """One side of a choice: the node, and 0 or 1."""
+    """One side of a choice: the choice's node, and 0 for the first side or 1 for the second."""
 
     node: int
     side: int
@@ -59,8 +60,8 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements in a run. ``decided``: those that a side decides. ``apart``: the decided elements
-    for which the other side has another value. ``elements``: all."""
+    """Numbers of elements of a choice in one run. ``decided``: the elements that one side decides. ``apart``:
+    the decided elements for which the other side has another value. ``elements``: all elements."""
 
     decided: int
     apart: int
@@ -69,14 +70,14 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """The evidence on a side from all runs: the largest share of elements that it decided, and the family of
-    inputs in that run."""
+    """The evidence on a side from all runs. ``share``: the largest share of elements that the side decided in
+    a run. ``family``: the family of inputs in that run."""
 
     share: float = 0.0
     family: str = ""
     needed: str = ""  # the family of inputs on which the program failed without this side
-    tries: int = 0  # runs that passed without this side
-    apart: bool = False  # whether the two values ever differed where this side decided
+    tries: int = 0  # in how many runs the program was also tried without this side
+    apart: bool = False  # whether the two sides' values ever differed where this side decided
     judged: bool = False  # whether a run failed because this side alone was distorted
 
 
@@ -109,20 +110,20 @@ class Coverage:
                 seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
-        """Sides that no run needed, unless the choice is between two forms of one value.
+        """The sides that no run needed. Sides of a choice between two forms of one value are left out.
 
-        If a comparison is used in arithmetic, both of its sides must be needed.
+        The sides of a comparison that is used in arithmetic are never left out.
         """
         return [side for side in self.open if not self._alike(side.node) and not self.seen[side].judged]
 
     def forms(self, side: Side) -> bool:
         """Whether the choice may be between two forms of one value, and this side decided enough elements to
-        tell."""
+        be judged."""
         return self.program.nodes[side.node].op == "where" and self.seen[side].share >= SHARE
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice decided enough elements, and the two values were always equal. This
-        is False for a comparison."""
+        """Whether both sides of a choice decided enough elements, and the two values were always equal.
+        Always False for a comparison."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)

@@ -26,14 +26,14 @@ from coda_agent.verifier.spec.parts import Case
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
 STEEPEST = 8  # results may grow with at most this power of a size
-SMALLEST = 8  # the smallest size tried; below it, a step of 1 changes even smooth powers too much
+SMALLEST = 8  # the smallest size tried; a step of 1 from a smaller size changes even smooth results much
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
 TRIES = 3  # an operand's removal is tried on at most this many runs
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage. For each operand (side) that no run has needed so far, record
-    whether it decided values here, and whether this run fails without it."""
+    """Add a judged run to the coverage. For each operand (side) that no run has needed so far, record whether
+    it decided values in this run, and whether the run fails without the operand."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -51,7 +51,7 @@ def reach(
     """Search the domain for inputs that need the open sides (those that no run has needed yet). The program
     is judged on these inputs as on any others.
 
-    Raises Failed if the program is wrong on such inputs, or if no inputs of the domain need a side.
+    Raises Failed if the program is wrong on such inputs, or if the search finds no inputs that need a side.
     """
     for sizes, drawn_from, drawn in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
@@ -85,10 +85,11 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
     """Run the program with slightly different sizes in its formulas, on the same tensors, and compare the
     outputs.
 
-    Results must depend smoothly on sizes, as a mean does: it divides a sum by the number of columns. The
-    program runs on small inputs, but with a case's sizes in its formulas, and then with one or all of these
-    sizes slightly changed. Scalars that depend only on sizes are computed for every size up to twice a
-    case's. Raises Failed if outputs, or such a scalar, change by more than the eighth power of a size does.
+    Results must depend smoothly on sizes. For example, a mean divides a sum by the number of columns. The
+    program runs on small inputs, but with a case's sizes in its formulas. Then it runs again with one or all
+    of these sizes slightly changed. Scalars that depend only on sizes are computed for every size up to twice
+    a case's. Raises Failed if outputs, or a scalar of this kind, change by more than the eighth power of a
+    size.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -151,8 +152,8 @@ def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> N
 
 
 def _change(a: Tensor, b: Tensor) -> float:
-    """The RMS of the difference, relative to the smaller RMS of the two. Only values that are finite in both
-    count; 0 if there are none."""
+    """The RMS of the difference of two tensors, divided by the smaller RMS of the two. Only values that are
+    finite in both tensors count. Returns 0 if there are no such values."""
     usable = a.isfinite() & b.isfinite()
     a, b = a[usable].double(), b[usable].double()
     least = min(float(a.norm()), float(b.norm()))

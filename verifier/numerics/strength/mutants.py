@@ -1,9 +1,9 @@
 """Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-Some mutants have wrong mathematics, that is, another reference text. A program could express them, so the
-interpreter's run with unrounded outputs judges them too. Others have wrong execution: the reference's text
-with damaged matmuls or outputs, as a faulty lowering or a cheat would give. Only the error gate on stored
-outputs judges these.
+Some mutants have wrong mathematics: another reference text, which a program could also contain. The error
+gate judges such a mutant on stored outputs, and again on outputs left in fp32, like the interpret gate. Other
+mutants have wrong execution: the reference's text, but with damaged matmuls or outputs, as a faulty lowering
+or a cheat would give. The error gate judges these mutants only on stored outputs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReferenceMutant:
 
 
 def mutants(spec: Spec) -> Iterator[ReferenceMutant]:
-    """All mutants, in a fixed order, with unique names and texts."""
+    """All mutants, in a fixed order, with unique names. Mistakes that lead to the same text count once."""
     text = ast.unparse(ast.parse(spec.reference))
     yield from _wrong_outputs(spec, text)
     yield from _wrong_matmuls(spec, text)
@@ -100,7 +100,7 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Outputs
 
 
 def _without_last_rows(output: Tensor) -> Tensor:
-    """The output without its last tile, as if that tile was never stored."""
+    """The output with zeros in the rows of its last tile, as if these rows were never stored."""
     kept = output.clone()
     kept[(output.shape[0] - 1) // TILE * TILE :] = 0
     return kept
@@ -156,7 +156,8 @@ def _in_fp8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _through_fp8(t: Tensor) -> Tensor:
-    """Round through e4m3, scaled by a power of two to fill its range; fp8 tensors are unchanged."""
+    """Scale values by a power of two to fill e4m3's range, round them to e4m3, and scale them back. Tensors
+    of fp8 values are unchanged."""
     largest = t.float().abs().max().clamp_min(2.0**-100)
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / largest)))
     return (t.float() * scale).to(torch.float8_e4m3fn).float() / scale

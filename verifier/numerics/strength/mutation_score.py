@@ -22,10 +22,10 @@ SAME = 1e-12  # largest relative difference between two correct ways to compute 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    A mutant that a program can express is judged like a run of the interpret gate; any other, like a run on a
-    GPU. Families and limits are those of the gate in question. The list is empty for a strong spec. Small
-    sizes on a CPU suffice. A text does not count as a mutant if it equals the reference in fp64 in every
-    family, except for rounding.
+    A mutant that a program can express is judged as in the interpret gate. Any other mutant is judged as on a
+    GPU. The families and limits are also those of that gate. The list is empty for a strong spec. Small sizes
+    on a CPU suffice. A text does not count as a mutant if, apart from rounding, its results in fp64 equal the
+    reference's in every family.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -66,8 +66,8 @@ class MutationSample:
         return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
 
     def made(self, mutant: ReferenceMutant) -> Tensors | None:
-        """The mutant's outputs; None if it raises an error or has a wrong shape, because every gate would
-        notice that."""
+        """The mutant's outputs. None if the mutant raises an error or an output has a wrong shape, because
+        every gate would reject such a mutant."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
         except reference.MISTAKES:
@@ -76,9 +76,9 @@ class MutationSample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, ErrorLimits]]:
-        """Yield each output's error, its dtype and the limits that apply. Stored outputs get the limits of
-        the error gate. If a program can express the mutant (``spoken``), also yield the errors of unrounded
-        outputs, with the interpreter's limits."""
+        """Yield each output's error, its dtype and the limits that apply. First yield the errors of outputs
+        as stored, with their limits. If a program can express the mutant (``spoken``), then yield the errors
+        of unrounded outputs, with the interpret gate's limits for these."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -91,8 +91,8 @@ class MutationSample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: ReferenceMutant) -> bool:
-        """Whether the mutant computes another function than the reference. This is always so for wrong
-        execution."""
+        """Whether the mutant computes another function than the reference. Always True for a mutant with
+        wrong execution."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

@@ -1,4 +1,5 @@
-"""Rewrite a reference with one plausible mistake in its mathematics, which a program could also contain."""
+"""Rewrite a reference so that its mathematics has one plausible mistake. A program could contain the same
+mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ REDUCTIONS = ("sum", "mean", "amax", "logsumexp")
 APPROXIMATIONS = {
     "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
-    # GELU with erf; with sigmoid (Hendrycks); without a tail; and with truncated constants (two).
+    # GELU with erf; with sigmoid (Hendrycks); without its tail; and two forms with truncated constants.
     "gelu": (
         "gelu({x})",
         "({x}) * sigmoid(1.702 * ({x}))",
@@ -43,14 +44,14 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second function reduces its argument by a period that has too few digits.
+    # The second form reduces its argument modulo a period that has too few digits.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
 
 
 def slips(spec: Spec, text: str) -> Texts:
-    """All mutations, in a fixed order; some may have the same text."""
+    """Yield all mutations of the reference, in a fixed order; some may have the same text."""
     yield from _wrong_sums(text)
     yield from _wrong_products(spec, text)
     yield from _wrong_axes(text)
@@ -99,8 +100,8 @@ def _wrong_sums(text: str) -> Texts:
 
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
-    """Drop a factor of a product; drop the divisor of a quotient, or multiply by it. A product that contains
-    only dims is left alone, because it is a shape."""
+    """Drop a factor of a product; drop the divisor of a quotient, or multiply by the divisor. A product that
+    contains only dims is left alone, because it is a shape."""
     for at, node in _nodes(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
@@ -149,8 +150,8 @@ def _wrong_choices(text: str) -> Texts:
 
 
 def _wrong_inputs(spec: Spec, text: str) -> Texts:
-    """Replace an input by another of its shape, shift a vector by one element, or round an fp32 input to
-    bf16."""
+    """Replace an input by another input of the same shape, shift a vector by one element, or round an fp32
+    input to bf16."""
     for at, name in _nodes(text, ast.Name):
         if not (read := spec.inputs.get(name.id)):
             continue
