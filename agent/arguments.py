@@ -138,7 +138,7 @@ def existing_kernel(path: Path) -> Path:
 
 
 def _instead(name: str) -> str:
-    """Suggest existing names for a missing kernel."""
+    """Suggest what the user may have meant by the name of a missing kernel."""
     from coda_agent.agent.run import runs
 
     if name in runs.names():

@@ -86,8 +86,8 @@ def pair(
 
 
 class _Spelled(NamedTuple):
-    """Rewrite the backward's widths in terms of the forward's dims. ``static`` names the forward's static
-    dims."""
+    """Replace each of the backward's ``widths`` by an expression of the forward's dims. ``static`` names the
+    forward's static dims."""
 
     widths: Mapping[str, Dim]
     static: tuple[str, ...]
@@ -136,7 +136,7 @@ def _coming(program: Program, of: Collection[str] | None, behind: str | None) ->
 
 
 def _head(derived: Derived) -> list[str]:
-    """The lines that compute the pointwise head (the part before the backward's matmuls), and the gradients
+    """The lines that compute the backward's pointwise part before its matmuls (``head``), and the gradients
     that are zero or equal another value."""
     lines = reference(derived.head).splitlines() if derived.head else []
     later = derived.program.outputs if derived.program else {}

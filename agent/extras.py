@@ -18,7 +18,7 @@ EXTRAS = {  # maps an imported module to the extra that installs it
 
 
 def remedy(missing: ModuleNotFoundError) -> str | None:
-    """The command that installs a missing optional package; None for any other module, whose absence is a
-    bug."""
+    """The command that installs a missing optional package. None for a module that is not optional, because
+    its absence is a bug."""
     extra = EXTRAS.get((missing.name or "").partition(".")[0])
     return extra and f"pip install 'coda-agent[{extra}]'"

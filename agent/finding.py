@@ -25,8 +25,9 @@ def output(*command: str) -> str:
 
 
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
-    """Check that a command is on PATH and prints its version. ``without``: what is impossible without the
-    command. ``install`` is the remedy if the command is missing, and ``reinstall`` if it does not run."""
+    """Check that a command is on PATH and prints its version. ``without``: what a user cannot do without the
+    command. ``install``: the remedy if the command is missing. ``reinstall``: the remedy if the command
+    fails."""
     path = shutil.which(command)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)

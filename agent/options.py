@@ -147,7 +147,7 @@ class Further:
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """Return these options as command-line words, except options at their defaults."""
+    """Return these options as command-line words. Options with their default values are left out."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _changed(group).items():
@@ -156,7 +156,7 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
 
 
 def typed_options(*groups: Any) -> list[str]:
-    """The options in all groups that differ from their defaults, as a user types them."""
+    """The names (such as ``--model``) of all options in ``groups`` whose values are not the defaults."""
     return [_typed(group, name) for group in groups for name in _changed(group)]
 
 

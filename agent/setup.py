@@ -1,4 +1,5 @@
-"""Setup that commands share: create the author and the measuring function, and read the state of a run."""
+"""Setup that commands share. The functions create a run's provider and measuring function, let the author
+work, and read the state of a run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
 def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
-    """The provider's name. ``auto`` means the first provider that can author on this machine. ``edits``:
-    whether the run edits CuTeDSL."""
+    """The name of the provider to use. ``auto`` means the first provider that can author on this machine.
+    ``edits``: whether the run edits CuTeDSL."""
     if provider != AUTO:
         return provider
     run, lacking = _context(spec, edits), []
@@ -48,8 +49,8 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
 def new_author(
     name: str, authoring: AuthoringOptions, limits: RunLimits, directory: Path | None, *, edits: bool = False
 ) -> tuple[dict[str, Any], Provider]:
-    """Return the header of a new run's journal, and the run's provider. For options that cannot work, raises
-    an error before the run exists."""
+    """Return the header of a new run's journal, and the run's provider. Raises an error if the options cannot
+    work, so that no such run is created."""
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
@@ -90,8 +91,8 @@ def author(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> Outcome:
-    """Run the loop with the options in the run's header. ``given``: options and limits that replace, in this
-    call only, the options and limits of the header. ``provider``: an existing provider to use."""
+    """Run the loop with the options in the run's header. ``given``: options and limits for this call, which
+    replace those in the header. ``provider``: by default, the provider that the header names."""
     from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Loop
 
@@ -136,8 +137,8 @@ def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
 
 
 def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provider:
-    """The provider that a header names, for a run of the spec named ``spec``. ``edits``: as in
-    ``choose_provider``. Raises ProviderError."""
+    """The provider that a header names, for a run of the spec named ``spec``. ``edits``: whether the run
+    edits CuTeDSL. Raises ProviderError."""
     name = header["provider"]
     options = providers.provider_spec(name).arguments(header, _context(spec, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
@@ -197,8 +198,8 @@ def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Meas
 
 
 def need_gpu(gpu: bool | None, *measuring: str) -> None:
-    """Raise an error before anything is written if a required GPU is missing, or if the options in
-    ``measuring`` contradict --no-gpu."""
+    """Raise an error if a required GPU is missing, or if the options in ``measuring`` contradict --no-gpu.
+    Commands call this function before they write anything."""
     if gpu is False:
         arguments.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
     if gpu:
@@ -206,7 +207,7 @@ def need_gpu(gpu: bool | None, *measuring: str) -> None:
 
 
 def use_gpu(gpu: bool | None) -> bool:
-    """Whether to measure on this machine. Raises Absent if a required GPU is missing."""
+    """Whether to measure on this machine. Raises Absent if ``gpu`` is True and this machine has no H100."""
     if gpu is False:
         return False
     import torch

@@ -6,9 +6,9 @@ generated_kernels/. With ``--raw FILE``, the kernel's edited code in FILE is pro
 NAME.raw.counters.csv in the folder of FILE.
 
 Without ``--ncu``, the module is the program that ncu profiles. It launches an accepted kernel ``--times``
-times (default 3), on normal inputs at a case of its spec (default: the first case). The schedules are those
-that the kernel's report measured at that case. ``--compile-only`` compiles the kernel but launches nothing;
-``--metrics`` prints the metrics to request from ncu.
+times (default 3), on normal inputs at a case of its spec (default: the first case). The kernel runs on the
+schedules with which its report measured that case. ``--compile-only`` compiles the kernel but launches
+nothing; ``--metrics`` prints the metrics to request from ncu.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
 OURS = "regex:coda_(lowered|edited)"  # matches the names of all our kernels, lowered or edited
 LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric in the output of --query-metrics
-FEWEST = 100  # output with fewer metrics is an error message and not a list
+FEWEST = 100  # output with fewer metrics than this is an error message instead of a list
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -64,8 +64,8 @@ def ncu() -> str | None:
 
 
 def available(command: str | None) -> set[str]:
-    """The names of the metrics that this GPU has, without suffixes. They are needed because ncu stops at an
-    unknown metric. The set is empty if ncu is missing or lists no metrics."""
+    """The names of the metrics that this GPU has, without suffixes. The names are needed because ncu stops at
+    an unknown metric. The set is empty if ncu is missing or lists no metrics."""
     if command is None:
         return set()
     said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout

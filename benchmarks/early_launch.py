@@ -1,11 +1,12 @@
 """Compare finishing kernels that start early with the same kernels launched in the ordinary way:
 ``python -m benchmarks.early_launch FILE [--cases decode,1B] [KERNEL ...]``, on an H100.
 
-A finishing kernel is a vector kernel after a GEMM. By default the command measures all accepted kernels with
-a finishing kernel. Each kernel runs with the schedules in its report. The two versions of a kernel are
+A finishing kernel is a vector kernel after a GEMM. In the early version of a kernel, the finishing kernel
+starts before the GEMM ends, and then waits for the GEMM. By default the command measures all accepted kernels
+with a finishing kernel, with the schedules in their reports. The early and the ordinary version are
 interleaved in one process, from a cold L2, and must give bitwise equal outputs. The GEMMs of the two versions
 differ only in names. The table has the ordinary version's time over the early version's time. As a control,
-the early version also runs as a second arm, and the times of these two equal arms are compared.
+the early version also runs as a second arm, and the table compares the times of these two equal arms.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class ChosenLaunch(KernelSource):
 
 
 def measured(spec: Spec, program: Program, timing: Timing) -> dict[str, Any]:
-    """The samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if an output of
-    one version is not bitwise equal to the same output of the other."""
+    """Return the samples of all arms in milliseconds, and the GPU's conditions. Raises ValueError if the two
+    versions of the kernel differ in any bit of an output."""
     kernel = ChosenLaunch(program, by_step(timing.schedules))
     plans = {
         EARLY: Plan(kernel, timing.sizes),

@@ -1,12 +1,12 @@
 """Measure the host time of a call: ``python -m benchmarks.host_time [--json] [NAME ...]``.
 
-The host time of a call is the time that Python and C++ take before the call returns, in microseconds. It is
-CPU time of the thread, which excludes other processes. ``torch.mm`` is measured in the same rounds. For a
-kernel, the benchmark measures the launcher and the operator of ``fused``. It does so at the smallest case,
-which is nearest to decoding. For a chain of operations, the benchmark measures the launcher of the chain's
-forward, then the chain without and with autograd. On a GPU, the calls launch kernels. Without a GPU, stubs
-replace the compiled kernels and the tensors are on the CPU, so the figures include only the launcher, the
-operator and autograd.
+The host time of a call is the time that Python and C++ take before the call returns, in microseconds. The
+benchmark reads the CPU time of the thread, so other processes do not count. ``torch.mm`` is measured in the
+same rounds. For a kernel, the benchmark measures the launcher and the operator of ``fused`` at the kernel's
+smallest case, because this case is most like decoding. For a chain of operations, the benchmark measures the
+launcher of the chain's forward, then the chain without and with autograd. On a GPU, the calls launch kernels.
+Without a GPU, stubs replace the compiled kernels and the tensors are on the CPU, so the figures include only
+the launcher, the operator and autograd.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from coda_agent.verifier.statistics import ratio
 
 KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
-# The largest size. It can be small, because host time does not depend on sizes. Small sizes also avoid two
-# disturbances: a queue of long kernels on a GPU, and the allocator's system calls for large CPU tensors.
+# Limit on every size. Small sizes suffice, because host time does not depend on sizes. Small sizes also avoid
+# two disturbances: a queue of long kernels on a GPU, and the allocator's system calls for large CPU tensors.
 LARGEST = 128
 CHAINS = {
     "mlp_swiglu": (chains.mlp("swiglu"), ("out",)),
@@ -180,7 +180,8 @@ def rounds(calls: Sequence[Callable[[], Any]], where: str) -> list[list[float]]:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Replace compiled kernels by functions that do nothing, and accept CPU tensors."""
+    """In the block, replace compiled kernels by functions that do nothing, and let the launcher accept CPU
+    tensors."""
     executable = "coda_agent.primitives.runtime.executable"
 
     def compiled(*_: Any) -> Callable[..., None]:

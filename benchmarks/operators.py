@@ -1,10 +1,10 @@
 """Operators as people write them in PyTorch. None of these operators has a spec in ``specs/``, so no author
 has seen them. Each of the last six operators needs a function that the kernel language (``primitives``)
-lacks. If that function is composed of existing primitives in the obvious way, it overflows or is too
-inaccurate.
+lacks. The obvious composition of existing primitives overflows or is too inaccurate.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
-scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.
+scaffolds a spec without hints. ``coda-agent generate NAME.yaml`` then has a model author a kernel for the
+spec. docs/results.md has the results of these runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs of shipped specs, for benchmarks that need no accepted kernel."""
+"""Programs of shipped specs. A benchmark can get a program even if the spec has no accepted kernel yet."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Measure the error gate on right and wrong results: ``python -m benchmarks.separation [--json] [SPEC ...]``.
 
-The benchmark runs on an H100, for every accepted kernel, or for the kernels of the named specs. It draws all
-families of inputs, at the spec's case ``decode`` and at hidden (random) sizes. For the kernel and for each
-mutant of the reference, it computes the largest ratio of an error to its limit. A mutant has one mistake: in
-an output, in a matmul or in the reference's text. The benchmark prints the kernel's ratio, and the smallest
-of the mutants' ratios.
+The benchmark runs on an H100, for every accepted kernel, or for the kernels of the named specs. Inputs of all
+families are drawn, at the spec's case ``decode`` and at hidden (random) sizes. A mutant is the reference with
+one mistake: in an output, in a matmul or in the reference's text. For the kernel and for each mutant, the
+benchmark computes the largest ratio of an error to its limit. The benchmark prints the kernel's ratio, and
+the smallest of the mutants' ratios.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def separation(name: str) -> dict[str, Any]:
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
     made, small = list(mutants(spec)), small_sizes(spec)[0]
-    # A run on the CPU finds the mutants that crash: on a GPU, an index out of range would end the process.
+    # A run on the CPU finds the mutants that crash, because a bad index on a GPU would end the process.
     tried = MutationSample.of(spec, small, 0, "normal")
     honest, wrong = 0.0, {m.name: math.inf if tried.made(m) is None else 0.0 for m in made}
     for seed, sizes in enumerate(_sizes(spec)):
@@ -86,8 +86,8 @@ def _excess(trial: MutationSample, got: Mapping[str, Any] | None, spoken: bool =
 
 
 def _share(error: OutputError, dtype: str, limits: ErrorLimits, factor: float) -> float:
-    """The largest ratio of an error to its limit. The slope counts only if the error gate rejected it,
-    because the gate widens the slope's limit for small samples."""
+    """The largest ratio of an error to its limit. The slope of the output over the truth counts only if the
+    error gate rejected the slope, because the gate widens the slope's limit for small samples."""
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio
     share = max(r / limit for r, limit in zip(ratios, limits.ratios(dtype), strict=True)) / factor
     if error.passed or share > 1:

@@ -1,8 +1,8 @@
 """The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
 All other packages, above all PyTorch, come from the current environment. The paths of the separate
-environment are absolute. So on another machine ``install`` must set the paths again, but needs no package
-index to do so.
+environment are absolute. So on another machine ``install`` must set the paths again, but it can do so without
+a package index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
 SAID = 1000  # an error quotes this many characters from the end of pip's output
-# The new environment uses the current one's pip, because Debian's Python lacks ensurepip.
+# The new environment uses the pip of the current environment, because Debian's Python lacks ensurepip.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
@@ -72,7 +72,8 @@ def install() -> str:
 
 @cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
-    """The versions of packages in that interpreter's environment, or why it is unusable and what to do."""
+    """The versions of packages in that interpreter's environment. If the environment is unusable, the result
+    is a text that says why, and how to repair the environment."""
     remedy = "coda-agent compare --install repairs it"
     try:
         found: dict[str, str] = json.loads(_output(interpreter, "-c", _VERSIONS, *packages))

@@ -1,7 +1,7 @@
-"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` use it.
+"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` call this module.
 
-Every arm is prepared before the timing, and its outputs are compared once with the truth. If a library fails,
-the failure is its arm's result, and the other arms still run.
+Every arm is prepared before the timing, and the arm's outputs are compared once with the truth. If a library
+fails, the failure is the result of the library's arm, and the other arms still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coda_agent.verifier.gpu.worker import cuda_error, report
 SAID = 300  # characters of an arm's error
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm runs
-BEAT, LONGEST = 60.0, 1800.0  # seconds
+BEAT, LONGEST = 60.0, 1800.0  # seconds between the reports of ``_heartbeat``, and until its last report
 # Limit in seconds for all rounds together. It must leave time for many rounds, because rounds vary by about
 # 4 % at the power limit, and because a round of twelve arms is long.
 ROUNDS_SECONDS = 6.0
@@ -48,8 +48,8 @@ class SessionArms(Protocol):
         """One function per arm. The function lists the jobs that compile the arm's objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """One function per arm that lacks schedules for these sizes. The function tunes the arm and stores
-        the result on disk."""
+        """One function per arm that lacks schedules for the session's sizes. The function tunes the arm and
+        stores the result on disk."""
 
 
 class WrongOutput(Exception):
@@ -60,7 +60,7 @@ class PreparedArm(NamedTuple):
     """An arm that is ready to run on the stage's first inputs. ``losses``: each output's distance from the
     truth, relative to the truth and to the yardstick (the error that every kernel must make). A loss is NaN
     or infinite if the output has such values where the truth has none. ``arranged``: the bytes of prepared
-    copies of inputs, which do not count for a call."""
+    copies of inputs, which do not count as memory of a call."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -92,8 +92,8 @@ def run_interleaved(
     """Run an interleaved benchmark, and return its results.
 
     ``arms``: each arm's milliseconds by round, losses, bytes and seconds of preparation. ``failed``: why
-    the other arms have no figures. ``conditions``: clock rates and power. The reference arm comes first.
-    Raises Failed if the reference arm fails.
+    the other arms have no figures. ``conditions``: clock rates and power. ``names`` begins with the reference
+    arm. Raises Failed if the reference arm fails.
     """
     report(GATE, PREPARING)  # reported before the stage starts, because the stage may kill the process
     import torch
@@ -182,9 +182,9 @@ def _time_fitting(
 
 @contextmanager
 def _heartbeat(words: str) -> Iterator[None]:
-    """Report this message every BEAT seconds, because a compiler may be silent for longer than the parent
-    waits. The reports stop after LONGEST seconds; only then can the parent detect a kernel that hangs during
-    preparation."""
+    """Report ``words`` every BEAT seconds, because a compiler may be silent for longer than the parent
+    process waits. The reports stop after LONGEST seconds. Only then can the parent process detect a kernel
+    that hangs during preparation."""
     done = threading.Event()
 
     def beat() -> None:
@@ -226,9 +226,9 @@ def compile_ahead(sessions: Sequence[SessionArms]) -> dict[str, Any]:
 
 
 def tune_ahead(session: SessionArms) -> dict[str, Any]:
-    """Tune every arm without known schedules, and store the results on disk. Tuning runs in this process,
-    because its compilers have already started. A failure is only reported, because the arm will fail again in
-    its session."""
+    """Tune every arm that has no known schedules, and store the results on disk. Tuning runs in this process,
+    because the compilers of this process have already started. A failure is only reported, because the arm
+    will fail again in its session."""
     words = "tuning ahead of its first session"
     report(GATE, words)
     with _heartbeat(words):

@@ -1,4 +1,4 @@
-"""The accepted kernels of a comparison, with their known schedules."""
+"""Find the accepted kernels that a comparison measures, and the known schedules of these kernels."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
-    """An operator's accepted kernels by arm, with the schedules that were tuned at these sizes, if any.
-    Edited code is tuned only over the schedules of its report, because it was not checked with others."""
+    """Map each arm to the operator's accepted kernel for this arm. A kernel has the schedules that were tuned
+    at these sizes, if any; otherwise the kernel is tuned later. Tuning of edited code tries only the
+    schedules in the code's report, because the code was checked with no other schedules."""
     found = {PROGRAM: accepted_kernel(spec, edited=False), EDITED: accepted_kernel(spec, edited=True)}
     return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
 def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
-    """An operator's accepted kernel with its tuning. None if no kernel is accepted, or if the installed
-    versions lower its program to code that differs from the measured code. Raises KernelError."""
+    """An operator's accepted kernel with the schedules of its report. None if no kernel is accepted, or if
+    the installed packages lower the program to code other than the measured code. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
@@ -35,8 +36,8 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 
 
 def outdated(spec: Spec, *, edited: bool) -> str | None:
-    """Why ``accepted_kernel`` rejects an operator's accepted kernel, and the remedy; None if
-    ``accepted_kernel`` returns it, or if no kernel is accepted. Raises KernelError."""
+    """Say why ``accepted_kernel`` rejects an operator's accepted kernel, and what the user can do. None if
+    ``accepted_kernel`` returns a kernel, or if no kernel is accepted. Raises KernelError."""
     found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
@@ -51,13 +52,13 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 
 def written(spec: Spec) -> Program:
-    """The program that a model wrote for an operator, even if it was not accepted."""
+    """The program that a model wrote for an operator. ``accepted_kernel`` may reject this program."""
     with accept.consistent_files(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:
-    """The target GPU, with these measured peak rates in place of its own."""
+    """The target GPU's figures, with the measured peak rates ``ceilings`` in place of the nominal rates."""
     gpu = TARGET.machine
     measured = {
         name: getattr(gpu, name)._replace(value=value, source="measured") for name, value in ceilings.items()
@@ -66,7 +67,7 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
 
 
 def _as_measured(accepted: accept.AcceptedKernel) -> bool:
-    """Whether the installed versions lower the kernel to the code that was measured."""
+    """Whether the installed packages lower the kernel to the code that was measured."""
     return accepted.kernel.lowered.hash == accepted.report.identity.lowered_hash
 
 

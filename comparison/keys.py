@@ -1,5 +1,5 @@
-"""Keys of arms (competing implementations). An arm's figures are valid as long as the arm's key is the
-same."""
+"""The keys of arms (competing implementations). An arm's stored figures are valid until the arm's key
+changes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Keyed(NamedTuple):
 
 
 def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
-    """The arm's key, or why the arm cannot be tried. ``upstream``: the Python interpreter of the environment
-    with CODA's own package; None if this environment is not installed. ``build``: the GPU and PyTorch's
-    build."""
+    """The arm's key, or a text that says why the arm cannot be tried. ``upstream``: the Python interpreter of
+    the environment with CODA's own package; None if this environment is not installed. ``build``: the GPU and
+    PyTorch's build."""
     if why := row.absent(arm):
         return why
     versions = _versions(arm, upstream)
@@ -42,8 +42,8 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
 
 
 def text(kernel: Kernel) -> str:
-    """A kernel's key: its lowered code and its schedules. If the kernel must still be tuned, the key also
-    contains the version of the search for schedules."""
+    """A kernel's key: the hashes of its lowered code and of its schedules. If the kernel must still be tuned,
+    the second hash also covers the version of the search for schedules."""
     chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.source.fixed}.items())
     if not kernel.source.schedules:
         chosen.append(SEARCHED)
@@ -52,7 +52,8 @@ def text(kernel: Kernel) -> str:
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
-    """The versions of an arm's packages. If a package is missing, a text that says how to install it."""
+    """The versions of an arm's packages. If a package is missing, the result is a text that says how to
+    install the package."""
     packages = PACKAGES[arm]
     if arm == UPSTREAM:
         if upstream is None:

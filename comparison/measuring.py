@@ -1,9 +1,9 @@
-"""Measure the missing parts of a comparison, one session at a time, and store each session at once.
+"""Measure the missing parts of a comparison, one session at a time, and store each session when it ends.
 
 Rows are measured one after another, so that an interrupted run leaves complete rows. Every session has its
 own worker, which has the GPU to itself. If a session's worker is lost, the session is repeated without the
-arm that was running. If the inputs or the reference arm do not fit in memory, the row is skipped, and its
-empty table cells give the reason.
+arm that was running. If the inputs or the reference arm do not fit in memory, the row is skipped, and the
+row's empty table cells give the reason.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ from coda_agent.verifier.stages import PATIENCE
 
 BEHIND = 1.03  # an arm is not timed again if its time exceeds the column's shortest time by this factor
 SESSION_SECONDS = 10.0  # approximate duration of a session with full caches
-CACHED = 0.5  # at least this fraction of the preparation is cached for the next process
+CACHED = 0.5  # the next process finds at least this fraction of the preparation in caches
 OURS = (PROGRAM, EDITED, FUSED)
 
 Keep = Callable[[Results], object]
-Ahead = tuple[str, Task, Any]  # row, task to run before its sessions, and the task's argument
+Ahead = tuple[str, Task, Any]  # a row, a task to run before the row's sessions, and the task's argument
 
 
 class OutOfTime(CodaError):
-    """The time is used up, or too short for the next session. The message says what to do."""
+    """The time limit has passed, or leaves too little time for the next session. The message says what to
+    do."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A request to measure ``rows`` and ``arms`` in several ``processes``, with at most ``rounds`` rounds
-    each. ``seconds``: the time limit. ``again``: repeat failed arms."""
+    """A request to measure the ``arms`` of each of the ``rows``. ``processes``: the number of processes per
+    row. ``rounds``: the most rounds in each process. ``seconds``: the time limit of the whole request.
+    ``again``: repeat failed arms."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
@@ -63,7 +65,8 @@ class ComparisonRequest:
 
 
 class ProcessRow(NamedTuple):
-    """A row in one process. ``apart``: the process uses the environment of CODA's own package."""
+    """One row to measure in one process. ``process``: the number of the process. ``apart``: the process uses
+    the environment of CODA's own package."""
 
     row: Row
     process: int
@@ -74,8 +77,8 @@ def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Pr
     """Measure every missing session; ``keep`` receives the results after each session.
 
     ``progress`` receives the current row and arm. Raises OutOfTime. Raises InvalidInput if the results come
-    from another GPU, and Failed if no worker has a GPU. At the end, raises WorkerError if a session hit a bug
-    of this program.
+    from another GPU, and Failed if no worker has a GPU. If a session meets a bug in this program, raises
+    WorkerError after the last session.
     """
     measuring = _Measuring(asked, results, keep, progress)
     try:
@@ -86,7 +89,7 @@ def measure(asked: ComparisonRequest, results: Results, keep: Keep, progress: Pr
 
 
 def lacks(asked: ComparisonRequest, results: Results) -> bool:
-    """Whether a session is missing, given this machine's GPU and installed versions."""
+    """Whether ``measure`` would run any session on this machine, with its GPU and installed packages."""
     measuring = _Measuring(asked, results, lambda made: None, silent)
     try:
         return measuring.lacks()
@@ -110,12 +113,13 @@ class _Measuring:
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sessions) if self.asked.again else 0  # only later failures count
+        # a failure counts only if it is in a session with at least this number
+        self.heeded = len(self.results.sessions) if self.asked.again else 0
 
     def run(self) -> None:
         self.machine = self._known_machine()
         before = self.results
-        for row in self.asked.rows:  # before the first session, so that tables show at once what changed
+        for row in self.asked.rows:  # find all keys first, so that tables show all changes immediately
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
@@ -143,8 +147,8 @@ class _Measuring:
         return self.upstream if turn.apart else None
 
     def _known_machine(self) -> MeasuredMachine:
-        """The machine as recorded in the results, or measured now. Raises InvalidInput if the results come
-        from another GPU."""
+        """The machine that the results record. If they record none, measure the machine now. Raises
+        InvalidInput if the results come from another GPU."""
         new = self.results.machine is None
         self.workers.coming = [None]  # prepare a worker in case a session follows
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
@@ -165,9 +169,9 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[ProcessRow]) -> None:
-        """Compile and tune before the sessions, in at most half of the remaining time, and only for the rows
-        that the time limit may allow. Failures are ignored, because the same arms will fail again in their
-        sessions."""
+        """Compile and tune before the sessions, in at most half of the remaining time. Rows that the time
+        limit will hardly allow are left out. Failures are ignored, because the same arms will fail again in
+        their sessions."""
         requests: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(requests) * self.asked.processes * SESSION_SECONDS >= self.asked.seconds:
@@ -204,10 +208,12 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: ProcessRow) -> None:
-        """Raise OutOfTime if less time is left than the longest comparable session took. The comparable
-        sessions are the first of these groups that is not empty: this row's sessions in this environment; the
-        sessions in this environment with the same reference arm (operators or layers); all sessions. A row
-        that takes longer than the whole time limit starts only if it is the first row of this run."""
+        """Raise OutOfTime if less time is left than the longest comparable session took.
+
+        The comparable sessions are those of this row in this environment. If there are none, take the
+        sessions in this environment with the same reference arm (all operators have one, and all layers
+        another). If there are none of these either, take all sessions. A row that may take longer than the
+        whole time limit starts only as the first row of this run."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sessions if s.arms]
         alike = [
@@ -230,8 +236,8 @@ class _Measuring:
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: ProcessRow) -> list[str]:
-        """The arms that have no result yet. Our own kernels come first, so that enough memory is free for
-        them. The reference arm is listed only if it was requested and no other arm can be tried."""
+        """The arms that have no result yet. Our own kernels come first, while the most memory is free. The
+        reference arm is listed only if it was requested and no other arm can be tried."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.reference_arm]
         if set(keys) == {row.reference_arm} <= set(self.asked.arms) and not turn.apart:
@@ -241,9 +247,9 @@ class _Measuring:
 
     def _answered(self, turn: ProcessRow, arm: str) -> bool:
         """Whether an arm with its current key has figures from this process, or a failure from any process. A
-        failure counts for all processes, because it would repeat itself. Results from before a change of the
-        row, of the reference arm or of this arm do not count, because no table shows such results. They do
-        not count even if the change was undone later."""
+        failure counts for all processes, because the arm would fail again. A result does not count if the
+        row, the reference arm or this arm changed afterwards, because no table shows such a result. A change
+        counts even if it was undone later."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sessions):
             if s.row != (row.operator, row.case):
@@ -281,8 +287,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """The key of each arm that can be tried, including the reference arm. Also add to the results why the
-        other arms cannot be tried."""
+        """The key of each arm that can be tried, including the reference arm. This method also records in the
+        results why each remaining arm cannot be tried."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.reference_arm):
             found = keyed(row, arm, self.upstream, self.build)
@@ -295,9 +301,9 @@ class _Measuring:
         return keys
 
     def _run_session(self, turn: ProcessRow, arms: list[str]) -> None:
-        """Run and store one session. If only the reference arm has figures, store only why the other arms
-        have none. If the worker was lost during the timing, any arm may be the cause, so run two more
-        sessions, each with half of the arms."""
+        """Run and store one session. If only the reference arm has figures, store only the other arms'
+        failures. If the worker is lost during the timing, any arm may be the cause. So two more sessions
+        follow, each with half of the arms."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._answer(turn, arms)
         self.measured.add(_place(turn))
@@ -327,8 +333,9 @@ class _Measuring:
 
     def _answer(self, turn: ProcessRow, arms: list[str]) -> dict[str, Any]:
         """Ask a worker to run the session, and return its answer. If an arm kills the worker, ask again
-        without that arm, as long as other arms are left. Raises only errors that no arm caused: OutOfTime if
-        more time might help, WorkerError if the worker could not start, and Failed if the GPU is lost."""
+        without that arm, as long as other arms are left. Raises only errors that no arm caused. These are
+        OutOfTime if more time might help, WorkerError if the worker could not start, and Failed if the GPU is
+        lost."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.reference_arm]
@@ -365,8 +372,9 @@ class _Measuring:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: ProcessRow) -> dict[str, str]:
-        """For each arm that was running when the time ended, the reason why it has no figures. Raises
-        OutOfTime instead if earlier sessions used part of the time."""
+        """Return the reason for each arm that failed because the time ended. This is the running arm if it is
+        in ``left``; otherwise all arms in ``left`` failed. Raises OutOfTime instead if earlier sessions used
+        part of the time."""
         if self.measured:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
@@ -376,8 +384,9 @@ class _Measuring:
     def _blamed(
         self, error: Failed | WorkerError, last: str, left: list[str], turn: ProcessRow
     ) -> dict[str, str]:
-        """For each arm that failed because a worker was lost, the reason. Only the running arm failed if it
-        is one of ``left``; otherwise all arms failed."""
+        """After an error, map each arm that failed to the reason. A bug in this program, or a worker that
+        does not start, fails all arms in ``left``. After any other error, only the running arm failed if it
+        is in ``left``; otherwise all arms failed."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -386,7 +395,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug in this program, not in the arm: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        # in CODA's environment (``apart``), the reference arm has figures from the current environment
+        # with ``apart``, the reference arm does not fail, because it has figures from the current environment
         own = [] if turn.apart else [turn.row.reference_arm]
         if last in left:
             return {last: why}

@@ -19,10 +19,10 @@ from coda_agent.verifier.report import Sizes
 from coda_agent.verifier.statistics import MIN_ROUNDS
 
 SCHEMA = 1
-LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators that are whole layers
+LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # "operators" of whole layers
 
 
-# Bounds for the numbers in a file, so that all ratios, sums and scales of these numbers are finite.
+# Limits on the numbers in a results file, so that their ratios and sums and the scales of charts are finite.
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
@@ -33,8 +33,8 @@ class _ResultsModel(BaseModel):
 
 
 class Loss(_ResultsModel):
-    """One output's RMS error, divided by the truth's RMS (``relative``) and by the RMS error of the yardstick
-    (``yardsticks``). For a layer, the yardstick is eager PyTorch."""
+    """One output's RMS error, as two ratios. ``relative``: divided by the RMS of the exact output.
+    ``yardsticks``: divided by the RMS error of the yardstick. For a layer, the yardstick is eager PyTorch."""
 
     relative: Error
     yardsticks: Error
@@ -44,9 +44,10 @@ class ArmResult(_ResultsModel):
     """The figures of one arm in one session. ``key`` identifies the arm by a library's versions, or by a
     kernel's hash.
 
-    ``milliseconds``: one time per round. ``losses``: by output; empty if the arm computes none of the spec's
-    outputs. ``bytes``: a call's peak memory beyond its inputs. ``note``: remarks, such as preparation that is
-    not timed. ``seconds``: the duration of the preparation (compiling, tuning, comparing with the truth).
+    ``milliseconds``: one time per round. ``losses``: the loss of each output; empty if the arm computes none
+    of the spec's outputs. ``bytes``: a call's peak memory beyond its inputs. ``note``: remarks, for example
+    on preparation that is not timed. ``seconds``: the duration of the preparation (compiling, tuning,
+    comparing with the exact outputs).
     """
 
     key: str
@@ -109,16 +110,17 @@ class MeasuredMachine(_ResultsModel):
 
 
 class Present(_ResultsModel):
-    """A row when it was last requested: its ``question``, and the ``keys`` of all arms that could be tried,
-    whether or not they were measured."""
+    """A row at its latest request. ``question``: as in ``Session``. ``keys``: the key of each arm that could
+    be tried, even if the arm was not measured."""
 
     question: str
     keys: dict[str, str]
 
 
 class Results(_ResultsModel):
-    """A results file. ``absent``: why an arm cannot be tried, by operator and arm. ``present``: each row when
-    it was last requested, by operator and case. ``machine``: measured once, before the first session."""
+    """A results file. ``absent``: for each operator and arm, why the arm cannot be tried. ``present``: for
+    each operator and case, the row at its latest request. ``machine``: measured once, before the first
+    session."""
 
     schema_version: int = SCHEMA
     machine: MeasuredMachine | None = None
@@ -206,6 +208,6 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write a results file atomically, so that an interrupted comparison can continue from the file."""
+    """Write a results file atomically. An interrupted comparison can then continue from a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, results.model_dump_json(by_alias=True) + "\n")

@@ -1,4 +1,4 @@
-"""The rows of the comparison: operators at one case's sizes, and whole layers."""
+"""The rows of the comparison. A row is one operator at one case's sizes, or one whole layer."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # rotated pairs of a head of width 128
 GROUPED = ("1B grouped", "8B grouped", "70B grouped")  # layers with the sizes of Llama 3 and grouped heads
-LAYERS = 1  # increases when a variant's computation or stored values change
-SQUARES = (2048, 4096, 8192)  # the paper's square sizes, M = N = K
+LAYERS = 1  # increase it when a variant's computation or stored values change
+SQUARES = (2048, 4096, 8192)  # the square sizes in CODA's paper, M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
-    """A row. ``question``: a text that changes if the row's definition changes. The text contains an
-    operator's hash and sizes, or a layer's shape. ``reference_arm``: the arm that is in every session.
-    ``arms``: the arms that can take part."""
+    """The interface of a row. ``question``: a text that changes if the row's definition changes. For an
+    operator, it contains the operator's hash and sizes; for a layer, the layer's shape. ``reference_arm``:
+    the arm that is in every session of the row. ``arms``: the arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -100,7 +100,7 @@ class OperatorRow:
 
     @cached_property
     def quack(self) -> QuackTuned | None:
-        """The schedules to which QuACK's arms were tuned earlier at these sizes, if any."""
+        """The schedules that an earlier tuning found for QuACK's arms at these sizes, if any."""
         return quack_tunings.quack(self.spec).get(self.case)
 
     def absent(self, arm: str) -> str | None:
@@ -128,7 +128,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A LLaMA-style layer of the width named by ``case``: the forward only, or with its backward."""
+    """A LLaMA-style layer of the width that ``case`` names, without or with its backward."""
 
     case: str
     backward: bool
@@ -157,8 +157,8 @@ class LayerRow:
 
     @cached_property
     def kernels(self) -> list[tuple[Kernel, dict[str, int]]]:
-        """The programs that ``fused`` runs, with their sizes and the schedules that ``fused`` chooses on this
-        machine."""
+        """The programs that the package ``fused`` runs for this layer. Each has its sizes, and the schedules
+        that ``fused`` chooses on this machine."""
         from coda_agent.comparison.layers.fused import programs
         from coda_agent.fused.ahead import on_schedules
         from coda_agent.primitives.runtime.launch import Kernel
@@ -195,8 +195,8 @@ class LayerRow:
 
 
 def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """Choose rows. By default, choose layers, and CODA's ten operators at three widths and at the paper's
-    square sizes. ``everything`` adds the rows of all other accepted kernels; ``quick`` keeps only a few rows.
+    """Choose rows. By default, choose layers, and CODA's ten operators at three widths and at the square
+    sizes. ``everything`` adds the rows of all other accepted kernels; ``quick`` keeps only a few rows.
     ``only`` and ``cases`` select operators and cases by name. Raises InvalidInput if no row is left."""
     names = list(QUICK if quick else TEN)
     if everything and not quick:
@@ -225,8 +225,8 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
 
 
 def _usual(row: Row) -> bool:
-    """Whether a row belongs to the default table. The table also has RMSNorm's backward with (d, d) weights,
-    because the paper makes a claim about this case."""
+    """Whether a row belongs to the default table. The table also has RMSNorm's backward with square weights,
+    because CODA's paper makes a claim about this case."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -245,8 +245,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's matmul has M = N = K = ``n``. The paper measures only three operators
-    at such sizes; for all other operators, the result is empty."""
+    """The sizes at which an operator's matmul has M = N = K = ``n``. CODA's paper measures only three
+    operators at these sizes; for all other operators, the result is empty."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

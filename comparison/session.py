@@ -1,4 +1,4 @@
-"""Time all arms of the comparison on one operator. This is a task for a GPU worker."""
+"""Time all arms of the comparison on one operator. A GPU worker runs ``measure_operator`` as a task."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class OperatorArms:
 
 
 def measure_operator(request: OperatorArms) -> dict[str, Any]:
-    """Measure one operator at one case's sizes with ``run_interleaved``, every arm on the same inputs."""
+    """Measure one operator at one case's sizes with ``run_interleaved``. Every arm gets the same inputs."""
     return run_interleaved(partial(_Operator, request), request.arms, REFERENCE_ARM, request.rounds)
 
 
 class _Operator(Stage):
-    """One operator with so many sets of inputs that no arm finds its inputs in the L2 cache."""
+    """One operator, with so many sets of inputs that no arm finds its inputs in the L2 cache."""
 
     def __init__(self, request: OperatorArms):
         from coda_agent.verifier.numerics import reference

@@ -1,8 +1,8 @@
 """Spread a comparison over the GPUs of a fleet; all measurements of a row stay on one GPU.
 
-A piece of work completes one row, as ``measuring.measure`` does on one machine, and reports the row's results
-after every session. Each session names its GPU. If an incomplete row moves to another GPU, the whole row is
-measured again there.
+A piece of work completes one row with ``measuring.measure``, and reports the row's results after every
+session. Each session names its GPU. If an incomplete row moves to another GPU, the whole row is measured
+again there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SILENT = 3600.0  # seconds without a report; arms report each minute, but compil
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
-    """Complete the requested rows on this slot's GPU, as one piece of work. The answer has the ``results``,
-    and ``ended``: why the measurement ended early, or "" if all rows are complete."""
+    """Complete the requested rows on one GPU, as one piece of work. The answer has two keys. ``results``: the
+    results. ``ended``: why the measurement ended early, or "" if all rows are complete."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -63,12 +63,12 @@ def _named(session: Session, gpu: str) -> Session:
 def measure(
     asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
 ) -> Results:
-    """Do the same as ``measuring.measure`` on the pool's GPUs, with one row at a time on each GPU. If any row
-    ended early, raises OutOfTime when all rows have ended."""
+    """Measure every missing session on the pool's GPUs, with one row at a time on each GPU. ``keep`` receives
+    the results after each session. If any row ended early, raises OutOfTime when all rows have ended."""
     spread = _Spread(results, keep, progress, pool)
     if results.machine is None:  # first measure the peak rates on one GPU; all rows use them
         spread.row(replace(asked, rows=()))
-    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # more GPUs may join later
+    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # one per row, since more GPUs may join later
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
             done.result()
     if spread.ended:
@@ -126,7 +126,7 @@ def only(results: Results, rows: tuple[Row, ...]) -> Results:
 
 
 def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
-    """The results, with these rows taken from ``part``."""
+    """Return ``results``, but with these rows as in ``part``."""
     named = {(row.operator, row.case) for row in rows}
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.stages import SCORES
 
-READY = 3  # workers to start early per environment; imports take longer than a session with full caches
+READY = 3  # workers to start early per environment, because imports may take longer than a session
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")
 # Early imports in the environment of CODA's own package. The oracle (the fp64 reference) needs dynamo. QuACK
 # is left out, because it reads its cache path at import.
@@ -20,15 +20,16 @@ APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "c
 
 @dataclass
 class Workers:
-    """Give each session a new worker, because a used worker holds memory. ``coming``: the environments of the
-    next sessions (None is the current environment). Up to READY workers for each environment import their
-    modules while an earlier session runs."""
+    """Give each session a new worker, because a used worker holds memory. ``coming``: for each of the next
+    sessions, its environment's Python interpreter; None means the current environment. Up to READY workers
+    for each environment import their modules while an earlier session runs."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
 
     def take(self, python: str | None) -> Worker:
-        """A worker that has already started its imports, or a new one. Also starts the next workers."""
+        """Return a worker that has already started its imports, or a new worker if none has. Also start
+        workers for the next sessions."""
         ready = self.ahead.get(python)
         taken = ready.pop(0) if ready else _start(python)
         self.begin()
@@ -39,7 +40,7 @@ class Workers:
         return Worker()
 
     def begin(self) -> None:
-        """Start the missing workers for the next sessions."""
+        """Start the workers that the next sessions need and that do not run yet."""
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
             ready += [_start(python) for _ in range(min(wanted, READY) - len(ready))]

@@ -1,9 +1,9 @@
 """Run accepted kernels in PyTorch models.
 
 ``patch(model)`` makes a Hugging Face model run on these kernels, and ``unpatch(model)`` restores the model.
-``functional`` has functions with gradients for the parts of a layer, and ``modules`` has modules for them.
-``torch.ops.coda_agent`` has every accepted kernel. The import fails for untested versions of PyTorch, QuACK
-and CuTeDSL (``versions.UnprovedVersion``).
+``functional`` has differentiable functions that compute parts of a layer. ``modules`` has ``nn.Module``
+classes that use these functions. ``torch.ops.coda_agent`` has every accepted kernel. The import raises
+``versions.UnprovedVersion`` for untested versions of PyTorch, QuACK and CuTeDSL.
 """
 
 from coda_agent.fused import versions

@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time, into the cache that a first call reads."""
+"""Compile kernels ahead of time into QuACK's cache, where the first call of a kernel finds the object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_agent.primitives.runtime.launchable import check_sizes
 from coda_agent.primitives.runtime.tune import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
-H100 = "NVIDIA H100 80GB HBM3"  # the GPU for which a machine without a GPU builds
+H100 = "NVIDIA H100 80GB HBM3"  # on a machine without a GPU, ``build`` compiles for this GPU
 
 
 class Bound(NamedTuple):
@@ -27,8 +27,8 @@ class Bound(NamedTuple):
 
 
 class Build(NamedTuple):
-    """A program that ``build`` has compiled at some sizes. ``refused``: the steps whose schedule the compiler
-    refused."""
+    """A program that ``build`` has compiled at some sizes. ``refused``: the steps that the compiler refused
+    to compile at their schedules."""
 
     name: str
     sizes: dict[str, int]
@@ -37,8 +37,8 @@ class Build(NamedTuple):
 
 
 def called(call: Callable[[], Any]) -> list[Bound]:
-    """The distinct programs that ``call`` runs as operators, with their sizes. ``call`` uses tensors on the
-    meta device, so nothing is computed."""
+    """Run ``call``, and return the distinct programs whose operators it calls, with their sizes. ``call``
+    must use tensors on the meta device, so that nothing is computed."""
     found: dict[tuple[Program, tuple[tuple[str, int], ...]], None] = {}
 
     def note(program: Program, sizes: Mapping[str, int]) -> None:
@@ -53,9 +53,9 @@ def called(call: Callable[[], Any]) -> list[Bound]:
 
 
 def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
-    """Compile these programs in parallel, with the schedules that a call on ``gpu`` would choose. ``gpu``
-    defaults to this machine's GPU; on a machine without a GPU, to an H100. Objects in the cache are not
-    compiled again. Raises LaunchError for sizes at which a program cannot be launched."""
+    """Compile these programs in parallel, with the schedules that a call on ``gpu`` would choose. By default,
+    ``gpu`` is this machine's GPU, or an H100 if the machine has no GPU. Objects in the cache are not compiled
+    again. Raises LaunchError for sizes at which a program cannot be launched."""
     jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for bound in wanted:
         kernel = on_schedules(bound, gpu)
@@ -102,8 +102,8 @@ def inference(model: Any, sequences: int, length: int) -> Callable[[], Any]:
 
 
 def _given(sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """A model's inputs on the meta device. The inputs include a 4-D attention mask, because a model that
-    makes its own mask reads values of its inputs, and meta tensors have no values."""
+    """A model's inputs on the meta device. They include a 4-D attention mask. Without it, the model would
+    make its own mask from the values of its inputs, but meta tensors have no values."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     mask = torch.zeros(sequences, 1, length, length, dtype=torch.bool, device="meta")
     return {"input_ids": ids, "attention_mask": mask}

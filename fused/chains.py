@@ -1,11 +1,12 @@
-"""Turn chains of operations into differentiable operators. Each operator has a program as its forward, and a
+"""Turn chains of operations into differentiable operators, each with a program as its forward and with a
 derived backward.
 
-A chain is one operator of torch.library with autograd. Its forward is a program that begins with a matmul.
-PyTorch computes the norm before that matmul (``begun``). Autograd does not record this norm, because the
-operator itself returns the gradients of the norm's input and weight. ``primitives.derive`` derives a backward
-for the inputs that require gradients. The backward has a program of matmuls, and a pointwise part that
-PyTorch computes.
+A chain is a sequence of operations with matmuls, for example a norm and an MLP. Each chain becomes one
+operator of torch.library with autograd. The operator's forward is a program that begins with the chain's
+first matmul. If the chain has a norm before this matmul, PyTorch computes the norm (``begun``). Autograd does
+not record this norm, because the operator itself returns the gradients of the norm's input and weight.
+``primitives.derive`` derives a backward for the inputs that require gradients. This backward has a pointwise
+part, which PyTorch computes, and a program of matmuls.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from coda_agent.primitives.lang.trace import Trace
 # bytes at these sizes.
 SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
 PLAIN = {Tensor, torch.nn.Parameter, float}
-NORMED = "hg"  # the first operand of a chain's first matmul: the stream times its norm's weight
-THROUGH = "through"  # an extra output of a chain: the input stream, for later uses
+NORMED = "hg"  # the first operand of a chain's first matmul: the stream times the norm's weight
+THROUGH = "through"  # an extra output of a chain: the unchanged input stream, for later uses
 
 
 class Begun(NamedTuple):
@@ -51,7 +52,7 @@ class Begun(NamedTuple):
 
 
 def begun(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> Begun:
-    """Compute in PyTorch a norm of a stream [M, D] without its row scaling, with ``hg`` in ``dtype``."""
+    """Compute in PyTorch a norm of a stream [M, D] without the norm's row scaling. ``hg`` has ``dtype``."""
     with torch.no_grad():
         return Begun(*_begun(x, gamma, eps, dtype))
 
@@ -73,9 +74,9 @@ class Remade(NamedTuple):
 def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)``. Autograd stores only ``of``, and the backward computes the result again.
 
-    A stored copy would double the memory of a model's weights. Under FSDP, which shards weights between
-    forward and backward, the copy would keep complete weights in memory. Under torch.compile, the compiler's
-    partitioner decides what is computed again.
+    To store the result instead would double the memory of a model's weights. Under FSDP, which shards weights
+    between forward and backward, the stored result would keep complete weights in memory. Under
+    torch.compile, the compiler's partitioner decides what is computed again.
     """
     made = make(*of)
     if not torch.compiler.is_compiling():
@@ -122,9 +123,9 @@ def forget(*of: Tensor) -> None:
 
 
 class _Stored(NamedTuple):
-    """The inputs and outputs that a backward uses. ``wrt``: the inputs whose gradients the backward computes.
-    ``scalars`` and ``tensors``: the values that the backward reads. Each name is mapped to the value's
-    position among the operator's inputs and outputs."""
+    """The inputs and outputs of an operator that its backward uses. ``wrt``: the inputs whose gradients the
+    backward computes. ``scalars`` and ``tensors``: the values that the backward reads. Each of the two maps a
+    value's name to the value's position among the operator's inputs and outputs."""
 
     wrt: tuple[str, ...]
     scalars: dict[str, int]
@@ -135,13 +136,16 @@ ByHand = Callable[[Mapping[str, Any], Mapping[str, int]], tuple[Tensor, Tensor] 
 
 
 class Link:
-    """A chain's operators. ``results``: the outputs that the caller gets with gradients. ``rows``: the most
-    rows that the backward processes at a time, to keep the tensors between its matmuls small. ``beside``:
-    further outputs that the caller gets, without gradients. ``plain``: a link without ``beside`` for the same
-    chain; if given, this link uses the backward of ``plain``. ``by_hand``: hand-written functions for the
-    backward's pointwise part on a GPU, keyed by the inputs whose gradients are computed. Such a function
-    takes all sizes and the values that the backward reads. It returns a matrix and a vector, or None if the
-    function does not apply. ``stream``: the input that ``apart`` also returns."""
+    """The operators of one chain: for training, for inference, and for each backward.
+
+    ``results``: the outputs that the caller gets with gradients. ``rows``: the most rows that the backward
+    processes at a time, to keep the tensors between its matmuls small. ``beside``: further outputs that the
+    caller gets, without gradients. ``plain``: a link without ``beside`` for the same chain; if given, this
+    link uses the backward of ``plain``. ``stream``: the input that ``apart`` also returns.
+
+    ``by_hand``: hand-written functions for the backward's pointwise part on a GPU, keyed by the inputs whose
+    gradients are computed. Such a function takes the values that the backward reads, and all sizes. The
+    function returns a matrix and a vector, or None if it does not apply."""
 
     def __init__(
         self,
@@ -183,12 +187,13 @@ class Link:
             "backward": staticmethod(self._recorded_backward),
         }
         function: Any = type(name, (torch.autograd.Function,), functions)
-        # the C++ ``apply``; its Python wrapper only serves torch.func and setup_context
+        # the C++ ``apply``, without its Python wrapper, which only serves torch.func and setup_context
         self._record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
-        """Return the chain's results, then the outputs without gradients. Pass the ``hg`` from ``begun``
-        as ``hg``, and the ``rstd`` under the chain's own name for it. Raises NoBackward under torch.func."""
+        """Return the chain's ``results``, then the outputs ``beside``. Among the inputs are the two tensors
+        from ``begun``: ``hg``, and ``rstd`` under the chain's own name for it. Raises NoBackward under
+        torch.func."""
         given = [inputs[n] for n in self.inputs]
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:
@@ -202,9 +207,10 @@ class Link:
         return (*found[: len(self.results)], *(t.detach() for t in beside))
 
     def apart(self, sizes: Sequence[int], **inputs: Any) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the chain's result, split into parts of ``sizes`` columns, and the stream for later uses. If
-        nothing but autograd records the call, a hand-written backward takes the parts' gradients without
-        joining them. In that case, the backward's program also adds the gradient of the stream's later
+        """Return the chain's result, split into parts of ``sizes`` columns, and the stream for later uses.
+
+        If only autograd records the call, the backward saves work. A hand-written function takes the parts'
+        gradients without joining them. The backward's program itself adds the gradient of the stream's later
         uses."""
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
@@ -233,7 +239,7 @@ class Link:
             return self._backwards[wrt]
 
     def _summed(self, program: Program) -> Program:
-        """The program, with its sums over rows in fp32 if the rows are processed in parts."""
+        """Return the program. If rows are processed in parts, make the program's sums over rows fp32."""
         signature = program.signature
         outputs = {
             n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
@@ -272,7 +278,7 @@ class Link:
         ctx.set_materialize_grads(False)
 
     def _new_stored(self, needed: tuple[bool, ...], through: bool) -> _Stored:
-        wanted = zip(self.inputs, needed, strict=False)  # torch.library adds an element
+        wanted = zip(self.inputs, needed, strict=False)  # ``needed`` may be longer than the inputs
         wrt = (*(n for n, each in wanted if each and n in self.floats), *[THROUGH] * through)
         read = self.derived(wrt).stored if wrt else ()
         declared = self.whole.signature.inputs
@@ -326,7 +332,7 @@ class Link:
         return self._head(wrt, head, gradient.dtype)(known, sizes)
 
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
-        """All gradients by name. The pointwise part runs before the program of matmuls."""
+        """Run the backward: its pointwise part, then its program of matmuls. Return all gradients by name."""
         derived = self.derived(wrt)
         if derived.head:
             sizes = all_sizes(derived, solve_sizes(self.whole.signature, shapes))
@@ -350,20 +356,20 @@ def _plain(given: Sequence[Any]) -> bool:
 
 
 def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """The incoming gradient of a result; zeros if no loss uses the result."""
+    """The incoming gradient of one of the chain's results; zeros if no loss uses this result."""
     return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
 
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Join the parts' columns side by side."""
+    """Join the parts into one matrix, side by side. A single tensor is returned as it is."""
     if isinstance(parts, Tensor):
         return parts
     return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
 
 
 def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
-    """The program of a chain from its first matmul on. Values that the preceding norm computes become inputs.
-    If such a value is an output of the chain, the input has that output's name."""
+    """The program of a chain from its first matmul on. Values that the norm before this matmul computes
+    become inputs. If such a value is also an output of the chain, the input has that output's name."""
     trace: Any = Trace(whole.signature)
     for node in whole.nodes:
         trace.add(node)

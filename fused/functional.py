@@ -2,8 +2,8 @@
 
 Residual streams are [..., D], and weights are [out, in] as in torch.nn.Linear. All matrices of a call have
 one dtype; a norm's weight has that dtype or fp32. With 16-bit weights, a norm also accepts a stream in fp32,
-because autocast leaves streams in fp32. If a kernel needs certain rows of a weight to be adjacent, PyTorch
-reorders the rows at each use, so that parameters and gradients keep the checkpoint's order.
+because autocast leaves streams in fp32. Some kernels need certain rows of a weight to be adjacent. PyTorch
+then reorders the rows at each use, so that parameters and gradients keep the checkpoint's order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[T
 
 
 def _by_hand(bias: bool, rotates: bool) -> dict[tuple[str, ...], ByHand]:
-    """Hand-written functions for the pointwise part of the backward on a GPU, as ``Link`` takes them."""
+    """The argument ``by_hand`` of the ``Link`` for ``attention_in``."""
     return {} if bias else {("out", "gamma_in", "w_qkv"): _rotated_back if rotates else heads.of_a_chain}
 
 
@@ -78,14 +78,15 @@ class Norm(NamedTuple):
 
 
 def rotary_halves(t: Tensor) -> Tensor:
-    """Reorder columns [..., width]: move the two adjacent columns of each rotated pair half a head apart, as
-    in checkpoints."""
+    """Reorder the columns of heads [..., width]. In ``t``, the two columns of each rotated pair are adjacent.
+    In the result, they are half a head apart, as in checkpoints."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 @cache
 def rotates(width: int) -> bool:
-    """Whether ``before_attention`` can rotate heads of this width. It can if some tile holds whole heads."""
+    """Whether ``before_attention`` can rotate heads of this width. This needs a tile that holds whole
+    heads."""
     (kernel,) = lower(ops.defined[ATTENTION_IN[False, True].name].program).gemms
     return width in kernel.fitting()
 
@@ -131,9 +132,9 @@ def after_attention(
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
 ) -> tuple[Tensor, Begun]:
-    """Return the result of ``after_attention``, and the next norm of that result without its row scaling, as
-    a ``Begun`` for ``before_attention``. No gradient passes through the ``Begun``, because
-    ``before_attention`` computes the gradient of the whole norm."""
+    """Return the result of ``after_attention``, and a ``Begun``: ``next_norm`` of the result, without the row
+    scaling. Pass the ``Begun`` to the next layer's ``before_attention``. No gradient passes through the
+    ``Begun``, because ``before_attention`` computes the gradient of the whole norm."""
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -161,9 +162,11 @@ def before_attention(
     turned: int = 0,
     begun_norm: Begun | None = None,
 ) -> Tensor:
-    """Compute ``norm(x) @ weight' + bias``, [..., N]. ``table`` [tokens, width] (from ``angles``) rotates
-    columns 0 to ``turned`` - 1; the two columns of each rotated pair must be adjacent (see ``rotary_pairs``).
-    ``table`` cannot be combined with ``bias``. ``begun_norm``: this norm of ``x`` without its row scaling, if
+    """Compute ``norm(x) @ weight' + bias``, [..., N].
+
+    ``table`` [tokens, width] (from ``angles``): the angles by which columns 0 to ``turned`` - 1 of the result
+    are rotated. The two columns of each rotated pair must be adjacent (see ``rotary_pairs``). A call cannot
+    have both ``table`` and ``bias``. ``begun_norm``: ``norm(x)`` without the row scaling, if
     ``after_attention_with_next_norm`` has computed it."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     (made,) = link(**given)
@@ -181,8 +184,8 @@ def before_attention_apart(
     begun_norm: Begun | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Split the result of ``before_attention`` into parts [tokens, n] of ``sizes`` columns. Return the parts
-    and ``x``. If later uses of the stream read the returned ``x``, one kernel of the backward adds all
-    gradients of the stream."""
+    and ``x``. Later uses of the stream should read the returned ``x``, so that one kernel of the backward
+    adds all gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype:
         parts, stream = link.apart(sizes, **given)
@@ -216,16 +219,16 @@ def _projection(
 
 def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The loss of each token in fp32, [...]. The logits ``h @ weight'`` are never stored. The loss is 0 where
-    the target [...] is -100. Any other target outside the rows of ``weight`` fails an assertion, as in
-    PyTorch."""
+    the target [...] is -100. Every other target must be the number of a row of ``weight``; otherwise an
+    assertion fails, as in PyTorch."""
     flat = _targets(target, weight)
     lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
     return torch.where(flat == loss.IGNORED, 0.0, lse - chosen).view_as(target)
 
 
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The sum of ``cross_entropy``, a scalar. The forward also computes the gradients, which saves one matmul
-    of the size of the logits."""
+    """The sum of ``cross_entropy`` over all tokens, a scalar. The forward also computes the gradients, so
+    that the backward need not compute the logits again."""
     ops.check_device("summed_cross_entropy", (h, weight, target))
     return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
 

@@ -1,5 +1,5 @@
-"""Launch programs without tuning. Plans are cached by device, shapes and dtypes; only recently used plans
-stay in memory."""
+"""Launch programs without tuning. Each launch needs a plan: the program with its schedules, bound to sizes
+and a device. Plans are cached by device, shapes and dtypes; only recently used plans stay in memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MOST_PLANS = 256
 
 
 class Plans:
-    """A cache of the ``most`` recently used plans. Any thread may ask for a plan. One thread at a time
-    creates a plan, while other threads that need a new plan wait.
+    """A cache of at most ``most`` plans: those that were used most recently. Any thread may ask for a plan.
+    One thread at a time creates a plan, while other threads that need a new plan wait.
 
     The processes of a node share compiled objects in QuACK's cache. The cache locks an object while one
     process compiles it.
@@ -62,11 +62,12 @@ class Plans:
         names: Sequence[str],
         dims: Mapping[str, int] = NONE,
     ) -> Plan:
-        """The plan for tensors of these shapes. ``dims``: the dims that no shape determines. Raises
-        LaunchError if the program cannot run on these tensors."""
+        """Return the plan for tensors of these shapes. ``names``: the tensors among the ``inputs``. ``dims``:
+        the values of dims that no shape determines. Raises LaunchError if the program cannot run on these
+        tensors."""
         device = inputs[names[0]].device
         shapes = (inputs[n].shape for n in names)
-        # the id stays valid, because typed() keeps programs alive
+        # no other program gets this id, because ``Op.typed`` keeps all its programs alive
         key = (id(program), device, *shapes, *dims.items())
         found = self._found(key)
         if found is None:
@@ -129,8 +130,9 @@ def launchable(tensor: Tensor) -> Tensor:
 
 class Launcher:
     """Launches the operator of a program. ``order``: the names of the operator's arguments. In a call, these
-    arguments come first, then the dims that no shape determines. Arguments are not checked again if they are
-    like those of recent calls. Without ``overwrites``, inputs that the program updates are copied first."""
+    arguments come first, then the dims that no shape determines. If the arguments are like those of a recent
+    call, they are not checked again. Without ``overwrites``, a call first copies the inputs that the program
+    updates."""
 
     def __init__(
         self, program: Program, order: Sequence[str], outputs: Sequence[str], overwrites: bool = False
@@ -140,7 +142,8 @@ class Launcher:
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
-        self._in_order = itemgetter(*map(order.index, inputs))  # gives a tuple, because a GEMM has two inputs
+        # returns a tuple, because every program has at least the two inputs of a GEMM
+        self._in_order = itemgetter(*map(order.index, inputs))
         self._familiar = FamiliarPlans()
         _launchers.add(self)
 

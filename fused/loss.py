@@ -1,15 +1,15 @@
 """Compute the summed cross-entropy of an output head and, in the same forward, the gradients of this sum.
 
-Rows are processed in blocks. A block's first matmul stores the exponentials of its logits. Two more matmuls
-read the exponentials, for the gradients of the stream and of the head's weight. A backward that
-``primitives.derive`` derives would compute all logits again.
+Rows are processed in blocks. A block's first matmul stores the exponentials of the block's logits. Two more
+matmuls read the exponentials, and compute the gradients of the stream and of the head's weight. A backward
+from ``primitives.derive`` would have to compute all logits again.
 
 A softmax needs exponentials relative to the row's log-sum-exp, which is known only after the matmul. So the
 matmul stores exponentials relative to a shift that is known before the matmul: the target's logit plus
 ``SHIFT``. Later, the row's results are multiplied in fp32 by exp(shift - log-sum-exp), the exact ratio
-between the two kinds of exponentials. The target's own term is exact too, because its exponential is left out
-of the matmuls, and (softmax - 1) times the target's row of the weight is added in fp32. If a row's loss
-exceeds 120, the row's exponentials may overflow. Then everything is computed again, with exponentials
+between the two kinds of exponentials. The matmuls leave out the exponential of the target itself. The
+target's term, (softmax - 1) times the target's row of the weight, is added afterwards in fp32. If a row's
+loss exceeds 120, the row's exponentials may overflow. Then everything is computed again, with exponentials
 relative to the log-sum-exp.
 """
 
@@ -30,12 +30,13 @@ from coda_agent.primitives import column_index, exp, gemm, per_row, row_logsumex
 from coda_agent.primitives.derive.chains import Chain
 
 ROWS = 4096  # the most rows whose exponentials exist at a time
-IGNORED = -100  # targets of rows without a loss
-# In nats. bf16 holds exp(x) for x from -87 to 88. Softmax values that become 0 are then below exp(40 - 87),
-# which is negligible.
+IGNORED = -100  # the target of a row that has no loss
+# ``SHIFT`` and ``MOST`` are exponents. bf16 can hold exp(x) for x from -87 to 88. So only softmax values
+# below exp(SHIFT - 87) become 0, which is negligible. If a row's log-sum-exp exceeds its shift by more than
+# ``MOST``, the row's exponentials may overflow.
 SHIFT, MOST = 40.0, 80.0
-# In the second pass, the shift is this far below the log-sum-exp, so that fp16 holds the exponentials too.
-# The rows' factor, exp(shift - log-sum-exp), is then 2**-7, and multiplying by 2**-7 is exact.
+# In the second pass, the shift is the log-sum-exp minus ``AGAIN``, so that even fp16 can hold the
+# exponentials. Each row's factor, exp(shift - log-sum-exp), is then 2**-7, and multiplying by 2**-7 is exact.
 AGAIN = 7 * log(2)
 
 
@@ -101,11 +102,12 @@ def _targets_logits(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 def _forward(
     h: Tensor, w: Tensor, target: Tensor, chosen: Tensor, logit: Tensor, stream: bool, weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and the wanted gradients: of the stream, of the weight, or of both. The host
-    checks once whether exponentials overflowed, after all work is enqueued. The answer is copied to the host
-    before the last two matmuls, so that the GPU computes them while the host waits."""
+    """Return the summed loss and the wanted gradients: of the stream, of the weight, or of both. After the
+    host has enqueued all work, it checks once whether exponentials overflowed. The flag is copied to the host
+    before the last two matmuls, so that the GPU computes these while the host waits."""
     run = partial(_pass, h, w, target, chosen, logit, stream, weight)
-    # While a CUDA graph records, no value can be read.
+    # Compute twice at once for fp16, which cannot hold the first pass's exponentials, and while a CUDA graph
+    # records, because the host then cannot read the flag.
     if h.dtype == torch.float16 or (h.is_cuda and torch.cuda.is_current_stream_capturing()):
         return run(twice=True)[0]
     found, overflowed = run(twice=False)
@@ -125,9 +127,9 @@ def _pass(
     weight: bool,
     twice: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], bool]]:
-    """Return the summed loss with the stream's and the weight's gradients if they are wanted. Also return a
-    function that says whether exponentials overflowed. ``twice``: compute the exponentials again, relative to
-    the rows' log-sum-exp, so that they cannot overflow."""
+    """Return the summed loss, and the gradients of the stream and of the weight (an unwanted gradient is
+    empty). Also return a function that says whether exponentials overflowed. ``twice``: compute the
+    exponentials a second time, relative to each row's log-sum-exp, so that they cannot overflow."""
     # the first block's matmul creates dw, because filling dw with zeros would take a pass over memory
     dw = torch.zeros(w.shape if weight and not len(h) else (0,), dtype=torch.float32, device=w.device)
     total, over = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.bool)
@@ -157,9 +159,9 @@ def _pass(
 def _factors(
     lse: Tensor, shift: Tensor, target: Tensor, logit: Tensor, total: Tensor, over: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return two factors for each row: for the row's exponentials, and for the target's row of the weight.
-    Also return ``total`` plus the rows' losses, and whether exponentials may have overflowed in these rows or
-    in earlier blocks (``over``)."""
+    """Return two factors for each row: one for the row's exponentials, and one for the target's row of the
+    weight. Also return ``total`` plus the rows' losses, and whether exponentials may have overflowed, in
+    these rows or in earlier blocks (``over``)."""
     counts = target != IGNORED
     scale = torch.where(counts, (shift - lse).exp(), 0.0)
     pull = torch.where(counts, torch.expm1(logit - lse), 0.0)
@@ -169,8 +171,8 @@ def _factors(
 
 @fused_on_gpu
 def _weighted(h: Tensor, scale: Tensor, pull: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``h`` times ``scale``, and the rows of ``h`` times ``pull``. Also return the
-    row numbers at which the second product is added to the weight's gradient."""
+    """Return the rows of ``h`` times ``scale``, and the rows of ``h`` times ``pull``. Also return, for each
+    row of the second product, the row of the weight's gradient to which it is added."""
     return (h * scale[:, None]).to(h.dtype), h * pull[:, None], target.clamp(min=0)
 
 

@@ -48,9 +48,9 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention: ``heads`` query heads share ``kv_heads`` key and value
-    heads; each head has ``head_width`` columns. Raises ValueError if no tile holds whole heads of that
-    width."""
+    """Grouped-query attention, with its projections. ``heads``: the number of query heads. ``kv_heads``: the
+    number of key heads, and of value heads. Each head has ``head_width`` columns. Raises ValueError if no
+    tile holds whole heads of that width."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
@@ -62,9 +62,10 @@ class Attention(nn.Module):
         self.o_proj = _linear(heads * head_width, width)
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute causal attention over ``norm(x)``; return its output [..., length, heads * head_width],
-        before the output projection. Also return ``x``, for later uses of the stream. ``cos`` and ``sin``
-        [..., length, head_width]: cosines and sines of the rotation's angles, with equal halves."""
+        """Compute causal attention over ``norm(x)``, without the output projection. Return the result [...,
+        length, heads * head_width], and ``x`` for later uses of the stream. ``cos`` and ``sin`` [..., length,
+        head_width]: the cosines and the sines of the rotation's angles. In each of the two, the right half of
+        the columns equals the left half."""
         q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         sizes = (len(q), len(k), len(v))
         weight = functional.packed(q, k, v, self.head_width)
@@ -79,8 +80,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer, in two programs around PyTorch's attention. ``kv_heads``: by default ``heads``;
-    ``head_width``: by default ``width / heads``."""
+    """A decoder layer: one program before PyTorch's attention, and one program after it. By default,
+    ``kv_heads`` is ``heads``, and ``head_width`` is ``width / heads``."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """Define one functional torch.library operator per kernel. On a GPU the operator launches the kernel; on a
 CPU the interpreter runs the kernel's program.
 
-``torch.ops.coda_agent.NAME`` takes the kernel's inputs in the spec's order, with numbers for scalars. Further
-arguments are the dims that no input's shape determines, as integers. The outputs are returned in the spec's
-order. Kernels' operators have no autograd; ``fused.chains`` adds autograd to the operators of chains.
+``torch.ops.coda_agent.NAME`` takes the kernel's inputs in the spec's order; a scalar is a Python number.
+Further arguments are integers: the dims that no input's shape determines. The operator returns the outputs in
+the spec's order. The operators of accepted kernels have no autograd. ``fused.chains`` defines further
+operators, with autograd.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _defining = threading.Lock()
 ROWS = Dim.parse("M")
 Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Op] = {}
-# functions that receive the program and sizes of each call on the meta device
+# Each call of an operator on the meta device calls these functions with the program and its sizes.
 watchers: list[Callable[[Program, dict[str, int]], None]] = []
 
 
 class NoBackward(RuntimeError):
-    """An operator was called on a tensor that requires grad while PyTorch records gradients."""
+    """A call needs a derivative that a fused operation does not have."""
 
 
 def check_first_derivative() -> None:
-    """Raise NoBackward if PyTorch is recording the current backward for a second derivative."""
+    """Raise NoBackward if PyTorch records the current backward, in order to compute a second derivative."""
     if torch.is_grad_enabled():
         raise NoBackward("a fused operation has no second derivative: leave out create_graph=True")
 
@@ -102,8 +103,8 @@ class Op:
         return inputs, dict(zip(self.dims, arguments[len(self.order) :], strict=True))
 
     def checked(self, inputs: dict[str, Any]) -> tuple[Typed, dict[str, Any]]:
-        """The program for the tensors' dtypes, and the inputs. Raises NoBackward if a tensor requires grad,
-        and the errors of ``typed``."""
+        """The program for the tensors' dtypes, and the inputs. Raises NoBackward if PyTorch records gradients
+        and a tensor requires grad. Also raises the errors of ``typed``."""
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:
@@ -117,7 +118,7 @@ class Op:
         return tuple(found) if len(self.outputs) > 1 else found[0]
 
     def run(self, *arguments: Any) -> Any:
-        """Compute without the dispatcher, on the device of the first argument, which is a tensor."""
+        """Compute without PyTorch's dispatcher, on the device of the first argument, which is a tensor."""
         first = arguments[0]
         return (self.on_cuda if first.is_cuda else self.fake if first.is_meta else self.on_cpu)(*arguments)
 
@@ -133,8 +134,8 @@ class Op:
         return self.results(found)
 
     def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
-        """Compute the outputs from all rows at once, or from ``rows`` rows at a time. Add up the parts'
-        outputs that are sums over rows."""
+        """Compute the outputs from all rows at once, or from ``rows`` rows at a time. An output with an axis
+        of rows is joined from its parts; any other output is a sum over rows, so its parts are added."""
         total = inputs[self.tensors[0]].shape[0] if self.rows else 0
         if total <= self.rows:
             return run(how, inputs)
@@ -158,7 +159,7 @@ class Op:
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):
-            # results must not share storage with inputs or each other
+            # an operator's results must not share storage with its inputs, or with each other
             shared = tensor.untyped_storage().data_ptr() in taken
             found.append(tensor.clone() if shared else tensor)
             taken.add(found[-1].untyped_storage().data_ptr())
@@ -187,9 +188,10 @@ def define(
     declared: Mapping[str, TensorType] | None = None,
     rows: int = 0,
 ) -> Callable[..., Any]:
-    """Define the operator of a program once, as ``torch.ops.coda_agent.NAME``, and return it. ``declared``:
-    the types of all arguments, if autograd needs more arguments than the program reads. ``rows``: process at
-    most this many rows (M) at a time. Raises ValueError if another program has that name."""
+    """Return the operator ``torch.ops.coda_agent.NAME`` of a program. The first call defines the operator.
+    ``declared``: the types of all arguments, if autograd needs more arguments than the program reads.
+    ``rows``: process at most this many rows (M) at a time. Raises ValueError if another program has that
+    name."""
     declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:

@@ -22,8 +22,7 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]
 
 
 class Order(NamedTuple):
-    """The order of a kernel's arguments and results in the spec. The program does not have this order,
-    because it sorts arguments and results by name."""
+    """The order of a kernel's arguments and results in the spec. The program itself sorts them by name."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -54,17 +53,18 @@ def matrices(program: Program) -> str:
 
 
 class Typed(NamedTuple):
-    """A program for the dtypes of given tensors. ``wide``: whether everything is fp32, which only the
-    interpreter can run."""
+    """A program that is adapted to the dtypes of given tensors. ``wide``: whether all matrices are fp32; then
+    only the interpreter can run the program."""
 
     program: Program
     wide: bool
 
 
 def typed(program: Program, given: Dtypes) -> Typed:
-    """Adapt the program to inputs of these dtypes. All inputs that the program declares as 16-bit matrices
-    may have one other float dtype. A vector that the program declares in the matrices' dtype may have the
-    given matrices' dtype or fp32. Raises TypeError for other dtypes."""
+    """Adapt the program to inputs of these dtypes. If the program declares 16-bit matrices, the given
+    matrices may have another float dtype, which must be the same for all of them. A vector that the program
+    declares in the matrices' dtype may have the dtype of the given matrices, or fp32. Raises TypeError for
+    other dtypes."""
     signature, own = program.signature, matrices(program)
     found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
     first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
@@ -94,8 +94,8 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
 
 
 def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """Remove constants and static dims from ``order``. Raises ValueError if ``order`` does not fit the
-    program."""
+    """Return ``order`` without the spec's constants and static dims. Raises ValueError if ``order`` does not
+    fit the program."""
     signature = program.signature
     inputs = tuple(n for n in order.inputs if n in declared)
     if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):

@@ -1,8 +1,8 @@
 """Put weights in the order that kernels need.
 
-A kernel's weight may join the rows of several weights. Autograd's gradient of each joined weight is then a
-strided view, which PyTorch copies for the optimizer at less than half of an H100's memory bandwidth. So on a
-GPU, compiled code makes this copy.
+A kernel may read one matrix that joins the rows of several weights. Autograd's gradient of each weight would
+then be a strided view of the matrix's gradient. PyTorch would copy this view for the optimizer at less than
+half of an H100's memory bandwidth. So on a GPU, code compiled by torch.compile makes the copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def paired(first: Tensor, second: Tensor) -> Tensor:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, width: int = 0) -> Tensor:
-    """Join the weights of queries, keys and values into one matrix, by rows. ``width``: 0, or the head width
-    if queries and keys are rotated. With a ``width``, the two rows of each rotated pair become adjacent."""
+    """Join the weights of queries, keys and values into one matrix, by rows. ``width``: the head width if
+    queries and keys are rotated, otherwise 0. If they are rotated, the two rows of each rotated pair become
+    adjacent."""
     if not width:
         return torch.cat((q, k, v))
     if not runs_on_gpu(q):

@@ -1,4 +1,4 @@
-"""Check that other packages have versions with which these kernels were tested."""
+"""Check that the installed packages have versions with which these kernels were tested."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""The errors that end a command, and the exit status of each. Standard library only.
+"""The errors that end a command, and the exit status of each. This module needs only the standard library.
 
     CodaError
     |-- Refused           1  the command did its work, and the answer is no
     |   |-- CompileError        the compiler refuses a lowered module
     |   `-- OutOfBudget         a run's limit is reached
-    |-- InvalidInput      2  a file or value from the user cannot be used
+    |-- InvalidInput      2  a file or value from the user cannot be used:
     |   |-- SpecError           a spec
     |   |-- KernelError         a file of an accepted kernel
     |   |-- ScaffoldError       a PyTorch function from which to make a spec
     |   `-- TipsError           the tips log
-    |-- Absent            3  something required is missing on this machine
+    |-- Absent            3  something required is missing on this machine:
     |   |-- JailUnavailable     the system's features that confine a kernel
     |   |-- JournalError        a run's journal
-    |   |   `-- DamagedError    2: the journal exists but is damaged
+    |   |   `-- DamagedError    exit status 2: the journal exists but is damaged
     |   |-- ProviderError       an answer from a provider
     |   |-- GivenUp             a worker that can finish one task of a sweep
     |   `-- ExecutorLost        all workers of a sweep
-    `-- OutOfTime         4  a comparison's seconds are used up
+    `-- OutOfTime         4  the time given to a comparison is used up
 
 Each message names the place, the value and the remedy. An error has its own class only if some caller catches
 it separately. Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's

@@ -1,8 +1,8 @@
-"""Provide the module name ``primitives``, from which kernel files and lowered texts import.
+"""Make this package importable as ``primitives``, the name that kernel files and lowered texts use.
 
-Reports contain hashes of kernel files and lowered texts, so their import statements must not change. The name
-refers to this package only while such a file loads. So a user may have another module ``primitives``. Device
-code is always imported under the name ``primitives.device``.
+Reports contain hashes of kernel files and lowered texts, so the import statements in these files must not
+change. The name ``primitives`` refers to this package only while such a file loads, because a user may have
+another module of that name. Device code is always imported under the name ``primitives.device``.
 """
 
 from __future__ import annotations

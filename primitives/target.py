@@ -1,4 +1,4 @@
-"""The target architecture: all facts about the GPU that schedules, compilers and gates need."""
+"""The target architecture: the facts about the GPU that schedules, compilers and gates use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Ceiling(NamedTuple):
 
 class Machine(NamedTuple):
     """A GPU's limits. ``tensor``: the peak rate of dense 16-bit matmuls with fp32 accumulation.
-    ``tensor_fp8``: the same with fp8 operands. ``cache``: the size of the L2."""
+    ``tensor_fp8``: the peak rate with fp8 operands. ``memory``: the peak memory bandwidth. ``cache``: the
+    size of the L2."""
 
     name: str
     tensor: Ceiling
@@ -32,13 +33,13 @@ class Target(NamedTuple):
     """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: text that the GPU's
     device name contains.
 
-    ``architecture``: the architecture's name for compilers. ``environment``: variables that make compilers
-    target the architecture on any machine. ``elf``: the architecture's number in a cubin. ``block_bytes``:
-    the most shared memory of a CTA. ``matrix``: a pattern that matches the names of tensor-core instructions.
-    ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop, as (tile_m, tile_n, pingpong).
-    ``clusters``: the allowed numbers of CTAs of a cluster along M and N. ``swizzles``: the allowed sizes of a
-    rasterisation group. ``probes``: the schedules at which every kernel is compiled, each given by a tile and
-    a cluster. The first probe is the default schedule.
+    ``architecture``: the name by which compilers know the architecture. ``environment``: environment
+    variables that make compilers target the architecture on any machine. ``elf``: the architecture's number
+    in a cubin. ``block_bytes``: the most shared memory of a CTA. ``matrix``: a pattern that matches the names
+    of tensor-core instructions. ``large_tiles``, ``small_tiles``: the tiles of QuACK's mainloop, as (tile_m,
+    tile_n, pingpong). ``clusters``: the allowed numbers of CTAs of a cluster along M and N. ``swizzles``: the
+    allowed sizes of a rasterisation group. ``probes``: the schedules at which every kernel is compiled, each
+    given by a tile and a cluster. The first probe is the default schedule.
     """
 
     machine: Machine
@@ -56,8 +57,8 @@ class Target(NamedTuple):
     probes: tuple[tuple[int, int, bool, int, int], ...]
 
 
-# The datasheet's peaks. A measured sustained rate would be lower than the peak, and a cool chip could exceed
-# the measured rate.
+# These are the datasheet's peaks. A measured sustained rate would be no limit, because a cool chip could
+# exceed the measured rate.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),

@@ -19,7 +19,8 @@ from coda_agent.verifier.timing import FEWEST
 BASELINE = "torch.compile"
 KEPT = "the kernel before"  # the arm of the incumbent, which a change has to beat
 NO_FASTER = "no_faster"  # the error code of a change that is rejected because it is not faster
-MAY_LOSE = 0.01  # how far a change's interval may reach below the incumbent's speed in any case
+# in every case, the lower bound of a change's speed may be less than the incumbent's speed by this fraction
+MAY_LOSE = 0.01
 # number of processes that an acceptance needs; fewer do not show the variation between processes
 PROCESSES = 3
 
@@ -48,9 +49,9 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change is as fast as the incumbent. Student's t interval must reach 1; with three processes,
-    the bootstrap's interval would be too narrow for this test. Both intervals must also lie above
-    ``1 - MAY_LOSE``, so that noise cannot hide a slower kernel."""
+    """Whether a change is as fast as the incumbent. Student's t interval of the speed ratio must reach 1. The
+    bootstrap's interval is not used for this test, because it is too narrow with three processes. Both
+    intervals must also lie above ``1 - MAY_LOSE``, so that noise cannot hide a slower kernel."""
     found = _interval(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -125,8 +126,9 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Raise InvalidMeasurement if the median of any process, or of the CUDA graph, is shorter than the
-    hardware allows. A mean over processes could hide such a time."""
+    """Raise InvalidMeasurement if the candidate's median time in any process, or its time in a CUDA graph, is
+    shorter than the hardware allows. Each process counts, because a mean over processes could hide such a
+    time."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:

@@ -1,4 +1,4 @@
-"""The incumbent: the accepted kernel, with its schedules, that a change has to beat."""
+"""The incumbent: the accepted kernel that a change has to beat, and its schedules."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Incumbent:
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> KernelCase:
-        """A job that tunes the incumbent again over its known schedules, because the known schedules may come
-        from another GPU."""
+        """A job that tunes the incumbent again, but tries only its known schedules. The job ignores a cached
+        result of tuning, because that result may come from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """The schedules to time for each step: the schedules of the ``last`` tuning round, or else the ``chosen``
-    schedule."""
+    """The schedules to time for each step: those in the ``last`` tuning round, or else, if ``last`` has none
+    for the step, the ``chosen`` schedule."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 

@@ -9,7 +9,7 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def load(path: str | Path, check: bool = True) -> Spec:
-    """Read and check a spec. ``check=False`` does not run the reference, and so needs no torch.
+    """Read and check a spec. With ``check=False`` the reference does not run, so torch is not needed.
 
     Raises SpecError for any fault of the file.
     """

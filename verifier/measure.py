@@ -1,10 +1,10 @@
 """The gates that need a GPU: numerics, stability, benchmark, decision. These gates run on a program that has
 passed all earlier gates.
 
-Candidate source never runs here, because the input is a Program. All GPU work happens in workers
-(``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted measurement
-can continue. One worker tunes and checks the kernel. Then several fresh workers time the kernel, each on its
-own inputs.
+The candidate's source never runs here, because these gates take the traced program. All GPU work happens in
+workers (``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted
+measurement can continue. One worker tunes and checks the kernel. Then several fresh workers time the kernel,
+each on its own inputs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from coda_agent.verifier.stages import Checkpoint, StageRunner
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # largest number of rounds per process
-FEW_FLOPS = 5e10  # up to this work the fp64 reference is fast, so every family of inputs is tried
+# a case of at most this many FLOPs is tried with every family of inputs, because the fp64 reference is fast
+FEW_FLOPS = 5e10
 ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 # the family of inputs for a single row, where exact results say more than statistics
@@ -100,7 +101,7 @@ def measure(
 
     ``known``: schedules worth timing, by case and step. ``kept``: the incumbent (an accepted kernel). The
     decision compares the candidate with the incumbent as well as with the baseline. If the kernel is edited
-    code without known schedules, tuning tries only the schedules of the last round of ``kept``'s tuning.
+    code without known schedules, tuning tries only the schedules in the incumbent's last tuning round.
     ``quack``: known schedules of QuACK's arms, by case. ``ahead``: workers that ``start_workers`` has
     started; this function closes them.
     """
@@ -129,8 +130,9 @@ class _Session:
     known: Mapping[str, Known]
     kept: Incumbent | None
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
-    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case; one stage per process
-    # controls of every process, including failed attempts
+    # by case: the result of ``score`` in each process
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # results of the controls in every process, including failed attempts
     controls: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> Measured:
@@ -214,8 +216,8 @@ class _Session:
 
     def _controlled(self, process: int, case: Case) -> None:
         """Time a case with controls in one process; if the controls fail, repeat in a fresh process. The
-        process must find the planted delay, and no difference between equal arms. Failed attempts are
-        reported but do not count."""
+        process must detect the planted delay, and must find no difference between two timings of the same
+        kernel. Failed attempts are reported but do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -301,8 +303,8 @@ class _Session:
         return roofline(self.kernel.program, case.sizes).seconds
 
     def _job(self, case: Case) -> KernelCase:
-        """The job of a measured case on its tuned schedules. It covers every family of inputs if the fp64
-        reference is fast enough."""
+        """The job of a measured case on its tuned schedules. The job covers every family of inputs if the
+        fp64 reference is fast enough."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.kernel.program, case.sizes).flops
@@ -311,15 +313,15 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        # If there is an incumbent, both kernels are tuned now. Otherwise one of them could use schedules
-        # found on another day, at other clock rates or on another GPU.
+        # If there is an incumbent, the candidate and the incumbent are both tuned in this measurement. An
+        # earlier tuning could be from another day, from other clock rates or from another GPU.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self.stages.run(f"tune/{case.name}", tune, job)
 
     def _to_race(self, case: Case) -> Known | None:
-        """The schedules to time: the known good schedules or, for edited code without any, the incumbent's
-        finalists. If edited code had other schedules, the measurement would compare schedules instead of
-        code."""
+        """The schedules that tuning tries: the known good schedules. Edited code without known schedules gets
+        the incumbent's finalists. If edited code had other schedules than the incumbent, the measurement
+        would compare schedules instead of code."""
         if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
@@ -336,7 +338,7 @@ class _Session:
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
         """The result of tuning the incumbent. Raises InvalidMeasurement if the incumbent does not run here,
-        because that says nothing about the candidate."""
+        because this failure says nothing about the candidate."""
         assert self.kept is not None
         try:
             return self.stages.run(f"tune/{case.name}, {KEPT}", tune, self.kept.job(self.spec, case))
@@ -348,9 +350,9 @@ class _Session:
         return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
-        """Jobs for the unmeasured cases and the hidden sizes. Each job runs on the ``tuned`` schedules that
-        fit its sizes. If none of these fits, the job runs on one schedule of the compile gate; without
-        ``tuned``, on all of the compile gate's schedules."""
+        """Jobs for the unmeasured cases and the hidden sizes. Without ``tuned``, each job runs on all
+        schedules of the compile gate. With ``tuned``, a job runs on the ``tuned`` schedules that fit its
+        sizes. If none of them fits, the job runs on one schedule of the compile gate."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -384,8 +386,8 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """The finalists (schedules of the last tuning round) of each QuACK arm whose finalists are equal in all
-    processes. Finalists differ if QuACK's cache was emptied between two processes."""
+    """The finalists (schedules of the last tuning round) of each QuACK arm. An arm is left out if two
+    processes have different finalists, as after QuACK's cache was emptied between the processes."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-# gates for lowered code that an author edited; the code's program was traced before
+# Gates for lowered code that an author edited. ``edit`` replaces ``trace``, because the code's program was
+# traced before.
 RAW_GATES = ("edit", *GATES[1:])
 # gates for the functions of a proposed primitive
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
@@ -73,8 +74,8 @@ class Identity(_ReportModel):
 
 
 class Ratio(_ReportModel):
-    """A ratio with its confidence interval. The interval is the union of two intervals: that of Student's t
-    over processes, and that of the bootstrap.
+    """A ratio with its confidence interval. The interval is the union of two others: the Student's t interval
+    over processes, and the bootstrap interval.
 
     ``detectable``: the smallest relative difference that this measurement could detect.
     """
@@ -93,9 +94,9 @@ class Timing(_ReportModel):
     ``samples``: milliseconds by arm, process and round. ``cold``: whether the L2 was evicted before every
     timed call. ``graph_milliseconds``: the candidate's time in a CUDA graph. ``parts``: for a kernel of
     several parts, the milliseconds of each part alone, by the part's name in the roofline. ``finalists``: by
-    step, the schedules that remained at the end of tuning, fastest first. ``kept_schedules``: the schedules
-    that this measurement tuned for the kernel that the candidate would replace. ``quack``: the ``finalists``
-    of each QuACK arm, by stage. Each stage of the arm ran with its first finalist.
+    step, the schedules that remained at the end of tuning, fastest first. ``kept_schedules``: the incumbent's
+    schedules, by step; this measurement tuned the incumbent too. ``quack``: for each QuACK arm, the
+    ``finalists`` of each of its stages. Each stage ran with its first finalist.
     """
 
     case: str
@@ -141,8 +142,8 @@ class Authorship(_ReportModel):
 
 
 class Rejected(_ReportModel):
-    """A candidate that failed a gate: the message for its author, the evidence, and the gates that it passed
-    before."""
+    """A candidate that failed a gate. It has the message for the author, the evidence, and the gates that the
+    candidate passed before."""
 
     status: Literal["rejected"] = "rejected"
     gate: str
@@ -178,10 +179,10 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_ReportModel):
-    """The result of the GPU gates: machine, inputs, time. ``protocol`` is 0 in recordings from before
-    protocols had numbers. ``rival``: the hash of the lowered code that the candidate would replace, if any.
-    ``renewed``: if the gates numerics and stability ran again later, under a newer protocol, the time and the
-    machine."""
+    """The result of the GPU gates, with the machine, the inputs' seeds and the date. ``protocol`` is 0 in
+    recordings from the time when protocols had no numbers. ``rival``: the hash of the incumbent's lowered
+    code; "" without an incumbent. ``renewed``: the date and the machine of a later run of the gates numerics
+    and stability under a newer protocol; empty without such a run."""
 
     protocol: int = 0
     identity: Identity
@@ -196,7 +197,7 @@ class _Measurement(_ReportModel):
     date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
-        """The schedules of QuACK's arms by case, for the cases that have such arms."""
+        """The schedules of QuACK's arms, by case. Cases without QuACK arms are left out."""
         gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 

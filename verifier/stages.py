@@ -31,21 +31,21 @@ class Checkpoint(Protocol):
 
 
 def start_workers() -> list[Worker]:
-    """Start two workers before a measurement, one for checks and one for timing. They import modules while
-    the caller does other work."""
+    """Start two workers before a measurement, one for checks and one for timing. The workers import modules
+    while the caller does other work."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
 @dataclass
 class StageRunner:
-    """Run the stages of one measurement, and keep their results. One worker tunes and checks. Each of the
-    ``processes`` for timing is another worker. ``ahead``: workers that ``start_workers`` has started."""
+    """Run the stages of one measurement, and keep their results. One worker tunes and checks. ``processes``
+    other workers time the arms. ``ahead``: workers that ``start_workers`` has already started."""
 
     processes: int
     progress: Progress
     keep: Checkpoint | None
     ahead: list[Worker]
-    # keyed by timing process; None is the worker for checks
+    # by the number of the timing process; None is the key of the worker for checks
     workers: dict[int | None, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of stages, by name
     # seconds per stage; a part of a stage has the key "name: part"
@@ -55,8 +55,8 @@ class StageRunner:
     def run(
         self, name: str, task: Task, argument: Any, process: int | None = None, place: str = ""
     ) -> dict[str, Any]:
-        """Run a stage in a worker and return its result, or return a stored result. ``place`` is the name of
-        the stored result, by default the stage's name."""
+        """Return a stage's stored result. If no result is stored, run the stage in a worker. ``place`` is the
+        name of the stored result, by default the stage's name."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -79,8 +79,8 @@ class StageRunner:
         return found
 
     def kept(self, name: str, make: Callable[[], dict[str, Any]], place: str = "") -> dict[str, Any]:
-        """Return a stage's result. It comes from this measurement, from an interrupted measurement (stored
-        under ``place``), or from ``make``."""
+        """Return a stage's result. This measurement already has the result, or an interrupted measurement
+        stored it under ``place``, or else ``make`` computes it."""
         if name not in self.found:
             place = f"{place or name} by protocol {PROTOCOL}"  # results under another protocol do not count
             kept = self.keep.load(place) if self.keep else None
@@ -123,7 +123,7 @@ class StageRunner:
 
     def _worker(self, process: int | None) -> Worker:
         """The worker for the checks, or for one timing process. The call also starts the next worker, so that
-        it can already import modules."""
+        the next worker imports its modules early."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.processes):
                 modules = PROVES if wanted is None else SCORES

@@ -3,7 +3,7 @@
 Both arms of a round run at the same clock rate and temperature, so drift cancels in the round's ratio. The
 reported ratio is the median of the rounds' ratios. A ratio of two medians would include drift, because each
 median could come from a round with another clock rate. Differences between processes (addresses, other load)
-are invisible within one process, so ``across`` samples whole processes.
+are invisible within one process, so ``across`` combines the ratios of several processes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
-CONFIDENCE = 0.95  # of every interval
+CONFIDENCE = 0.95  # the confidence of every interval
 POWER = 0.8  # a difference counts as detectable if a measurement finds it with this probability
-# fraction of rounds that are dropped at each end (0.2 is Yuen's choice), so that a few delays of the host do
-# not decide the result
+# Student's interval drops this fraction of the rounds at each end of the sorted ratios, so that a few delays
+# of the host do not decide the result. Yuen also chose 0.2.
 TRIM = 0.2
 
 
@@ -93,8 +93,8 @@ def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: in
 
 def through(first: Interval, second: Interval) -> Interval:
     """The ratio a / c, from one measurement of a / b and one of b / c. The errors of the two measurements are
-    independent. So, in logarithms, the half-width of a / c is the root of the sum of the squared
-    half-widths."""
+    independent. So, in logarithms, the squared half-widths of a / b and b / c add up to the squared
+    half-width of a / c."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         centre = math.log(first.estimate) + math.log(second.estimate)
@@ -140,7 +140,7 @@ def _bootstrap(rows: tuple[tuple[float, ...], ...], seed: int) -> tuple[float, f
 
 
 def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """The bootstrap's means, whose percentiles ``_bootstrap`` takes."""
+    """Draw RESAMPLES bootstrap samples, and return the mean of each sample (see ``_bootstrap``)."""
     draw = random.Random(seed)
     return [
         fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
@@ -149,8 +149,8 @@ def _draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
 
 
 def _equal_draws(rows: Sequence[Sequence[float]], seed: int) -> list[float]:
-    """Compute exactly the numbers of ``_draws``, several times as fast, for rows of equal length. NumPy's
-    Mersenne Twister, set to the state of Python's, draws the same random numbers."""
+    """Return the same numbers as ``_draws``, several times as fast; all rows must have the same length.
+    NumPy's Mersenne Twister starts in the state of Python's, and so draws the same random numbers."""
     import numpy as np  # imported here, because half of this module's users need no bootstrap
 
     _, (*state, position), _ = random.Random(seed).getstate()
@@ -179,7 +179,7 @@ def _student(logs: Sequence[float]) -> tuple[float, float]:
 @lru_cache(256)
 def student_quantile(confidence: float, freedom: int) -> float:
     """t with P(|T| <= t) = confidence for ``freedom`` degrees of freedom (0.95, 29 -> 2.0452)."""
-    low, high = 0.0, math.pi / 2  # search for the angle atan(t / sqrt(freedom)): it is bounded, unlike t
+    low, high = 0.0, math.pi / 2  # search for the angle atan(t / sqrt(freedom)), which is bounded, unlike t
     while high - low > 1e-13:
         middle = (low + high) / 2
         low, high = (middle, high) if _student_mass(middle, freedom) < confidence else (low, middle)
@@ -187,7 +187,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 
 def _student_mass(angle: float, freedom: int) -> float:
-    """P(|T| <= sqrt(freedom) * tan(angle)): the finite series of Abramowitz and Stegun 26.7.3-4."""
+    """P(|T| <= sqrt(freedom) * tan(angle)), by the finite series of Abramowitz and Stegun 26.7.3-4."""
     odd = freedom % 2
     square = math.cos(angle) ** 2
     term = math.cos(angle) if odd else 1.0

@@ -24,8 +24,8 @@ Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One implementation to time. ``call`` launches its work on the current CUDA stream and does not wait for
-    it. ``before`` launches work ahead of each ``call``, before the flush, and is not timed."""
+    """One implementation to time. ``call`` launches work on the current CUDA stream, and returns before the
+    work ends. ``before`` launches other work ahead of the flush and of each ``call``, and is not timed."""
 
     name: str
     call: Callable[[], object]
@@ -45,7 +45,7 @@ class Samples:
 
 
 class Clock(Protocol):
-    """The interface of ``measure`` to the device: ``CudaClock`` on a GPU, a simulated clock in tests."""
+    """A clock for ``measure``: ``CudaClock`` on a GPU, or a simulated clock in tests."""
 
     def now(self) -> float:
         """The time on the host, in seconds."""
@@ -85,15 +85,15 @@ def measure(
     arms in every round. ``on_round`` receives the number of finished rounds. The warm-up drops whole rounds:
     one round in which first calls compile, then ``warmup_seconds`` of rounds. The warm-up is long because a
     GPU slows down over seconds as it reaches its power limit, and some kernels slow down more than others.
-    After ``longest`` seconds no further round begins, if at least FEWEST rounds have run. Raises ValueError
-    if there are no arms or rounds, or if names repeat.
+    Once FEWEST rounds have run, no round begins after ``longest`` seconds. Raises ValueError if there are no
+    arms or rounds, or if names repeat.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
     _warm_up(arms, warmup_seconds, cold, clock)
     shuffled = random.Random(seed)
     orders: list[Sequence[Arm]] = []
-    seconds = []  # the previous round is read while this one runs, so that the device always has work
+    seconds = []  # each round is read while the next round runs, so that the device always has work
     end = clock.now() + longest
     while len(orders) < rounds and (len(orders) < FEWEST or clock.now() < end):
         orders.append(shuffled.sample(arms, len(arms)))
@@ -142,14 +142,15 @@ def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
 
 
 class CudaClock:
-    """CUDA events on the current stream of the current device.
+    """A clock that times regions with CUDA events on the current stream of the current device.
 
     The host enqueues each region before the device reaches it, so a region's time does not include launch
-    latency; ``host_time`` measures this latency. The host is one round ahead. Before each region, the device
-    spins so that the host has time to enqueue the region. The device does not spin for long kernels. Kernels
-    are long if the device's time for a round's regions is more than twice the host's time to enqueue the
-    whole round, including flushes and ``before`` calls. Long kernels must run back to back, because an H100
-    that idles between kernels saves power, and then reaches clock rates that no training step reaches.
+    latency; ``host_time`` measures this latency. The host is one round ahead of the device. Before each
+    region, the device spins so that the host has time to enqueue the region. The device does not spin for
+    long kernels. Kernels are long if the device's time for a round's regions is more than twice the host's
+    time to enqueue the whole round, including flushes and ``before`` calls. Long kernels must run back to
+    back. An H100 that idles between kernels saves power, and then reaches clock rates that no training step
+    reaches.
     """
 
     MIN_HEAD_START = 100e-6

@@ -111,9 +111,9 @@ def check_edited(
     progress: Progress = silent,
 ) -> Verdict:
     """Run the gates on lowered code that an author edited: the gate ``edit`` in place of ``trace``, then the
-    other gates of ``check``. The code is compiled in confinement, also with the ``tuned`` schedules. Only a
-    GPU can check the code's results."""
-    # Tests add an audit hook to Python, which checks that the edited code runs only in confinement.
+    other gates of ``check``. The code is compiled in confinement, for the schedules of ``check`` and for the
+    ``tuned`` schedules. Only a GPU can check the code's results."""
+    # The tests have an audit hook for this event. The hook checks that edited code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", text)
     gates = Gates(progress)
     try:
@@ -140,16 +140,16 @@ def verify(
     keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """Run the gates that need no GPU, and if ``gpu`` is true also ``verifier.measure.measure``. The
-    measurement stores its finished stages in the checkpoint that ``keep`` returns. ``quack``: known schedules
-    of QuACK's arms."""
+    """Run the gates that need no GPU. If ``gpu`` is true, then measure the kernel
+    (``verifier.measure.measure``). The measurement stores its finished stages in the checkpoint that ``keep``
+    returns. ``quack``: known schedules of QuACK's arms."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure
     from coda_agent.verifier.stages import start_workers
 
     with ExitStack() as stack:
-        # The workers start first, because importing takes them as long as ``check`` takes.
+        # Start the workers first. They import modules while ``check`` runs, which takes about as long.
         ahead = [stack.enter_context(worker) for worker in start_workers()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
@@ -191,7 +191,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Run only the gates ``contract`` and ``interpret`` on an existing program. Return None if it passes."""
+    """Run only the gates ``contract`` and ``interpret`` on a traced program. Return None if both pass."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:
@@ -342,8 +342,8 @@ def _compile_cases(
 def _left_out(
     program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
 ) -> list[str]:
-    """Findings on tiles that are not compiled, because their epilogue leaves too little shared memory for the
-    operands."""
+    """Findings on steps that are not compiled for some tile, because the epilogue leaves too little shared
+    memory for the operands."""
     return [
         f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at_dims(shown)}: the tiles that it reads "
         "and returns leave that one no room in shared memory for the operands"
@@ -360,8 +360,8 @@ def compile_gate(
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
 ) -> None:
-    """Compile every step with each schedule that fits it, once for each set of static dims in the cases.
-    Vector kernels are compiled only once."""
+    """Compile every step with each schedule that fits the step, once for each combination of static sizes in
+    the cases. Compile the kernels between steps (vector kernels) only once."""
     schedules = tuple(schedules)
     several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
     resources: list[tuple[dict[str, int], Resources]] = []

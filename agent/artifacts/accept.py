@@ -1,4 +1,4 @@
-"""Accept a kernel that passed every gate: write it and its evidence to generated_kernels/, and commit.
+"""Accept a kernel that passed every gate: write the kernel's files to generated_kernels/, and commit them.
 
 A kernel has four files: NAME.py (the author's source), NAME.program.json (loaded by launch), NAME.cutedsl.py
 (the generated code that ran) and NAME.report.json. If an author edited the generated code, there are three
@@ -96,8 +96,8 @@ def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> 
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether the program was measured later than the edit of its code. If so, the program may be faster than
-    the edit, because the program may have better schedules."""
+    """Whether a kernel's program (``own``) was measured later than the edit of its code (``edit``). If so,
+    the program may be faster than the edit, because the program may have better schedules."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -155,8 +155,8 @@ def accept(
     looked: bool = False,
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording: either all files or none. ``looked``: whether
-    a person has read the kernel, which is required if the kernel's code was edited. Raises Refused if the
-    run's result is not an accepted kernel, or if writing fails."""
+    a person has read the kernel; if an author edited the code, this is required. Raises Refused if the run's
+    result is not an accepted kernel, or if writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]

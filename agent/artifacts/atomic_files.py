@@ -17,7 +17,8 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-# states of a replacement's folder: new files are being written, all are written, all are at their final paths
+# The states of a replacement's folder. draft: the new files are being written. whole: all new files are
+# written. done: all new files are at their final paths.
 STATES = ("draft", "whole", "done")
 PLACES = "places.json"  # in a replacement's folder: the final paths of its files, in order
 
@@ -72,7 +73,7 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        # rename first: a kill during rmtree could leave a "whole" folder without its list of paths
+        # rename before rmtree, because a kill during rmtree may leave a "whole" folder without its PLACES
         whole.rename(done)
         shutil.rmtree(done)
 
@@ -88,8 +89,8 @@ def _replace(directory: Path, whole: Path) -> None:
 
 
 def _way(directory: Path, path: Path) -> str:
-    """The relative path from a directory to a file. Links are resolved first, because ``..`` leads to the
-    parent of a link's target."""
+    """The relative path from a directory to a file. First resolve symbolic links, because ``..`` after a link
+    leads to the parent of the link's target."""
     return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 

@@ -2,7 +2,7 @@
 
 A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
 another JSON file. The measuring machine gets only programs and edited CuTeDSL, not an author's kernel file.
-It compiles edited CuTeDSL in the sandbox.
+The measuring machine compiles edited CuTeDSL in the sandbox.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class PackedIncumbent(_File):
 class PackedKernel(_File):
     """A checked kernel that awaits measurement. ``known``: the best schedules of an earlier tuning, by case.
     ``quack``: the best schedules of QuACK's arms, by case. ``kept``: the kernel to beat. ``raw``: the edited
-    code if an author edited the kernel's code. ``objects``: the compiled objects of the edited code, so that
-    the other machine need not run the edited Python."""
+    code, or "" if no author edited the kernel's code. ``objects``: the compiled objects of the edited code,
+    so that the measuring machine need not run the edited Python."""
 
     run: str
     attempt: int
@@ -96,7 +96,7 @@ class Bundle(_File):
 
 
 class KernelResult(_File):
-    """One entry's measurement."""
+    """The measurement of one kernel of a bundle."""
 
     run: str
     attempt: int
@@ -112,7 +112,7 @@ class BundleResults(_File):
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
     """Write the last checked kernel of each run to ``path``. Raises InvalidInput for a run that does not
     await a measurement. Compiling edited code takes minutes if tuning tries many schedules. ``progress``
-    receives each case."""
+    receives a message for each case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     write(path, bundle)
     return bundle
@@ -153,8 +153,8 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
 def _objects(
     spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """Compile edited code, and return the objects. The code is compiled for the schedules of the compile
-    gate, and for the schedules that tuning may measure, which depend on the incumbent's schedules."""
+    """Compile edited code, and return the objects. Compile for the schedules of the compile gate, and for all
+    schedules that tuning may measure. The incumbent's schedules determine what tuning may measure."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -190,8 +190,7 @@ def _incumbent(run: runs.Run, view: RunView) -> Incumbent | None:
 
 def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
-    ``identity``. With known schedules, tuning measures only these schedules, even if the lowering has
-    changed."""
+    ``identity``. Tuning then measures only these schedules, even if the lowering has changed since."""
     try:
         before = accept.read(spec)
     except accept.KernelError:  # another version of coda-agent wrote the files
@@ -210,7 +209,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
     """Copy the measurements of a result file into their runs' journals. A second call changes nothing. An
     ``Unmeasured`` result is not copied, so that its kernel can be measured again.
 
-    Raises InvalidInput if a result is of a different kernel than the run's, or if the run already has a
+    Raises InvalidInput if a result belongs to another kernel than the run's, or if the run already has a
     different measurement.
     """
     taken: list[tuple[str, Measurement]] = []

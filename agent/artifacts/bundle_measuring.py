@@ -45,9 +45,9 @@ def measure(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
 ) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
-    are stored in ``out``.partial are not measured again. Raises InvalidInput, with ``path`` in its message,
-    if the bundle is damaged, or if this machine lowers a program to another text than the machine that
-    checked the program."""
+    are stored in ``out``.partial are not measured again. Raises InvalidInput if the bundle is damaged, or if
+    this machine lowers a program to another text than the checking machine did. The error's message names
+    ``path``."""
     from coda_agent.verifier.stages import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()

@@ -30,8 +30,8 @@ class FilePieces:
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: MeasureOptions, *more: str) -> FilePieces:
-        """The store for the stages of one measurement. The name of its folder contains a hash of everything
-        that the stages depend on: the kernel's identity, the options, and ``more``."""
+        """The store for the stages of one measurement. The name of the store's folder contains a hash of
+        everything that the stages depend on: the kernel's identity, the options, and ``more``."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
@@ -69,11 +69,11 @@ class FilePieces:
 def resumed(
     options: MeasureOptions, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Checkpoint]]:
-    """Yield a function that returns the store for the stages of a kernel's measurement on this GPU. The
-    function first locks the GPU against other coda-agent commands. Finished stages of an interrupted
-    measurement are reused; with ``again``, they are deleted first. If the block raises an exception, the
-    stages are kept. Otherwise the stages are deleted after the block, because the next measurement draws its
-    own inputs."""
+    """Yield a function that takes a kernel's identity, and returns a store for the stages of the kernel's
+    measurement. The function first locks the GPU against other coda-agent commands. The store has the
+    finished stages of an interrupted measurement on this GPU; with ``again``, the stages are deleted
+    first. If the block raises an exception, the stages are kept. Otherwise the stages are deleted after the
+    block, because the next measurement draws its own inputs."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

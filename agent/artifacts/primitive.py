@@ -234,8 +234,8 @@ def latest(name: str) -> str:
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     """Write a patch that adds a primitive to the vocabulary, with the code of the primitive's last run.
-    Return the patch's path, the run's outcome, and a message. The message lists the missing parts of the
-    primitive's page, which is the docstring that prompts show. Raises InvalidInput."""
+    Return the patch's path, the run's outcome, and a message. A primitive's page is its docstring, which
+    prompts show; the message lists the parts that the page lacks. Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
@@ -257,8 +257,8 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
 
 
 def _computed(report: Accepted | Checked) -> bool:
-    """Whether the run compared numbers with the reference. A run of an early version may lack the
-    comparison."""
+    """Whether the run compared the primitive's results with the reference. A run of an early version of
+    coda-agent may lack this comparison."""
     return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
@@ -272,9 +272,9 @@ def missing_parts(page: str) -> str:
 
 
 def patch(proposal: Proposal, source: str, recording: str = "") -> str:
-    """A unified diff that adds the primitive to the vocabulary, and its run to the recordings. The
-    primitive's functions go into a new module, because a change of an existing module would invalidate the
-    reports of accepted kernels. Raises RawError if the source lacks a required function."""
+    """A unified diff that adds the primitive to the vocabulary, and the ``recording`` of its run to the
+    recordings. The primitive's functions go into a new module, because a change of an existing module would
+    invalidate the reports of accepted kernels. Raises RawError if the source lacks a required function."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
@@ -306,21 +306,21 @@ def _module(proposal: Proposal, source: str, fast: bool) -> str:
 
 
 def _permitted(text: str, name: str) -> str:
-    """The text of the module that lists the permitted imports of edited code, with the new module added."""
+    """Add the primitive's new module to ``text``, the module that lists the imports of edited code."""
     place = text.index('    "primitives.device.values": ')
     return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
 
 
 def _listed(text: str, opening: str, closing: str, name: str) -> str:
-    """The text with ``name`` added to the sorted list that begins at ``opening`` (one name per line)."""
+    """Return the text with ``name`` added to a sorted list. The list stands between ``opening`` and
+    ``closing``, with one name per line."""
     head, begin, rest = text.partition(opening)
     body, end, tail = rest.partition(closing)
     return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
 
 
 def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
-    """The text of the module of elementwise primitives, with the new primitive inserted after the
-    activations."""
+    """Add the new primitive to ``text``, the module of elementwise primitives, after the activations."""
     exact, coarse = proposal.templates(fast)
     given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
     decorator = f"@elementwise({', '.join(given)})"

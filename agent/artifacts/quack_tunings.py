@@ -11,9 +11,10 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
-    """Map each case to the tuned schedules of QuACK's arms, as found in the report of this spec's accepted
-    kernel, or else in the report of its edited code. A report counts only if it used the installed version of
-    QuACK. Without such a report, the result is empty."""
+    """Map each case to the tuned schedules of QuACK's arms. The schedules come from the report of the spec's
+    accepted kernel, or else from the report of that kernel's edited code. A report counts only if it was made
+    for this version of the spec, and with the installed version of QuACK. Without such a report, the result
+    is empty."""
     for edited in (False, True):
         with suppress(accept.KernelError):  # another version of coda-agent wrote the report
             found = accept.read(spec, edited=edited)

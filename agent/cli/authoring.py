@@ -222,7 +222,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
 
 
 def _result_line(past: Past) -> str:
-    """The result of a run that is not the best."""
+    """One line with a run's status, and the reason why the run stopped, if any."""
     words = f"{past.run}: {past.status} {past.why}".rstrip()
     return f"{words}, stopped: {past.stopped}" if past.stopped else words
 
@@ -235,7 +235,7 @@ def _go(
     given: Mapping[str, Any] | None = None,
     provider: Provider | None = None,
 ) -> None:
-    """Author until the run ends, and report the result."""
+    """Continue a run until it ends, and report the result."""
     from coda_agent.agent.reporting import progress, render
     from coda_agent.primitives.lang.ir import OPERATIONS
 

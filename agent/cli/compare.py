@@ -1,4 +1,4 @@
-"""``coda-agent compare``: measure the missing parts of a comparison, and draw it."""
+"""``coda-agent compare``: measure the missing results of a comparison, and draw all its results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
 
 @contextmanager
 def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
-    """Yield the function that measures, on this machine's GPUs or on a Ray cluster."""
+    """Yield a function that measures arms, on this machine's GPUs or on a Ray cluster."""
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, spread
 
@@ -163,8 +163,8 @@ def _columns_starting(name: str) -> list[Column]:
 
 
 def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...]:
-    """The arms of these columns. A quick comparison leaves out slow arms. It also leaves out CODA's own
-    package, unless the columns were ``named``."""
+    """The arms of these columns. A quick comparison leaves out slow arms. If the user has not ``named`` the
+    columns, a quick comparison also leaves out CODA's own package."""
     from coda_agent.comparison.competitors import AUTOTUNED, UPSTREAM
 
     left_out = (*AUTOTUNED, *(() if named else (UPSTREAM,))) if quick else ()
@@ -174,7 +174,8 @@ def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...
 def _measure(
     measure: Callable[..., Results], asked: ComparisonRequest, found: Results, path: Path, *, quiet: bool
 ) -> tuple[Results, Exception | None]:
-    """Measure; return all results so far, and the error that stopped the measurement, if any."""
+    """Measure the requested arms. Return all results so far, and the error that stopped the measurement, or
+    None."""
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed
     from coda_agent.verifier.gpu.worker import WorkerError
@@ -195,8 +196,9 @@ def _measure(
 
 @contextmanager
 def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
-    """Yield two functions, which report progress and new results: in a table on a terminal, otherwise in one
-    line per arm."""
+    """Yield a function that takes progress messages, and a function that takes new results. If ``quiet`` is
+    true, both do nothing. Otherwise, both update a table on a terminal. Without a terminal, the first prints
+    each message as a line, and the second does nothing."""
     from rich.live import Live
 
     from coda_agent.comparison.drawing.terminal import table

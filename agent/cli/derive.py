@@ -120,7 +120,7 @@ def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
 
 
 def _refused(made: Pair) -> str:
-    """Why the derived program fails a gate of the verifier; empty if it passes."""
+    """Why the derived program fails a gate of the verifier; "" if the program passes."""
     from coda_agent.verifier.spec.file import SpecError
     from coda_agent.verifier.verify import check_program
 

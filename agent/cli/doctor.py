@@ -172,7 +172,7 @@ def device() -> Finding:
 
 
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
-    """Check that a GPU that PyTorch can use is a Hopper GPU, because only Hopper runs sm_90a code."""
+    """Check that this GPU is a Hopper GPU, because only Hopper runs sm_90a code."""
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == TARGET.capability:
         return Finding("CUDA device", "ok", detail)

@@ -17,7 +17,8 @@ OK, REJECTED, USAGE, ABSENT, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
-    """Print a report and the next command for ``run``, then exit with the report's status."""
+    """Print a report and the next command for ``run``, then exit: with status 1 if the kernel was rejected,
+    otherwise with 0."""
     from coda_agent.agent.reporting import render
 
     if as_json:

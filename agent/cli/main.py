@@ -114,7 +114,7 @@ def bundle(
     from coda_agent.agent.run.runs import folder
 
     with progress.LiveView(setup.console(False)) as watch:
-        # without duplicates
+        # dict.fromkeys drops runs that were given twice
         made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)
     echo(f"{out}: {len(made.entries)} kernel(s). On the H100: coda-agent measure {out}")
 
@@ -154,7 +154,7 @@ def _measured_bundle(
     if spreads(ray):
         from coda_agent.agent.fleet.bundles import measure as spread
 
-        def heard(name: str) -> Progress:  # several entries run at once; each has its own row
+        def heard(name: str) -> Progress:  # several kernels are measured at once, each with its own row
             return lambda gate, words: watch.gate(name, f"{gate} {words}")
 
         with fleet(ray) as pool:
@@ -282,7 +282,7 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
     shown = shown or setup.run_result(run)
-    opened = runs.reopen(run)  # from here on the run cannot change
+    opened = runs.reopen(run)  # from here on, no other process can change the run
     try:
         outcome = loop.result_of(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):

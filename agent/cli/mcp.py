@@ -185,7 +185,7 @@ class McpTools:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[runs.Run]:
-        """Open a run that this server started. Raises JournalError if another process has it open."""
+        """Open a run that an MCP client authors. Raises JournalError if another process has the run open."""
         with self.alone:
             run = runs.reopen(_existing(name))
             with run.journal:
@@ -217,7 +217,7 @@ class Progress:
 def _loop(
     run: runs.Run, progress: Progress, submission: Submission | None = None, measure: Measure | None = None
 ) -> Loop:
-    """The run's loop, which replays the journal, and makes one more attempt if there is a submission."""
+    """The run's loop. It replays the journal. If there is a submission, it then makes one more attempt."""
     header = run.journal.header
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
@@ -226,7 +226,8 @@ def _loop(
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
-    """Use an author's tool before the run's next answer; return its result."""
+    """Call a tool for the author of a run, and return the tool's result. The call belongs to the turn in
+    which the author prepares the next answer."""
     keys = [event.key for event in run.journal.events()]
     turn = 1 + sum(key.startswith("answer/") for key in keys)
     used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
@@ -235,7 +236,7 @@ def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
 
 
 def _why_closed(run: runs.Run, outcome: Outcome | None) -> str:
-    """Why a run accepts no more sources; empty if it accepts more."""
+    """Why a run accepts no more sources; "" if the run still accepts a source."""
     if outcome is None:
         return ""
     made, limit = outcome.authorship.attempts, run.journal.header["attempts"]

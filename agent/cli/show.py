@@ -140,7 +140,7 @@ def _resources(kernel: Path, source: KernelSource, spec: Spec) -> tuple[Resource
 
 
 def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:
-    """The program of a kernel: traced in the jail from the kernel's source, or read from its program.json."""
+    """Read a kernel's program from its program.json, or trace the kernel's source in the jail."""
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.report import Rejected

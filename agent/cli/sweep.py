@@ -74,7 +74,7 @@ def sweep(
 
     paths = [typed.spec_file(Path(each)) for each in dict.fromkeys(spec)]
     headers: list[dict[str, Any]] = []
-    # report every mistake before anything is written
+    # check all specs and options before any file is written
     for path, loaded in [(path, load(path)) for path in paths]:
         header, _ = setup.new_author(loaded.name, authoring, budget.limits(), None)
         headers.append(
@@ -100,7 +100,7 @@ def resume(
     readmit: Sequence[str] = (),
 ) -> None:
     """Continue a sweep, perhaps on another cluster. The options in ``given`` replace the options of the
-    sweep's runs. ``readmit``: excluded slots to use again."""
+    sweep's runs. ``readmit``: the names of excluded slots (cores or GPUs) to use again."""
     from coda_agent.agent.fleet import sweep as sweeps
 
     made = sweeps.reopen(name)
@@ -114,8 +114,8 @@ def resume(
 
 
 def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:
-    """The executor that the options name. The executor offers no GPUs if ``gpu`` is False, and no cores if
-    ``cores`` is False."""
+    """Return the executor for the Ray cluster ``ray``, or for this machine if ``ray`` is None. The executor
+    offers no GPUs if ``gpu`` is False, and no cores if ``cores`` is False."""
     if ray is not None:
         from coda_agent.agent.fleet.on_ray import OnRay
 
@@ -167,7 +167,7 @@ def _pool(
     *,
     cores: bool = True,
 ) -> Iterator[Pool]:
-    """The pool of the executor that the options name, open during the block."""
+    """Open a pool of slots (cores and GPUs) of ``executor(ray, gpu)``, and close the pool after the block."""
     from coda_agent.agent.fleet.pool import Pool
 
     slots = executor(ray, gpu, cores=cores)
@@ -191,8 +191,8 @@ def spreads(ray: str | None) -> bool:
 
 @contextmanager
 def fleet(ray: str | None) -> Iterator[Pool]:
-    """The GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Waits for the first
-    GPU, for at most ``ALONE`` seconds."""
+    """Open a pool of the GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Before
+    the block, wait at most ``ALONE`` seconds for the first GPU."""
     from coda_agent.agent.fleet.pool import ALONE
 
     def record(kind: str, told: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(BudgetOptions):
-    """The limits of a whole measurement. Each run gets an equal part of each limit. What one run leaves
-    unspent is not given to another run."""
+    """The limits of a whole measurement. Each run gets an equal part of each limit. If a run spends less than
+    its part, no other run gets the difference."""
 
     budget_tokens: Annotated[
         int | None,
@@ -88,7 +88,7 @@ def propose(
     from coda_agent.agent.tips.lessons import learned
 
     found = learned(run)
-    # ask the person, and raise errors, before the log changes
+    # ask the person for lessons, and check them, before the log changes
     given = _ask_lessons(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
@@ -161,14 +161,15 @@ def measure(
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
-        echo(f"{tip.id} {trial}")  # print first, so that nothing is lost if the log cannot be written
+        # print the result first, so that it is not lost if the log cannot be written
+        echo(f"{tip.id} {trial}")
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
 
 
 @contextmanager
 def _told_how_to_go_on() -> Iterator[None]:
-    """Wrap a measurement: if the measurement ends early, print how to continue, and raise the error again."""
+    """If the measurement in the block raises an error, print how to continue the measurement."""
     try:
         yield
     except BaseException:
@@ -201,7 +202,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: RunLimit
 
 
 def _writer(authoring: AuthoringOptions, provider: str) -> str:
-    """The author's name for the log. The log names the author, because a tip may help only some authors."""
+    """The author's name for the log of tips, because a tip may help only some authors."""
     known = authoring.author if providers.provider_spec(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
@@ -221,8 +222,8 @@ def _provider(name: str, specs: list[Path]) -> str:
 
 
 def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
-    """Ask a person for lessons from failures for which the run's author proposed no tip. Raises TipsError if
-    nobody answers."""
+    """Ask a person for a lesson from each failure on which the run's author proposed no tip, or only from the
+    failure ``failed``. Raises TipsError if nobody answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
         with arguments.asking():
@@ -233,8 +234,8 @@ def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
 
 
 def _ask(failure: FixedFailure) -> Lesson | None:
-    """Ask a person for the lesson from one failure; None without an answer, or if the log already has a tip
-    on this failure."""
+    """Ask a person for the lesson from one failure. Return None if the person gives no lesson. If the log
+    already has a tip on this failure, print the tip and return None."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(

@@ -97,7 +97,7 @@ def _of_kernel(kernel: Path, sizes: list[str]) -> list[Bound]:
 
 
 def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
-    """The programs of a patched model with 16-bit weights: for inference and for training, or only for
+    """The programs that a patched model with 16-bit weights calls in inference and in training, or only in
     training if ``training`` is set."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) for text in sizes]
     if not all(found):
@@ -139,7 +139,7 @@ def _read(path: Path) -> Program:
 
 
 def _sizes(program: Program, text: str) -> dict[str, int]:
-    """Parse ``M=128,K=4096``, which must give every dim of the program."""
+    """Parse a text such as ``M=128,K=4096``, which must give one size for every dim of the program."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     found = {name.strip(): int(value) for name, _, value in pairs if value.strip().isdecimal()}
     dims = program.signature.dims
@@ -161,5 +161,5 @@ def _drawn(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         made = torch.zeros if tensor.dtype in INDICES else torch.randn
         drawn[name] = made(shape, device="cuda").to(dtype)
         if not shape:
-            drawn[name].abs_()  # because a scalar such as eps, if negative, makes every result NaN
+            drawn[name].abs_()  # a negative scalar, such as a negative eps, could make every result NaN
     return drawn

@@ -1,4 +1,5 @@
-"""Measure the entries of a bundle on the GPUs of this machine or of a cluster, each entry on one GPU."""
+"""Measure a bundle (a file of checked kernels) on the GPUs of this machine or of a cluster. Each entry of the
+bundle is a kernel, which is measured on one GPU."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def measure(
     pool: Pool,
     progress: Callable[[str], Progress],
 ) -> bundles.BundleResults:
-    """Measure every entry of a bundle, like ``bundle_measuring.measure``, but on the pool's GPUs at the same
-    time. Results are written to ``out`` one by one, in the order of the bundle's entries."""
+    """Measure every entry of a bundle, like ``bundle_measuring.measure``, but use all GPUs of the pool at
+    once. Results are written to ``out`` one by one, in the order of the bundle's entries."""
     checked = [bundle_measuring.verified(path, entry) for entry in bundle.entries]
     done: dict[int, bundles.KernelResult] = {}
-    # equal entries share one folder of stages, so they are measured one after the other
+    # Equal entries store their finished stages in the same folder, so measure them one after the other.
     turns = defaultdict[Path, threading.Lock](threading.Lock)
 
     def whole(entry: bundles.PackedKernel) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def measure(
     def results() -> bundles.BundleResults:
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
-    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:  # one each, because more GPUs may join
+    # one thread per entry, because more GPUs may join
+    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:
         found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(

@@ -2,8 +2,8 @@
 measurements.
 
 An author mostly waits for the network, so one process can drive many runs. A run that loses its slot
-continues from its journal and its stored stages, like a run that was killed. Therefore no answer, verdict or
-finished stage is lost.
+continues from its journal and from the stored stages of its measurement, like a run that was killed.
+Therefore no answer, verdict or finished stage is lost.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import MeasureOptions
 
-SILENCE = 900.0  # work on a core counts as hung after this many seconds without a message; compiling is slow
-MEASURING = 1800.0  # like SILENCE, for work on a GPU; the worker processes of that work have their own limits
+# Work on a core counts as hung after this many seconds without a message. The limit is long, because
+# compiling is slow.
+SILENCE = 900.0
+MEASURING = 1800.0  # like SILENCE, for work on a GPU, which starts processes that have limits of their own
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
 SAME = "gpu"  # the stage that records which GPU a measurement runs on
-VOIDS = 3  # this many invalid measurements of a kernel end its run or bundle entry; resuming measures again
+VOIDS = 3  # a run or bundle entry ends after this many invalid measurements; resuming measures again
 
 
 @dataclass
 class Driver:
-    """One session of a sweep, which is the work of one process after the sweep is started or resumed.
-    ``measuring``: how to measure; None if this session uses no GPU. ``given``: options that replace the runs'
-    own options."""
+    """One session of a sweep: the work of one process that starts or resumes the sweep. ``measuring``: how to
+    measure; None if this session uses no GPU. ``given``: options that replace the runs' own options."""
 
     sweep: Sweep
     pool: Pool
@@ -71,7 +72,7 @@ class Driver:
     limits: RunLimits
     measuring: MeasureOptions | None
     given: Mapping[str, Any] = field(default_factory=dict)
-    now: dict[str, str] = field(default_factory=dict)  # a run's current step, by the run's name
+    now: dict[str, str] = field(default_factory=dict)  # what each run does now, by run
     problems: dict[str, str] = field(default_factory=dict)  # why a run ended early, by the run's name
     ended: list[str] = field(default_factory=list)  # one message per ended run, in order
     began: float = field(default_factory=time.process_time)
@@ -192,8 +193,8 @@ class _OnSlots:
         weak_jail: bool = False,
         progress: Progress = silent,
     ) -> Verdict:
-        """Run the gates that need no GPU. The source is examined on one slot. Its program is compiled on a
-        slot, unless this sweep has already compiled the same program."""
+        """Run the gates that need no GPU. First a slot examines the source. Then a slot compiles the source's
+        program, if this sweep has not yet compiled the same program."""
         pool, name = self.driver.pool, self.run.name
         asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
         asked |= {"schedules": {str(step): s.to_json() for step, s in (schedules or {}).items()}}
@@ -264,7 +265,7 @@ class _Refused(Exception):
 
 
 class Stages(Checkpoint, Protocol):
-    """A store for a measurement's stages that can list the stages."""
+    """A store of a measurement's finished stages. ``known`` returns all stored stages by name."""
 
     def known(self) -> dict[str, dict[str, Any]]: ...
 
@@ -278,8 +279,8 @@ def measured_on(
     progress: Progress,
 ) -> Measurement:
     """Measure an entry on the GPU ``slot``. The slot sends each finished stage, and ``keep`` stores the
-    stage. Tell the pool whether the GPU failed its controls: it measured a difference between equal arms, or
-    missed the planted delay. Raises SlotLost."""
+    stage. Tell the pool whether the GPU failed its controls. A GPU fails its controls if it measures a
+    difference between equal arms, or if it misses the planted delay. Raises SlotLost."""
     began = keep.load(SAME)
     if began is None:
         keep.save(SAME, {"gpu": slot.name})
@@ -306,7 +307,7 @@ def measured_on(
 
 @dataclass
 class _Listener:
-    """A listener that stores a run's current step for the live table."""
+    """A listener that stores what a run does now, for the live table."""
 
     now: dict[str, str]
     run: str

@@ -1,5 +1,5 @@
-"""The interface of an executor, which provides slots. A slot is a core or a GPU, on this machine or another
-machine, that runs pieces of work.
+"""The interface of an executor, which provides slots. A slot is a core or a GPU, on this or another machine.
+Slots run pieces of work.
 
 ``local`` is the executor for this machine, and ``on_ray`` is the executor for a Ray cluster. The pool and the
 driver work with any executor.
@@ -24,14 +24,14 @@ from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
 ROOT = Path(__file__).absolute().parents[2]
-AHEAD = {  # modules that a slot's worker imports early; the keys say whether the slot has no GPU
+AHEAD = {  # modules that a slot's worker imports early; the key is True for a slot without a GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
 }
 
 
 class SlotLost(Exception):
-    """A slot is lost, because its process, node or cluster is gone. The slot's work need not be the cause."""
+    """A slot is lost, because its process, node or cluster is gone. The slot's work need not be to blame."""
 
 
 class ExecutorLost(Absent):
@@ -53,14 +53,14 @@ class Slot(Protocol):
 
 
 class Executor(Protocol):
-    """A provider of slots. Nodes may join and leave at any time, with their slots."""
+    """Provides slots. Nodes may join and leave at any time, with their slots."""
 
     def slots(self) -> Sequence[Slot]:
         """The slots that exist now. Raises ExecutorLost."""
         ...
 
     def refused(self) -> Mapping[str, str]:
-        """Reasons why nodes may not join, by node."""
+        """The nodes that may not join, each with the reason."""
         ...
 
     def close(self) -> None: ...
@@ -74,8 +74,8 @@ def _starter() -> ThreadPoolExecutor:
 
 
 class ProcessSlot:
-    """A slot of this machine. The slot runs its work in a separate process. If the work kills the process, a
-    new process replaces it.
+    """A slot of this machine. The slot runs its work in a separate process. If the process dies, a new
+    process replaces it.
 
     The process gets no API keys, because the work may compile untrusted code. A slot without a GPU sees no
     GPU.
@@ -111,7 +111,7 @@ class ProcessSlot:
 
 
 def usable_gpus() -> list[Gpu]:
-    """The GPUs of this process that can run lowered kernels (GPUs with the capability of ``TARGET``)."""
+    """The GPUs visible to this process that can run lowered kernels: those with ``TARGET``'s capability."""
     from coda_agent.primitives.target import TARGET
 
     return [gpu for gpu in visible_gpus() if gpu.capability == TARGET.capability]
@@ -142,7 +142,7 @@ def _own_hash() -> str:
 
 
 def differing(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """A message that lists the versions in which two nodes differ; "" if all are equal."""
+    """A message that lists the versions in which two nodes differ; "" if all versions are equal."""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     words = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in names

@@ -1,11 +1,11 @@
 """Share compiled objects between the nodes of a fleet, so that no node compiles what another node has
 compiled.
 
-Objects are files in QuACK's cache; a file's name is the hash of everything that it was compiled from. The
-driver's cache receives the objects of all nodes. Each piece of work has a label: the spec's hash, or the
-operator's name. Before a node runs a piece, the driver sends the node the missing objects of earlier work
-with the same label. Slots (cores and GPUs) of one machine share a cache, so they need not send objects to
-each other.
+Objects are files in QuACK's cache. The file name of an object is the hash of everything that the object was
+compiled from. The driver's cache receives the objects of all nodes. Each piece of work has a label: the
+spec's hash, or the operator's name. Before a node runs a piece, the driver looks for objects from earlier
+pieces with the same label. It sends the node the objects that the node lacks. All slots (cores and GPUs) of
+one machine share a cache, so they need not send objects to each other.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 
 NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a marker file without an object
-PATIENCE = 120.0  # seconds to wait for objects to be sent
+PATIENCE = 120.0  # seconds that a slot may take to list, send or receive objects
 
 
 def run_shared(
     pool: Pool, slot: Slot, label: str, task: Task, argument: Any, *, patience: float, progress: Progress
 ) -> dict[str, Any]:
     """Run a task like ``slot.run``. If the fleet has several nodes, first send the slot the objects of
-    earlier work with this label. Afterwards, fetch the new objects."""
+    earlier work with the same ``label``, and afterwards fetch the objects that the task produced."""
     if len({use.slot.node for use in list(pool.uses.values())}) < 2:
         return slot.run(task, argument, patience=patience, progress=progress)
     known = pool.objects.get(label, frozenset())

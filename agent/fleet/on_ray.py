@@ -3,9 +3,9 @@ one actor for each core, and one actor for each GPU.
 
 Ray only provides the cores and GPUs. Ray never restarts an actor and never retries a task. A slot is the core
 or the GPU of an actor. If a slot is lost, the result of its work is discarded, and the driver runs the work
-again under the same key. An actor gives its work to a separate process. While that process works, the actor
-sends heartbeats ("beat"). At the end the actor sends the answer. The driver uses its own clock to time the
-heartbeats, so the nodes' clocks do not matter.
+again. An actor gives its work to a separate process. While that process works, the actor sends heartbeats
+("beat"). At the end the actor sends the answer. The driver uses its own clock to time the heartbeats, so the
+nodes' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Seat:
     def __init__(self, name: str, needs_gpu: bool):
         self.gpu: Gpu | None = None
         if needs_gpu:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets 1 for an actor that reserves no core
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 if an actor reserves no core
             found = usable_gpus()  # Ray has set CUDA_VISIBLE_DEVICES to the GPU of this actor
             if len(found) != 1:
                 raise RuntimeError(
@@ -126,8 +126,8 @@ class RaySlot:
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
 
     def answer(self, stream: Any, progress: Progress) -> dict[str, Any]:
-        """Pass on progress messages, then return the answer. Raises SlotLost if the slot is lost, even if the
-        work was done and only the answer was lost."""
+        """Pass the progress messages to ``progress``, then return the answer. Raises SlotLost if the slot is
+        lost before the answer arrives, even if the slot had finished the work."""
         try:
             for kind, told in self._messages(stream):
                 match kind:
@@ -163,7 +163,7 @@ class RaySlot:
 
 @dataclass
 class _Node:
-    """A node of the cluster, and its state while it joins the fleet."""
+    """A node of the cluster, and how far the node has joined the fleet."""
 
     name: str
     cores: int
@@ -271,7 +271,7 @@ class OnRay:
 
 def _running() -> str | None:
     """The address of the cluster that runs on this machine; None if no cluster answers. Ray itself would try
-    the recorded address of the last cluster for minutes, even if that cluster has died."""
+    the recorded address of the last cluster for minutes, even if that cluster no longer exists."""
     if os.environ.get("RAY_ADDRESS"):
         return "auto"
     with suppress(OSError):
@@ -283,7 +283,7 @@ def _running() -> str | None:
 
 
 def _on(identifier: str) -> dict[str, Any]:
-    """Options for an actor that runs only on this node and is never restarted."""
+    """Options for an actor that runs only on the node ``identifier`` and is never restarted."""
     strategy = NodeAffinitySchedulingStrategy(node_id=identifier, soft=False)
     return {"scheduling_strategy": strategy, "max_restarts": 0, "max_task_retries": 0}
 
@@ -296,7 +296,7 @@ def _nodes() -> list[dict[str, Any]]:
     def ask() -> None:
         try:
             found.put(ray.nodes())
-        except Exception as error:  # Ray's client raises whatever its transport raises
+        except Exception as error:  # Ray's client may raise any error of its transport
             found.put(error)
 
     threading.Thread(target=ask, daemon=True).start()

@@ -1,7 +1,7 @@
 """The pieces of work that slots (cores and GPUs) run: examine a source, compile a program, measure a kernel.
 
-Each piece is a task of ``verifier.gpu.worker``, which takes plain data and returns JSON. An author's Python
-runs only in the sandbox, as everywhere in this project.
+Each piece is a task of ``verifier.gpu.worker``: a function that takes plain data and returns JSON. Python
+that an author wrote runs only in the sandbox, as everywhere in this project.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the compile gate on an examined program. The answer has either the report of a rejection
-    (``rejected``) or the passed gate (``gate``)."""
+    """Run the compile gate on a program that ``examine`` returned. The answer has either the report of a
+    rejection (``rejected``) or the passed gate (``gate``)."""
     from coda_agent.verifier import verify
 
     spec = spec_of(asked["spec"])
@@ -64,8 +64,8 @@ def compile_program(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stages:
-    """The slot's side of a measurement's store of stages. ``load`` reads stages that earlier attempts
-    finished, and ``save`` sends a new stage to the driver."""
+    """A store of a measurement's finished stages, for use on the slot. ``load`` returns a stage that an
+    earlier, interrupted measurement finished. ``save`` sends a new stage to the driver, which stores it."""
 
     def __init__(self, known: dict[str, dict[str, Any]]):
         self._known = known
@@ -77,7 +77,7 @@ class _Stages:
         report(STAGE, json.dumps([piece, found]))
 
 
-_ahead: list[Worker] = []  # workers for this slot's next measurement, started early to import modules
+_ahead: list[Worker] = []  # this slot's workers for the next measurement, which already import modules
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Lease the slots (cores and GPUs) of an executor. Each piece of work gets one slot, and each slot has one
+"""Lease the slots (cores and GPUs) of an executor. Each piece of work gets one slot, and each slot runs one
 piece at a time.
 
-If a slot is lost, its piece starts over on another slot. Leases are recorded by the driver's clock, so the
-clocks of other machines do not matter.
+If a slot is lost, its piece starts over on another slot. The driver's clock times the leases, so the clocks
+of other machines do not matter.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 TICK = 0.5  # seconds between two reads of the executor's slots
 # seconds to wait for a core or GPU if the fleet has none, for example because nodes are still joining
 ALONE = 600.0
-INVALID = 2  # this many failures of its controls in a row exclude a GPU; a single failure may be noise
-LOSSES = 5  # after losing this many slots, a piece of work is given up
+INVALID = 2  # a GPU that fails its controls this often in a row is excluded; one failure may be noise
+LOSSES = 5  # a piece of work is given up after it loses this many slots
 
 Record = Callable[[str, dict[str, Any]], None]  # takes an event's kind and payload
 
 
 class GivenUp(Absent):
-    """A piece lost too many slots, failed twice, or has no slot left to run on."""
+    """A piece of work is given up: it lost too many slots, failed twice, or has no slot left to run on."""
 
 
 class Suspect(Exception):
-    """A piece failed for the first time, and no kernel caused the failure. The piece starts over, if possible
-    on another node."""
+    """A piece of work failed for the first time, and no kernel caused the failure. The piece starts over, if
+    possible on another node."""
 
 
 @dataclass
@@ -54,9 +54,10 @@ class SlotState:
 class Pool:
     """The slots of one driver.
 
-    ``left_out``: excluded slots with reasons, possibly from an earlier driver. ``kind``: the GPU model that
-    measures, by default the model of the first GPU. Other models are excluded, because times on two models
-    cannot be compared. ``objects``: the names of compiled objects by label (``agent.fleet.objects``).
+    ``left_out``: the excluded slots, each with the reason; an earlier driver of the sweep may have excluded
+    them. ``kind``: the GPU model to measure on, by default the model of the first GPU. Other models are
+    excluded, because times on two models cannot be compared. ``objects``: the names of compiled objects, by
+    the label of the work that compiled them (``agent.fleet.objects``).
     """
 
     executor: Executor
@@ -96,11 +97,11 @@ class Pool:
     def lease(
         self, gpu: bool, piece: str, deadline: float | None = None, *, prefer: str = ""
     ) -> Iterator[Slot]:
-        """Hold a slot during the block: a GPU or a core, and the slot named ``prefer`` if that slot is free.
-        Requests are served in their order. Raises TimeoutError if no slot is free at ``deadline``. Raises
-        GivenUp if the pool is closed, or has had no such slot for ``ALONE`` seconds. If the block fails and
-        no kernel caused the failure, raises Suspect for the piece's first failure, and GivenUp for the
-        second."""
+        """Hold a slot during the block: a GPU if ``gpu`` is true, else a core. If the slot named ``prefer``
+        is free, take that slot. Requests are served in their order. Raises TimeoutError if no slot is free at
+        ``deadline``. Raises GivenUp if the pool is closed, or if the pool has had no GPU (or no core) for
+        ``ALONE`` seconds. If the block fails and no kernel caused the failure, raises Suspect for the piece's
+        first failure, and GivenUp for the second."""
         asked = self.clock()
         use = self._take(gpu, piece, deadline, prefer)
         outcome = "void"
@@ -127,8 +128,8 @@ class Pool:
     def run(
         self, piece: str, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """Run a piece on a core. The piece starts over if its slot is lost. The piece also starts over, once,
-        if its process dies or falls silent, because the machine may be the cause. Raises Lost if the piece
+        """Run a piece on a core. The piece starts over if its slot is lost. If the piece's process dies or
+        hangs, the piece starts over once, because the machine may be the cause. Raises Lost if the piece
         hangs twice, and GivenUp if the piece fails twice in another way."""
         for lost in range(LOSSES):
             try:
@@ -186,7 +187,8 @@ class Pool:
                     self._changed.notify_all()  # so that the next request takes its turn
                     return use
                 if not use and piece in self._suspects and queue[0] is turn:
-                    queue.append(queue.pop(0))  # serve other requests while this one waits for another node
+                    # this request waits for a slot on another node; meanwhile serve the other requests
+                    queue.append(queue.pop(0))
                 lonely = time.monotonic() + ALONE if able else lonely
                 if time.monotonic() >= lonely:
                     raise GivenUp(self._alone("GPU" if gpu else "core"))

@@ -30,7 +30,7 @@ NAME = re.compile(r"sweep-\d{8}-\d{6}(-\d+)?")
 
 @dataclass
 class Sweep:
-    """A sweep that this process has open. Meanwhile, no other process can open the same sweep."""
+    """A sweep that is open in this process. Until it is closed, no other process can open the same sweep."""
 
     name: str
     journal: Journal
@@ -101,7 +101,7 @@ class Sweep:
 
 
 def members(events: Sequence[Event]) -> list[str]:
-    """The runs that a sweep's events name."""
+    """The names of the runs in a sweep's events."""
     return [event.payload["run"] for event in events if event.kind == "run"]
 
 
@@ -122,7 +122,7 @@ def create(header: Mapping[str, Any]) -> Sweep:
 
 
 def reopen(name: str) -> Sweep:
-    """Open a sweep. Raises JournalError if another driver has it open."""
+    """Open a sweep. Raises JournalError if the sweep is open in another process."""
     name = Path(name).name
     journal = Journal.open(runs.runs_dir() / name / JOURNAL)
     sessions = [event.payload.get("session", 0) for event in journal.events()]
@@ -138,7 +138,7 @@ def read(name: str) -> tuple[dict[str, Any], list[Event]]:
 
 
 def compile_key(spec_hash: str, program: Program) -> str:
-    """The journal's key for compiling a program: a hash of the program with its schedules, and of the spec,
-    because the spec's cases fix static sizes."""
+    """The journal's key for the compilation of a program. The key is a hash of the program, its schedules and
+    the spec. It includes the spec, because the spec's cases fix static sizes."""
     what = json.dumps([spec_hash, program.to_json()])
     return f"compile/{hashlib.sha256(what.encode()).hexdigest()}"

@@ -1,8 +1,8 @@
 """Assemble the prompt.
 
-The system text is a stable prefix: rules, the vocabulary's docstrings, examples and tips. The task is the
-spec. The prefix contains nothing derived from the spec: the examples are other operators, and tips learned
-from this spec are left out. The whole prompt fits a token budget.
+The prompt begins with the system text, a stable prefix: rules, the vocabulary's docstrings, examples and
+tips. The task, which contains the spec, follows. Nothing in the prefix is derived from the spec: the examples
+show other operators, and tips learned from this spec are left out. The whole prompt fits a token budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the whole prompt, and the task's share of them
+BUDGET, TASK_BUDGET = 25_000, 3_000  # limits in tokens: the whole prompt, and the task as a part of it
 # parts of a spec that an example does not need
 INIT = re.compile(r", +(init: \{([^{}]|\{[^{}]*\})*\}|domain: \w+)")
 CHARACTERS_A_TOKEN = 3.5  # an estimate for these prompts, which are English, YAML and Python
@@ -99,8 +99,8 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # First drop tips that exceed the budget, then the spec's own tips. Because of this order, most specs
-    # share one prefix.
+    # First select the tips that fit the budget; this selection is the same for every spec. Then leave out
+    # tips learned from this spec. Because few specs have such tips, most specs share one prefix.
     shared = fitting(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = fitting((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:

@@ -9,7 +9,7 @@ from textwrap import fill
 from coda_agent import primitives
 
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
-FORM = re.compile(  # a primitive's docstring, with its paragraphs unwrapped
+FORM = re.compile(  # a primitive's docstring, with each paragraph joined to one line
     r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
     r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
     re.DOTALL,
@@ -22,7 +22,7 @@ UNIT = re.compile(r"( an)? instructions? an element|(?<=\d) of them")
 
 
 def formed(docstring: str) -> re.Match[str] | None:
-    """The parts of a docstring; None if the docstring is not in ``FORM``."""
+    """The parts of a docstring; None if the docstring does not match ``FORM``."""
     return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", docstring))
 
 

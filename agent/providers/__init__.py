@@ -1,7 +1,7 @@
-"""Providers give an author's answers, for example through a model's API. Each provider is one file, with a
-class that has one method, ``next_turn``.
+"""Providers get answers from an author, for example through a model's API. Each provider is one file, with a
+class whose method ``next_turn`` returns the next answer.
 
-A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
+``next_turn`` takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
 Each file in this package that exports a `SPEC` is a provider; no other list of providers exists.
 """
 
@@ -58,7 +58,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that an author may use before it answers. ``schema`` is the JSON Schema of the tool's input."""
+    """A tool that an author may use before answering. ``schema`` is the JSON Schema of the tool's input."""
 
     name: str
     description: str
@@ -119,8 +119,8 @@ class Turn:
     dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event. The dollars are left out, because another event records
-        them."""
+        """The payload of a journal's "answer" event. The dollars are left out, because the budget's ledger
+        adds them to the event."""
         told = {key: value for key, value in asdict(self).items() if key != "dollars"}
         return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
@@ -135,8 +135,8 @@ class Turn:
 
 class Charge(Protocol):
     """The tokens and dollars reserved for one request. If the request succeeds, the turn's usage replaces the
-    reservation. If the request fails, its cost may be unknown; then the whole reservation counts as spent.
-    ``settle`` states the cost of a failed request. ``dollars``: as in Turn."""
+    reservation. If the request fails, call ``settle`` with its cost. If that cost is unknown, do not call
+    ``settle``; then the whole reservation counts as spent. ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
@@ -147,8 +147,8 @@ class Charge(Protocol):
 
 
 class Meter(Protocol):
-    """Reserves the cost of each request, including requests that fail or are repeated. ``model`` is "" if
-    the model is unknown until the answer arrives; then only tokens are reserved."""
+    """Reserves the cost of each request. Failed and repeated requests have reservations of their own.
+    ``model`` is "" if the model is unknown until the answer arrives; then only tokens are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -177,10 +177,11 @@ class Question:
     """A question to a provider. The answer is the turn that follows `messages`.
 
     `system` is the prompt's stable prefix, which is equal in every question of a run, so that the provider
-    can cache the prefix. `tools` are offered to providers that support tools. `meter` accounts for the cost;
-    a provider that cannot see token counts ignores the meter. `say` receives text as it arrives, for a person
-    to watch. `deadline`: the time by `time.monotonic` at which a provider without an answer raises
-    ProviderError. `run`: the run's folder, which has the run's name.
+    can cache the prefix. `tools` are the tools that the author may use, if the provider supports tools.
+    `meter` accounts for the cost; a provider that cannot see token counts ignores the meter. `say` receives
+    the answer's text as it arrives, to show the text to a person. `deadline`: the time, by `time.monotonic`,
+    at which the provider raises ProviderError if it has no answer yet. `run`: the run's folder, which has the
+    run's name.
     """
 
     system: str
@@ -220,32 +221,33 @@ class ProviderError(Absent):
 
 @cache
 def specs() -> Mapping[str, ProviderSpec]:
-    """The specs of all providers by name, in alphabetical order."""
+    """The descriptions (``SPEC``) of all providers by name, in alphabetical order."""
     modules = (importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__))
     found: list[ProviderSpec] = [module.SPEC for module in modules if hasattr(module, "SPEC")]
     return {spec.name: spec for spec in sorted(found, key=lambda spec: spec.name)}
 
 
 def provider_spec(name: str) -> ProviderSpec:
-    """The spec of the provider called `name`. Raises ProviderError for an unknown name."""
+    """The description (``SPEC``) of the provider called `name`. Raises ProviderError for an unknown name."""
     if name not in specs():
         raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(specs())}")
     return specs()[name]
 
 
 def automatic() -> list[tuple[str, Auto]]:
-    """The providers that `auto` chooses from, with their rules, in order of preference."""
+    """The providers that ``--provider auto`` chooses from, each with its rule, in order of preference."""
     found = [(spec.name, spec.auto) for spec in specs().values() if spec.auto]
     return sorted(found, key=lambda choice: choice[1].rank)
 
 
 def used_by(option: str) -> list[str]:
-    """The names of the providers that use an option such as "--model"; empty if all providers use it."""
+    """The names of the providers that use an option such as "--model". The list is empty for an option that
+    no provider lists, because all providers use such an option."""
     return [spec.name for spec in specs().values() if option in spec.options]
 
 
 def make(name: str, **options: Any) -> Provider:
-    """Create the provider called `name`. `options` are the keyword arguments of its class.
+    """Create the provider called `name`. `options` are the keyword arguments of the provider's class.
 
     Raises ProviderError for an unknown name, a missing package, or options that the provider rejects.
     """

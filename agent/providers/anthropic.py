@@ -1,11 +1,11 @@
 """Ask Claude through Anthropic's SDK, with streaming.
 
 This module handles all faults itself. The SDK's own retries are off, because they would obey a Retry-After of
-an hour, and would not cover a stream that has begun. After a transient fault, the request is repeated until
-patience ends. Transient faults are: no connection; status 408, 409, 429 or 5xx; an overload inside the
-stream; and a stream that breaks, stalls, never ends or ends early. If a failed request may have cost
-something, or if an answer is empty, there are only a few retries. Other faults (a wrong key or model, an
-answer cut at max_tokens, a refusal) are raised at once with a remedy.
+an hour, and would not cover a stream that has begun. After a transient fault, the request is repeated for the
+time that ``Patience`` allows. Transient faults are: no connection; status 408, 409, 429 or 5xx; an overload
+inside the stream; and a stream that breaks, stalls, never ends or ends early. There are only a few retries
+after an empty answer, or after failed requests that may have cost something. Other faults (a wrong key or
+model, an answer cut at max_tokens, a refusal) are raised at once with a remedy.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Anthropic:
 
     `model` defaults to the environment's CODA_AGENT_MODEL, or else to DEFAULT_MODEL. `max_tokens` limits one
     answer, including thinking. `effort` and `thinking=False` are for models that accept these settings.
-    `api_key` defaults to the environment's ANTHROPIC_API_KEY. `timeout`: seconds of silence that count as a
-    stall. `answer_time`: seconds for a whole answer. `patience`: how long to retry after transient faults.
+    `api_key` defaults to the environment's ANTHROPIC_API_KEY. `timeout`: a stream counts as stalled after
+    this many seconds of silence. `answer_time`: the limit on the seconds of a whole answer. `patience`: how
+    long to retry after transient faults.
     Raises ProviderError if there is no key.
     """
 
@@ -93,8 +94,8 @@ class Anthropic:
         self._client = anthropic.Anthropic(api_key=key, base_url=base_url, max_retries=0)
 
     def next_turn(self, question: Question) -> Turn:
-        """Return one complete answer. Raises ProviderError for the faults in this module's docstring and at
-        the question's deadline. Raises OutOfBudget if the meter has too little left for an answer."""
+        """Return one complete answer. Raises ProviderError after the faults that the module's docstring
+        names, and at the question's deadline. Raises OutOfBudget if the budget has too little left."""
         self._learn()
         request = self._request(question)
         read = self._count(request)
@@ -130,7 +131,7 @@ class Anthropic:
 
     def _learn(self) -> None:
         """Ask the API once for the model's capabilities, because the API refuses a request for thinking if
-        the model cannot think. If the API does not describe the model, nothing changes."""
+        the model cannot think. If the API does not describe the model, keep the settings."""
         if self._learned:
             return
         import anthropic
@@ -144,8 +145,8 @@ class Anthropic:
             self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
 
     def _count(self, request: dict[str, Any]) -> int:
-        """The number of a request's tokens, as counted by the API; an upper bound if the API fails to
-        count."""
+        """The number of a request's tokens, as counted by the API. If the API fails to count, the result is
+        an upper bound."""
         import anthropic
         import httpx2
 
@@ -180,7 +181,7 @@ class Anthropic:
             if stream is None:  # the API refused the request before the stream began
                 charge.settle(Usage())
             return replace(_status_fault(error), unknown=stream is not None)
-        # this error is raised before the stream begins; its message does not state the cause
+        # raised before the stream begins; the error's own message does not state the cause
         except anthropic.APIConnectionError as error:
             sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
             if sent_none:
@@ -195,8 +196,8 @@ class Anthropic:
             return _broken(f"the stream is malformed: {error}")
 
     def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
-        """Convert a message to a turn. If the message is not a whole answer, return a fault; if the budget
-        had lowered the limit at which the answer was cut, return OutOfBudget."""
+        """Convert a message to a turn. If the message is not a whole answer, return a fault. If the answer
+        was cut at its token limit, and the budget had lowered this limit, return OutOfBudget."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = tuple(ToolCall(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
@@ -234,8 +235,8 @@ class Anthropic:
         return Turn.from_json(self._scrub.data(turn.to_json()))
 
     def _kept(self, message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
-        """An answer's blocks, as the next request must repeat them. Signed thinking must not be changed, so a
-        block of thinking that contains the API key is left out."""
+        """An answer's blocks, as the next request must repeat them. The API key cannot be scrubbed from
+        signed thinking, which must not change. So a block of thinking that contains the key is left out."""
         return tuple(
             {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
             for block in message.content
@@ -245,8 +246,8 @@ class Anthropic:
         )
 
     def _remark(self, turn: Turn, question: Question) -> None:
-        """Tell the user once if caching has no effect, because the API does not report this as an error. The
-        first answer only fills the cache and is not judged."""
+        """Tell the user once if caching has no effect, because the API reports no error in this case. The
+        first answer is not judged, because it only fills the cache."""
         cached = turn.usage.cache_read_tokens or turn.usage.cache_write_tokens
         if question.number > 1 and not cached and not self._remarked:
             self._remarked = True
@@ -299,7 +300,7 @@ def _drain(stream: MessageStream[None], heard: ScrubbedStream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # a generator, because this ``except`` must not catch errors of the loop over the events
+    # a generator, so that this ``except`` catches no errors of the loop that uses the events
     try:
         yield from stream
     except _MALFORMED as error:

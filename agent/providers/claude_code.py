@@ -1,17 +1,18 @@
 """Ask Claude through the `claude` command line, without its interactive mode. A subscription is enough.
 
-Each turn is one process, which gets the whole conversation and keeps no session. So a run can be resumed on
-any machine. The process has no access to the command's tools, settings or files. The process starts in an
-empty directory and answers with text. The command adds the model's name, the platform, the directory's path
-and the date to the prompt. ANTHROPIC_API_KEY is withheld, because with this key the command would charge the
-key's account instead of the subscription. The model uses the loop's tools by writing blocks of code in its
-text. So each request is a turn, with its own reservation and record.
+Each request starts the command once. The command gets the whole conversation and keeps no session, so a run
+can be resumed on any machine. The command may not use its own tools, the user's settings, or files named in
+the prompt. The command runs in an empty directory and answers with text. It adds the model's name, the
+platform, the directory's path and the date to the prompt. ANTHROPIC_API_KEY is withheld, because with this
+key the command would charge the key's account instead of the subscription. To use tools of the authoring
+loop, the model writes blocks of code in its answer. So each request is a turn, with its own reservation and
+record.
 
 Each turn first reserves its estimated cost. When the command ends, it reports its cost in tokens and US
 dollars. A turn that is killed or breaks off is charged its whole reservation. The command's own retries are
-off, so that only the module ``patience`` retries. Two kinds of retry cannot be turned off: up to three
-continuations of an answer that was cut at its limit, and one repetition after an empty answer. The requests
-of these retries are charged without a reservation.
+off, so that only the module ``patience`` retries. Two kinds of retry cannot be turned off. The command
+continues an answer that was cut at its limit, up to three times. It also repeats a request once after an
+empty answer. The requests of these retries are charged without a reservation.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SET = {
     "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
     "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # otherwise the command falls back to another model
 }
-WORDS = 400  # limit on the characters of the command's output that an error message quotes
+WORDS = 400  # an error message quotes at most this many characters of the command's output
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
@@ -102,9 +103,9 @@ class ClaudeCode:
         self._patience = patience or Patience()
 
     def next_turn(self, question: Question) -> Turn:
-        """Return the command's whole answer. Raises ProviderError if the command is logged out or refuses.
-        Also raises ProviderError when patience or the deadline ends without a whole answer. Raises
-        OutOfBudget if the budget does not suffice for an answer."""
+        """Return the command's whole answer. Raises ProviderError if the command is logged out, or if the
+        model refuses. Also raises ProviderError if there is no whole answer when the time for retries ends or
+        at the question's deadline. Raises OutOfBudget if the budget does not suffice for an answer."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if is_priced(self._model) else ""
@@ -123,7 +124,7 @@ class ClaudeCode:
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
         """Make one request, and kill it after ``seconds``. A failed request is charged at its cost if the
-        cost is known."""
+        cost is known, and otherwise at its whole reservation."""
         # Cleanup can fail, because the command's processes may still write to this folder. Ignore the error,
         # so that the answer is not lost.
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
@@ -150,8 +151,9 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """The error for an answer that reached its token limit; None for other answers. At the limit the
-        command itself asks for a continuation, which may not fit the answer's beginning."""
+        """The error for an answer that reached its token limit; None for other answers. At the limit, the
+        command itself asks the model to continue. Such an answer is not used, because the continuation may
+        not agree with the beginning."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
@@ -163,7 +165,7 @@ class ClaudeCode:
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
     ) -> tuple[int | None, str, str]:
         """Run one request for at most ``most`` tokens. Return the command's exit status (None if ``seconds``
-        ran out), its output and its error output. None of the command's processes keeps running."""
+        ran out), its output and its error output. Afterwards, no process of the command is running."""
         prefix = scratch / "system"
         # as a file, because the text may be too long for an argument
         prefix.write_text(system, encoding="utf-8")
@@ -203,7 +205,7 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
 
 
 def _example(tool: Tool) -> str:
-    """The code block that calls a tool, with the tool's only argument, or with one line per argument."""
+    """The code block that calls a tool. It has the tool's only argument, or one line per argument."""
     arguments = {name: schema["description"] for name, schema in tool.schema["properties"].items()}
     if len(arguments) == 1:
         body = next(iter(arguments.values()))
@@ -268,7 +270,7 @@ def _json(line: str) -> Any:
 
 
 def _nested(found: Any, *names: str) -> Any:
-    """The value at this path of names in nested objects; None if it is missing."""
+    """The value at the path ``names`` in nested objects; None if there is no such value."""
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found
@@ -286,8 +288,8 @@ def _logged_out(told: str) -> bool:
 
 def _is_known(said: Said, told: str) -> bool:
     """Whether the cost of a failed request is known. If a response broke off, the cost is unknown, because
-    the summary omits or guesses that response's cost. If no response began, the cost is known only if the API
-    refused or never received the request: it is zero."""
+    the summary omits or guesses that response's cost. If no response began, the cost is known in two cases:
+    the cost is zero if the API refused the request, or never received it."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)
@@ -295,7 +297,7 @@ def _is_known(said: Said, told: str) -> bool:
 
 
 def _fault(status: int, said: Said, told: str) -> Fault | None:
-    """The fault if the command gave no whole answer, otherwise None."""
+    """The fault of a command that gave no whole answer; None for a whole answer."""
     answer, code = said.result, said.result.get("api_error_status")
     if status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
         if code in (None, 401, 403) and _logged_out(told):
@@ -328,8 +330,8 @@ def _token_counts(found: Any, names: Sequence[str]) -> Usage:
 
 
 def _dollars(answer: Mapping[str, Any]) -> float | None:
-    """The cost that the summary states, or else the cost computed from each model's tokens and price; None if
-    a model's price is unknown too."""
+    """The cost that the summary states. If the summary states no cost, compute it from each model's tokens
+    and price; None if a model's price is unknown."""
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)
@@ -374,7 +376,7 @@ SPEC = ProviderSpec(
     options=("--model", "--max-tokens", "--time-limit"),
     package="coda-agent[author]",
     objection=_objection,
-    check=lambda: finding.program(  # only a request shows whether the command is logged in
+    check=lambda: finding.program(  # does not check the login, which only a request can show
         "claude command",
         "claude",
         "no --provider claude-code",

@@ -36,8 +36,8 @@ class Handoff:
     `handoff` in the run's folder.
 
     `author` names the author in reports. The other parameters are in seconds. `time_limit` limits the wait
-    for one answer. `settle`: how long an answer without END must stay unchanged. `patience`: how long an
-    answer that also looks unfinished must stay unchanged. `poll`: the time between two looks at the file.
+    for one answer. `settle`: how long an answer without END must stay unchanged. `patience`: the same for an
+    answer without END that looks unfinished. `poll`: the time between two looks at the file.
     """
 
     name = "handoff"
@@ -221,7 +221,8 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _without_instructions(prompt: str) -> str:
-    """A prompt without its instructions on how to answer, because these differ between versions."""
+    """A prompt without its instructions on how to answer, because these instructions differ between
+    versions."""
     return prompt.partition(HOW)[0]
 
 

@@ -12,8 +12,8 @@ NAME = "mcp"
 
 @dataclass
 class Submission:
-    """A provider of one ``answer``, which the client submitted before the loop asks; "" if the client
-    submitted no answer. ``taken``: whether the loop has read the answer."""
+    """A provider with one answer, which the client submitted before the loop asks for a turn. ``answer`` is
+    "" if the client submitted no answer. ``taken``: whether the loop has read the answer."""
 
     answer: str = ""
     author: str = NAME
@@ -21,8 +21,8 @@ class Submission:
     name: str = NAME
 
     def next_turn(self, question: Question) -> Turn:
-        """Return the answer. Its cost counts as zero, because only the client knows it. Raises ProviderError
-        if there is no answer."""
+        """Return the answer. Its cost counts as zero, because only the client knows the cost. Raises
+        ProviderError if there is no answer."""
         if not self.answer:
             raise ProviderError("the author of this run is an MCP client", "let it verify another source")
         self.taken = True

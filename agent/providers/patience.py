@@ -2,7 +2,7 @@
 
 Outages last from seconds to hours, and runs continue overnight without a person. So retries of a transient
 fault are limited by time, not by number. Permanent faults are raised at once. The total time of a stream is
-limited too. A read timeout is not enough, because the API's pings can keep a stream without content open.
+limited too. A read timeout is not enough, because the API's pings can keep open a stream that has no content.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ UNKNOWN = 12
 @dataclass(frozen=True)
 class Fault:
     """Why a request gave no answer. `most`: give up the question after this many equal faults. `retry_after`:
-    the seconds that the server asks to wait, or 0. `unknown`: whether the request may have cost an unknown
-    amount."""
+    the wait that the server asks for, in seconds; 0 if it asks for none. `unknown`: whether the request may
+    have cost an unknown amount."""
 
     message: str
     remedy: str
@@ -60,7 +60,7 @@ class Patience:
 class Asking:
     """Counts the requests for one question, and tracks the time that is left.
 
-    `deadline`: when an answer becomes useless, by the patience's clock; None means never.
+    `deadline`: the time from which an answer is useless, by the clock of `patience`; None for no deadline.
     """
 
     def __init__(self, patience: Patience, deadline: float | None):
@@ -74,13 +74,14 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether the time for retries is over. The last wait ends when the time ends, and is followed by one
-        more request."""
+        """Whether the time for retries is over. The last wait ends at the end of this time, and one more
+        request follows."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
         """Sleep before the next request. The wait is ``retry_after``, or the backoff if ``retry_after`` is 0.
-        Patience and the deadline limit the wait. `say` receives the reason and the time."""
+        The limits in `Patience` and the deadline may shorten the wait. `say` receives the reason and the
+        times."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # jitter keeps parallel runs from retrying together
@@ -104,8 +105,8 @@ def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
     """Repeat ``attempt`` until it succeeds, and return its turn. ``attempt`` takes the seconds until the
-    deadline. Raises ProviderError for a permanent fault, after a fault's last retry, when patience ends, and
-    at the question's deadline. Raises OutOfBudget if an attempt returns OutOfBudget."""
+    deadline. Raises ProviderError for a permanent fault, after the last retry that a fault allows, when the
+    time for retries ends, and at the question's deadline. Raises an OutOfBudget that ``attempt`` returns."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)

@@ -2,7 +2,7 @@
 
 The command line, the budgets, ``doctor``, ``--provider auto`` and the header of the journal take all that
 they need from this description. So a new provider needs only one file in this package. ``--help`` imports
-that file, so the file must import its SDK inside the functions that need it.
+that file, so the file must import its SDK inside the functions that use the SDK.
 """
 
 from __future__ import annotations

@@ -57,14 +57,14 @@ STYLE: dict[Any, Any] = {
 }
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, LEFT, RIGHT, ROW, HEAD = 10.0, 2.1, 1.1, 0.27, 0.35  # inches
-_ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
+_ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # the image without the XML header and its DTD
 _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event in the timeline: its row, its kind (a key of COLOURS), and the seconds since the previous
-    event."""
+    """An event in the timeline. ``row``: the label of its row. ``kind``: a key of COLOURS. ``seconds``: the
+    time since the previous event."""
 
     row: str
     kind: str
@@ -178,7 +178,7 @@ def _axes(rows: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def number(value: float) -> str:
-    """Format a number with four digits; no measurement here is more precise."""
+    """Format a number with four digits, because no measurement here is more precise."""
     return f"{value:#.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

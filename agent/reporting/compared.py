@@ -26,8 +26,8 @@ __all__ = ["as_dict", "members", "write"]
 
 
 def members(given: Sequence[str]) -> list[str]:
-    """Return the names of these runs without duplicates. A single name stands for its whole group of
-    candidates (runs of one spec started together). Raises JournalError."""
+    """Return the names of the runs to compare, without duplicates. A single name stands for its whole group
+    of candidates (runs of one spec that were started together). Raises JournalError."""
     found = list(dict.fromkeys(folder(name).name for name in given))
     if len(found) > 1:
         return found
@@ -36,8 +36,8 @@ def members(given: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """The name of a run's group of candidates: the name of the group's first run. A run that was started
-    alone is a group by itself."""
+    """The name of a run's group of candidates, which is the name of the group's first run. A run that was
+    started alone is a group by itself."""
     try:
         header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
@@ -49,10 +49,9 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     """Write the page of each run and, for several runs, a page that compares them. Return the paths, with the
     comparison first.
 
-    For a single run, ``out`` is the path of its page, by default RUN.html in the run's folder. For several
-    names, ``out`` is the path of the comparison, by default in the first run's folder. The runs' pages go
-    into the same folder as ``out``; without ``out``, into the runs' folders. For one name that stands for a
-    group, ``out`` is the path of the named run's page, and all other pages go into the same folder.
+    For one name, ``out`` is the path of that run's page. For several names, ``out`` is the path of the
+    comparison. All other pages go into the folder of ``out``. Without ``out``, each run's page is RUN.html in
+    the run's folder, and the comparison is in the first run's folder.
 
     Raises JournalError and OSError.
     """
@@ -145,7 +144,7 @@ def _run(run: Account, link: str) -> tuple[str, ...]:
 
 
 def _strategy(header: Mapping[str, Any]) -> str:
-    """A text about a run's strategy."""
+    """A run's strategy as text: its place among the candidates, its attempts and its improvement rounds."""
     place = f"{header['candidate']} of {header['candidates']} candidates, " if "candidates" in header else ""
     return f"{place}{header.get('attempts', 1)} attempts, {header.get('improve', 0)} improvement rounds"
 
@@ -171,5 +170,6 @@ def _best(run: Account) -> Attempt | None:
 
 
 def _least(attempt: Attempt) -> float:
-    """An attempt's smallest speedup over the baseline, because every case must reach the spec's threshold."""
+    """An attempt's smallest speedup over the baseline. The smallest counts, because every case must reach the
+    spec's threshold."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)

@@ -1,6 +1,6 @@
 """``coda-agent report``: render a run as one HTML page, without scripts, network access or other files.
 
-A journal contains text that others wrote, mostly a model. ``pages`` escapes all text.
+A journal contains text that models or other people wrote, so ``pages`` escapes all text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timin
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write the page of a run to ``out``, by default RUN.html in the run's folder, and return its path. The
-    run may still be running.
+    """Write the page of a run to ``out``, by default RUN.html in the run's folder. Return the page's path.
+    The run may be unfinished.
 
     Raises JournalError if the run is missing, or if another version of coda-agent wrote the run's journal.
     Raises OSError if a file cannot be read or written.

@@ -1,5 +1,5 @@
-"""Show live progress, one row per run, read from the run's journal. For the run in this process, also show
-its gates and the author's text."""
+"""Show live progress in a table with one row per run, which is read from the run's journal. For the run in
+this process, also show its gates and the author's text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REJECTED = "in parentheses: measured, but not accepted"
 
 
 def table(rows: Iterable[tuple[int, history.Past, str]]) -> Table:
-    """A table with one row per run: its number, name, status, current step and cost, and its best kernel's
-    time, speedup over torch.compile and share of the roofline. Parentheses mark figures of a kernel that was
-    measured but not accepted."""
+    """A table with one row per run. A row has the run's number, name, status, activity and cost, and figures
+    of the run's best kernel: time, speedup over torch.compile and share of the roofline. Parentheses mark
+    figures of a kernel that was measured but not accepted."""
     shown = list(rows)
     rejected = any(past.milliseconds and past.status != "accepted" for _, past, _ in shown)
     made = Table(box=None, pad_edge=False, caption=REJECTED if rejected else None)
@@ -60,7 +60,7 @@ def _cut(words: str, style: str = "") -> Text:
 
 class LiveView:
     """Show the loop's progress: a live view on a terminal, plain lines elsewhere. ``run``: the run whose row
-    comes first."""
+    the live view shows above the gates; "" for no row."""
 
     def __init__(self, console: Console, run: str = ""):
         self.console = console

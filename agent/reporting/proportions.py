@@ -31,9 +31,9 @@ class Difference:
 
 
 def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
-    """The difference d = p₁ - p₂, where p₁ = passed / total and p₂ = others / of, with Newcombe's hybrid
-    score interval (1998, method 10). With the Wilson intervals (l₁, u₁) and (l₂, u₂), the interval reaches
-    from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
+    """The difference d = p₁ - p₂ of p₁ = passed / total and p₂ = others / of, with Newcombe's hybrid score
+    interval (1998, method 10). Let (l₁, u₁) and (l₂, u₂) be the Wilson intervals of p₁ and p₂. The interval
+    of d reaches from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
     p, q = passed / total, others / of
     (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)
     below = ((p - p_low) ** 2 + (q_high - q) ** 2) ** 0.5

@@ -64,9 +64,9 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _choices(interpreted: dict[str, Any]) -> str:
-    """Text about each choice between values (such as relu or maximum). Several runs exercised the choice. For
-    each side, the text shows the percentage of elements that the side decided, in the run with the largest
-    percentage."""
+    """Text about each choice between values (such as relu or maximum). For each side of the choice, the text
+    shows the percentage of elements that took the value of this side. It is the largest percentage over all
+    inputs that the gate tried."""
     return "".join(
         f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
         for choice in interpreted.get("choices", ())  # older reports have no choices
@@ -109,8 +109,8 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
-    """A table of the measured cases. Each row has the candidate's time, and each arm's time divided by the
-    candidate's time, with a confidence interval."""
+    """A table with one row per measured case. A row has the candidate's time. For each other arm, it has that
+    arm's time divided by the candidate's time, with a confidence interval."""
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
     )
@@ -139,7 +139,7 @@ def interval(ratio: Ratio | None) -> str:
 
 
 def rivals(rows: tuple[Timing, ...]) -> list[str]:
-    """Lines about the schedules of QuACK's arms, one per case in which QuACK was measured."""
+    """One line per case in which QuACK was measured, with the schedules of QuACK's arms."""
     return [
         f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
         for t in rows
@@ -181,7 +181,7 @@ def _identity(identity: Identity) -> str:
 
 
 def credits(outcome: Outcome) -> str:
-    """A line that names a kernel's author and gives the numbers of attempts and tokens."""
+    """A line with a kernel's author, run, number of attempts, and numbers of tokens."""
     a, u = outcome.authorship, outcome.usage
     spent = (
         f"tokens {u.given:,} in ({u.cache_read_tokens / u.given:.0%} from the cache), {u.output_tokens:,} out"

@@ -31,8 +31,8 @@ class Round:
 
     @property
     def gain(self) -> dict[str, Ratio]:
-        """By case, the speedup over the previously accepted kernel, if the case timed the two kernels
-        together."""
+        """The speedup over the kernel that was accepted before, by case. A case is left out if it did not
+        time the attempt's kernel together with that kernel."""
         return {t.case: t.ratios[KEPT] for t in self.attempt.timings if KEPT in t.ratios}
 
 

@@ -20,8 +20,8 @@ _UNSEEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u206
 
 
 def visible(text: str) -> str:
-    """Remove terminal colours from ``text``, and escape (``\\u....``) each character that a terminal or page
-    would not show as it is. Escaped JSON keeps its meaning, because JSON defines the same escapes."""
+    """Remove terminal colours from ``text``, and replace each character that a terminal or page would not
+    show by its escape ``\\u....``. Escaped JSON keeps its meaning, because JSON has the same escapes."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", _COLOURS.sub("", text))
 
 
@@ -31,7 +31,7 @@ def echo(text: object, *, err: bool = False, nl: bool = True) -> None:
 
 
 class Commands(TyperGroup):
-    """A group of commands. Usage errors are made ``visible``, because an error may quote a file."""
+    """A group of commands. It makes usage errors ``visible``, because an error may quote a file."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from coda_agent.agent.fleet.driver import Driver
 
 SHOWN = 20  # the live table shows at most this many runs in progress
-# maps the last word in the name of a piece of work to its phase
+# maps the last word of a piece's name, such as "check" in "RUN check", to the piece's phase
 PHASES = {"check": "checking", "compile": "compiling", "measure": "measuring"}
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """The use of a slot over all sessions of a sweep. ``present``: the seconds for which the slot was in the
-    fleet. ``busy``: the seconds for which the slot worked. ``pieces``: the number of pieces of work.
-    ``left``: why the slot left the fleet; "" if it is still there."""
+    """The use of a slot (a core or a GPU) over all sessions of a sweep. ``present``: the seconds for which
+    the slot was in the fleet. ``busy``: the seconds for which the slot worked. ``pieces``: the number of
+    pieces of work that the slot did.
+    ``left``: why the slot left the fleet; "" if the slot is still in the fleet."""
 
     name: str
     kind: str
@@ -81,8 +82,8 @@ def slot_uses(events: Sequence[Event]) -> list[SlotUse]:
 
 
 def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, float, int]]:
-    """Return for each phase its name, seconds of work, seconds of waiting for a slot, and number of pieces of
-    work. ``answering``: the seconds for which runs waited for authors."""
+    """Return one row per phase: its name, the seconds of work, the seconds of waiting for a slot, and the
+    number of pieces of work. ``answering``: the seconds for which runs waited for answers of authors."""
     seconds, waited, pieces = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     for event in events:
         if event.kind == "lease":
@@ -97,7 +98,7 @@ def phases(events: Sequence[Event], answering: float) -> list[tuple[str, float, 
 
 
 def live(driver: Driver, readings: Mapping[str, history.Reading]) -> Group:
-    """A live view of the runs in progress, the number of ended runs by status, and the slots."""
+    """A live view. It shows the runs in progress, the number of ended runs by status, and the slots."""
     from rich.console import Group
     from rich.text import Text
 
@@ -154,8 +155,8 @@ def as_dict(name: str) -> dict[str, Any]:
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write the page of a sweep, and the page of each run into the run's folder. Return the path of the
-    sweep's page: ``out``, or by default a path in the sweep's folder. Raises JournalError and OSError."""
+    """Write the page of a sweep to ``out``, by default in the sweep's folder. Also write the page of each run
+    into that run's folder. Return the path of the sweep's page. Raises JournalError and OSError."""
     header, events = sweep.read(name)
     name = Path(name).name
     path = out or runs.runs_dir() / name / f"{name}.html"

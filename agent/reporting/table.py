@@ -40,13 +40,13 @@ __all__ = ["InvalidInput", "Tables", "read", "success", "write"]
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
-HOST_GOAL = 5.0  # microseconds of host time that a call may take beyond cuBLAS's bare matmuls
+HOST_GOAL = 5.0  # a call's host time may exceed that of cuBLAS's bare matmuls by this many microseconds
 ELSEWHERE = ("comparison", "headline")  # tables that ``comparison.drawing.markdown`` writes
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The reports and rows of all tables, in the order in which the tables show them."""
+    """The reports and rows that the tables show, in the order of the tables."""
 
     reports: tuple[Accepted, ...]
     rows: tuple[MeasuredCase, ...]
@@ -59,9 +59,10 @@ class Tables:
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data. ``success`` has an entry for each number of tries in ``TRIES``: how many runs
-        there are, how many passed within these tries, and the interval of the success rate.
-        ``success_of_specs`` counts only the runs of ``specs/``. Without runs, a mapping is empty."""
+        """The rows as data. ``success`` has an entry for each number of tries in ``TRIES``. An entry has the
+        number of runs, the number of runs that passed within these tries, and the interval of the success
+        rate. ``success_of_specs`` is the same for the runs of ``specs/`` only. If there are no runs to count,
+        ``success`` or ``success_of_specs`` is empty."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -218,8 +219,8 @@ def _by_operator(
 
 
 def _host(reports: Sequence[Accepted]) -> str:
-    """A line that compares the host time of a call with the goal, at the smallest width; "" if no report has
-    host times at this width."""
+    """A line that compares the host time of a call with ``HOST_GOAL``, for the case with the smallest model
+    width, ``WIDTHS[0]``. "" if no report has host times for this case."""
     calls = {
         report.identity.spec: timing.host_microseconds
         for report in reports

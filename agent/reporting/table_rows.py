@@ -99,11 +99,11 @@ class Estimate:
 @dataclass(frozen=True)
 class MeasuredCase:
     """One measured case. Each of ``speedup``, ``autotune``, ``before`` and ``quack`` is the time of a
-    competing implementation over the kernel's time; None if the competitor was not measured. ``speedup``:
-    ``torch.compile``. ``autotune``: ``torch.compile`` with max-autotune. ``before``: the previous kernel, for
-    example before an edit. ``quack``: the fastest of QuACK's implementations, named by ``quack_arm``.
-    ``over_cublas``: the kernel's time over cuBLAS's time. ``roofline``: the roofline's time over the kernel's
-    time."""
+    competing implementation, divided by the kernel's time; None if the competitor was not measured.
+    ``speedup``: ``torch.compile``. ``autotune``: ``torch.compile`` with max-autotune. ``before``: the
+    previous kernel, for example before an edit. ``quack``: the fastest of QuACK's implementations;
+    ``quack_arm`` is its name. ``over_cublas``: the kernel's time divided by cuBLAS's time. ``roofline``: the
+    roofline's time divided by the kernel's time."""
 
     group: str
     operator: str
@@ -121,8 +121,8 @@ class MeasuredCase:
 @dataclass(frozen=True)
 class RunRow:
     """One recorded run. ``drafts``: how many drafts its author checked. ``answers``: how many answers the
-    author gave. ``passed``: the number, from 1, of the first try that passed all gates of the recording
-    machine; None if no try passed. A try is an answer or a failed draft. ``prompt_tokens`` and
+    author gave. ``passed``: the number, from 1, of the first try that passed all gates which the run's
+    machine could run; None if no try passed. A try is an answer or a failed draft. ``prompt_tokens`` and
     ``answer_tokens``: the approximate tokens of the prompt and of all answers. ``tips``: how many tips the
     author proposed. ``accepted``: whether an accepted kernel comes from this run."""
 
@@ -140,13 +140,13 @@ class RunRow:
 
 
 def order(operator: str) -> tuple[int, str]:
-    """A sort key: the place in ``GROUPS``; operators outside ``GROUPS`` come last, by name."""
+    """A sort key for operators: the order of ``GROUPS``, then all other operators by name."""
     return _PLACE.get(operator, len(_PLACE)), operator
 
 
 def case_order(case: str) -> int:
-    """A sort key: the widths of real models come first and decoding comes last; the other cases keep the
-    spec's order."""
+    """A sort key for cases: first the widths of real models, then other cases in the spec's order, and
+    decoding last."""
     return WIDTHS.index(case) if case in WIDTHS else len(WIDTHS) + (case == DECODE)
 
 

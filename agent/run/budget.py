@@ -1,9 +1,9 @@
 """The limits of a run, and its spending. Before a request, its highest possible cost is reserved. After the
-request, the actual cost replaces the reservation: the request is settled.
+request, the actual cost replaces the reservation; the request is then settled.
 
-The journal records every charge, so a killed process loses none. If the usage of a request stays unknown, the
-reservation remains as an uncertain charge. This happens if the request is killed or cut off, or if the answer
-states no usage.
+The journal records every charge, so no charge is lost if the process is killed. The usage of a request may
+stay unknown, because the request was killed or cut off, or because the answer states no usage. Then the
+reservation remains as an uncertain charge.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class OutOfBudget(Refused):
 
 @dataclass(frozen=True)
 class RunLimits:
-    """The limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
-    machine's GPU, and seconds for one command. None means unlimited."""
+    """The limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on a GPU,
+    and seconds for one command. None means unlimited."""
 
     tokens: int | None = None
     dollars: float | None = None
@@ -64,8 +64,8 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Spent:
-    """The spending of a run. ``dollars`` covers only models with a known price. ``tokens`` and ``dollars``
-    include the uncertain tokens and dollars."""
+    """The spending of a run. ``dollars`` covers only requests with a known cost in dollars. ``tokens`` and
+    ``dollars`` include the uncertain tokens and dollars."""
 
     tokens: int = 0
     dollars: float = 0.0
@@ -85,8 +85,8 @@ class Spent:
 
 
 def price(model: str, usage: Usage) -> float | None:
-    """The US dollars that ``usage`` costs, by the table of genai-prices; None for a model that is not in the
-    table."""
+    """The US dollars that ``usage`` costs, according to the package genai-prices. None if the package does
+    not know the model."""
     import genai_prices
 
     counted = genai_prices.Usage(
@@ -119,7 +119,7 @@ def spent(events: Iterable[Event]) -> Spent:
             charges[place] = Spent(tokens, dollars, tokens, dollars)
         elif event.kind in (SETTLED, "answer"):
             usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
-            told = event.kind == SETTLED or usage.total > 0  # if false, the reserved tokens stay charged
+            told = event.kind == SETTLED or usage.total > 0  # if false, the reservation stays charged
             if told or request not in charges:
                 charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
         gpu_seconds += payload.get(GPU_SECONDS, 0.0)
@@ -127,11 +127,11 @@ def spent(events: Iterable[Event]) -> Spent:
 
 
 class Purse:
-    """A budget shared by the runs of a process. Each run has its own ledger.
+    """A budget that the runs of a process share. Each run has its own ledger.
 
-    The runs' journals hold the charges; this object only adds them up. Requests are reserved one after the
-    other, so that all requests in flight together fit the budget. ``began``: when the budget's time started,
-    by ``time.monotonic``.
+    The runs' journals hold the charges; the purse only adds the charges up. Requests are reserved one after
+    the other, so that all requests in flight together fit the budget. ``began``: the time, by
+    ``time.monotonic``, from which the budget's seconds count.
     """
 
     def __init__(self, before: Mapping[str, Spent] | None = None):
@@ -142,14 +142,14 @@ class Purse:
         self._pending: set[str] = set()  # runs with a request in flight
 
     def stop(self, reason: str) -> None:
-        """Allow no further requests and measurements."""
+        """Allow no further requests or measurements, because of ``reason``."""
         with self.turns:
             self.stopped = reason
             self.turns.notify_all()
 
     def total(self, run: str = "", own: Spent | None = None) -> Spent:
-        """The spending of all runs. ``own``: the current spending of ``run``, which replaces the recorded
-        spending of this run."""
+        """The spending of all runs. ``own``: the current spending of the run ``run``, which replaces the
+        spending that the purse has recorded for this run."""
         with self.turns:
             if own is not None:
                 self._spent[run] = own
@@ -175,8 +175,8 @@ class Purse:
 
 @dataclass
 class BudgetLedger:
-    """Reserve and settle one run's requests, and record their cost in the journal. ``turn``: the turn that
-    pays for the requests. ``purse``: a budget that several runs share."""
+    """Reserve and settle one run's requests, and record their cost in the journal. ``turn``: the number of
+    the turn that makes the requests. ``purse``: a budget that several runs share."""
 
     journal: Journal
     limits: RunLimits = RunLimits()
@@ -208,7 +208,8 @@ class BudgetLedger:
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Reserve the cost of a request whose answer has at most ``max_tokens``; return the charge. Raises
         OutOfBudget if too little of the budget is left, or if dollars are limited and ``model`` has no known
-        price. Before raising, waits as long as requests of other runs may return tokens."""
+        price. Before raising, waits while requests of other runs may still return part of their
+        reservation."""
 
         def reserve() -> Charge:
             charge = self._reserve(model, input_tokens, max_tokens)
@@ -219,8 +220,8 @@ class BudgetLedger:
         return self._affordable(reserve)
 
     def _affordable(self, act: Callable[[], T]) -> T:
-        """Return the result of ``act``. If there is a purse and ``act`` raises OutOfBudget, repeat ``act`` as
-        long as requests of other runs may return tokens."""
+        """Return the result of ``act``. If there is a purse and ``act`` raises OutOfBudget, repeat ``act``
+        while requests of other runs may still return part of their reservation."""
         if not self.purse:
             return act()
         with self.purse.turns:
@@ -251,7 +252,7 @@ class BudgetLedger:
         return _Charge(self.journal, place, model, granted)
 
     def answered(self, turn: Turn) -> dict[str, Any]:
-        """The ``dollars`` field for the event of an answer; empty if the cost of the request is unknown."""
+        """The ``dollars`` field to add to the event of an answer; empty if the answer's cost is unknown."""
         told = turn.dollars
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
@@ -274,11 +275,11 @@ class BudgetLedger:
 
     @property
     def deadline(self) -> float | None:
-        """When this command's time ends, by ``time.monotonic``; None means unlimited."""
+        """The time, by ``time.monotonic``, at which this command must end; None means unlimited."""
         return None if self.limits.seconds is None else self.began + self.limits.seconds
 
     def timely(self) -> None:
-        """Raise OutOfBudget if this command's time is up or the purse is closed."""
+        """Raise OutOfBudget if this command's time is up, or if the purse allows no further requests."""
         if self.purse and self.purse.stopped:
             raise OutOfBudget(self.purse.stopped)
         # every provider also receives this deadline
@@ -290,7 +291,7 @@ class BudgetLedger:
         return self._used_up("seconds", time.monotonic() - self.began)
 
     def _requests(self, kind: str) -> int:
-        """The number of this turn's events of a kind."""
+        """The number of journal events of one kind that belong to this turn."""
         return sum(e.key.startswith(f"{kind}/{self.turn}.") for e in self.journal.events())
 
     def _within(self, name: str, value: float) -> None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# The program of a child process. It handles SIGINT, because shells make background processes ignore this
-# signal.
+# The program of a child process. It makes SIGINT raise KeyboardInterrupt, because shells make background
+# processes ignore this signal.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,7 +70,8 @@ class Candidate:
         return EndedCandidate(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
-        """Why a process ended without a verdict. If the disk was full, the journal may lack the reason."""
+        """Why a process ended without a verdict. The process's last line has priority over the journal, which
+        may lack the reason, for example if the disk was full."""
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
@@ -92,8 +93,8 @@ class EndedCandidate:
 
 @contextmanager
 def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
-    """Start one process for each run. A process resumes its run with ``arguments``. All processes end with
-    the ``with`` block."""
+    """Start one process for each run. Each process resumes its run with ``arguments``. All processes are
+    ended at the end of the ``with`` block."""
     with ExitStack() as stack:
         found = []
         for number, name in enumerate(names, 1):

@@ -43,7 +43,7 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # geometric means over the cases of the accepted kernel, or else of the fastest rejected kernel
+    # geometric means over the cases of the accepted kernel; without one, of the fastest rejected kernel
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
     roofline: float | None = None  # fraction of the roofline
@@ -125,7 +125,7 @@ def dollars(spent: Spent) -> str:
 
 @dataclass
 class Reading:
-    """Follows a run's journal as it grows, without reading any event twice."""
+    """Follows a run's journal while it grows. Each event is read only once."""
 
     run: str
     _events: list[Event] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""The durable record of a run. Each step executes once, and its result is committed. A resumed run reads the
-committed results back.
+"""The durable record of a run, from which an interrupted run can continue.
 
-A run is a sequence of keyed steps. If a key has a recorded result, `Journal.once` returns this result;
-otherwise it computes a result and commits it to disk. After a crash or power cut the run starts from the top
-and replays its recorded steps, so it never pays twice for an answer. Only the step in progress is repeated.
+In this module a step is a piece of a run's work, for example a request for an answer. Each step has a key. If
+the result of a key is recorded, `Journal.once` returns this result. Otherwise `once` executes the step and
+commits its result to disk. After a crash or power cut the run starts from the top and reads back the recorded
+results, so it never pays twice for an answer. Only the step in progress is repeated.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Journal(Record):
     @classmethod
     def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
         with _explained(path):
-            # mode=rw never creates a file; with autocommit, each INSERT is on disk when the call returns
+            # mode=rw never creates a file; with autocommit, each INSERT is on disk when its call returns
             uri = f"{path.absolute().as_uri()}?mode=rw"
             # threads may share a journal if they take turns
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -151,8 +151,8 @@ class Journal(Record):
         disk and return this result.
 
         A result is a JSON object. Even the first call returns the result as JSON represents it, so tuples
-        become lists. If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as
-        another kind, and JournalError if the event cannot be written, for example on a full disk.
+        become lists. If `produce` raises, nothing is recorded. Raises ValueError if the recorded result has
+        another kind. Raises JournalError if the event cannot be written, for example on a full disk.
         """
         rows = self._rows(_EVENT_OF, key)
         if not rows:
@@ -195,9 +195,9 @@ class Journal(Record):
 
 
 def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
-    """Read the header and events of a journal that another process may have open. Changes nothing. Only
-    events after event number ``after`` are returned; pass the last number that an earlier, successful read
-    returned, or 0 for all events. Raises JournalError as ``Journal.open`` does."""
+    """Read the header and events of a journal that another process may have open. Changes nothing. ``after``:
+    the number of the last event that an earlier read returned, so that only later events are returned; 0
+    returns all events. Raises JournalError as ``Journal.open`` does."""
     if not path.is_file():
         raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
@@ -224,8 +224,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """Read a journal on a disk that is full or read-only. If the last writer closed the journal, its file is
-    complete and needs no index. Otherwise read a copy of the file and of its log (-wal)."""
+    """Read a journal on a disk that is full or read-only. If the last writer closed the journal, the
+    journal's file is complete and needs no index. Otherwise read a copy of the file and of its log (-wal)."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -248,8 +248,8 @@ def is_open(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # The lock is shared, so that a check does not mistake another check for an owner. `_lock` waits until
-        # such checks have ended.
+        # A check takes a shared lock, so that two checks at the same time do not mistake each other for the
+        # journal's owner. `_lock` waits until all checks have ended.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         # the errors for a lock that another process holds
@@ -341,14 +341,14 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-_ASKED = 0.2  # seconds to wait for the lock; `is_open` always holds it for less time
+_ASKED = 0.2  # seconds to wait for the lock; `is_open` holds the lock for less time
 
 
 def _refuse_leftovers(path: Path) -> None:
     if path.exists():
         raise JournalError(f"{path}: this run already exists; resume it, or choose another name")
     wal = path.with_name(path.name + "-wal")
-    if wal.exists():  # SQLite would apply the old journal's pages to the new one
+    if wal.exists():  # SQLite would apply the old journal's pages to the new journal
         remedy = "remove it too, or choose another name"
         raise JournalError(f"{wal}: left over from a journal that was removed; {remedy}")
 

@@ -1,5 +1,5 @@
-"""The loop of a run: an author writes a kernel, the gates verify it, and the author gets the verdict. The
-loop ends when a kernel is accepted, or when attempts or budget are used up.
+"""The loop of a run: an author writes a kernel, the gates verify the kernel, and the author gets the verdict.
+The loop ends when a kernel is accepted or checked, or when attempts or budget are used up.
 
 The journal records every step. So a run that was killed continues where it stopped, and never asks again for
 an answer that it has received.
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # so many turns in a row may only call tools; one more such turn ends the attempt
+CALLS = 12  # this many turns in a row may call tools without submitting; one more ends the attempt
 
-# Holds a GPU for one measurement. The first argument is called with the reason for waiting. The second
-# argument is the time (by ``time.monotonic``) at which waiting ends with TimeoutError.
+# A function that holds a GPU for one measurement. If it must wait, it calls its first argument with the
+# reason. Its second argument is the time (by ``time.monotonic``) at which waiting ends with TimeoutError.
 Lease = Callable[[Callable[[str], object], float | None], AbstractContextManager[object]]
 
 
@@ -67,7 +67,7 @@ class Listener(Protocol):
 @dataclass(frozen=True)
 class Outcome:
     """The current result of a run: a report, the judged source, the kernel (if the source could be traced),
-    and the usage so far. ``stopped``: why the run ended early, if it did."""
+    and the usage so far. ``stopped``: why the run ended early; "" if the run did not end early."""
 
     report: Accepted | Checked | Rejected
     source: str
@@ -86,8 +86,8 @@ def extract(answer: str) -> str | None:
 class Loop:
     """One run, with its author, its task and its journal.
 
-    ``measure`` runs the GPU gates on this machine. If ``measure`` is None, another machine must measure the
-    checked kernel.
+    ``measure`` runs the GPU gates. If ``measure`` is None, this run only checks kernels, and another command
+    must measure them.
     """
 
     journal: Journal
@@ -98,8 +98,8 @@ class Loop:
     attempts: int = 6
     measure: Measure | None = None
     limits: RunLimits = RunLimits()
-    improve: int = 0  # rounds that try to speed up an accepted kernel
-    purse: Purse | None = None  # only if several runs share the limits
+    improve: int = 0  # number of rounds that try to speed up an accepted kernel
+    purse: Purse | None = None  # None if no other run shares the limits
     gpu: Lease = gpu_alone
 
     def __post_init__(self) -> None:
@@ -109,9 +109,9 @@ class Loop:
     def run(self) -> Outcome:
         """Run until one of these happens: a kernel is accepted and its improvement rounds are over; a kernel
         is checked but not measured here; attempts or budget are used up; the provider fails. In an
-        improvement round, a faster kernel replaces the accepted kernel. Raises ProviderError if the provider
-        fails before a kernel is accepted, OutOfBudget if the budget is used up before the first report, and
-        JournalError."""
+        improvement round, a faster kernel replaces the accepted kernel. Raises JournalError. Raises
+        ProviderError if the provider fails before a kernel is accepted. Raises OutOfBudget if the budget is
+        used up before the first report."""
         first = self.opening()
         last = RunView(self.journal.events()).last
         made = last.number if last else 0
@@ -159,8 +159,9 @@ class Loop:
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
-        """Get the next turn that submits a source, and the results of its other tool calls. Appends to
-        ``messages`` each earlier turn that only used tools, with the results, and then the returned turn."""
+        """Ask for turns until a turn submits a source. Return this turn, and the results of its other tool
+        calls. Append every turn to ``messages``. Before asking again, also append the results of the turn's
+        tool calls. After ``CALLS`` turns that only called tools, return the next turn in any case."""
         for used in range(1 + CALLS):
             say, deadline, run = self.listener.text, self.ledger.deadline, self.journal.path.parent
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline, run)
@@ -201,7 +202,8 @@ class Loop:
         return words
 
     def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
-        """Check the source on this machine. Then measure its kernel here, or use an imported measurement."""
+        """Check the source that a turn submitted. If the source passes, measure its kernel, or use a
+        measurement that was imported."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
         # an author may set schedules only after a kernel was accepted, or when editing an accepted kernel
@@ -236,8 +238,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Interrupt the gates in the ``with`` block when the time is up, and raise OutOfBudget: there is no
-        verdict."""
+        """When the time is up, interrupt the gates in the ``with`` block, and raise OutOfBudget. The attempt
+        then has no verdict."""
         try:
             with until(self.ledger.deadline):
                 yield
@@ -278,7 +280,7 @@ class Loop:
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
-        if isinstance(found, Unmeasured):  # no verdict: the next measurement of the kernel starts over
+        if isinstance(found, Unmeasured):  # no verdict, so the next measurement starts over
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
@@ -303,7 +305,7 @@ def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, A
 
 
 def _same(text: str | None, other: str | None) -> bool:
-    """Whether two edited CuTeDSL texts are equal except for comments and white space, or both None."""
+    """Whether two edited CuTeDSL texts are equal except for comments and white space. Two None are equal."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
@@ -376,6 +378,6 @@ def as_incumbent(outcome: Outcome) -> Incumbent:
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
-    """The author, number and run of an attempt. The run of a replay is the recorded run."""
+    """The author, number and run of an attempt. For a replay, the run is the recorded run."""
     run = journal.header.get("replays") or journal.header["run"]
     return Authorship(author=turn.author, attempts=number, run=str(run))

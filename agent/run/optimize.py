@@ -1,9 +1,9 @@
 """The task of ``coda-agent optimize``: a model edits the CuTeDSL of an accepted kernel, and sees the kernel's
 measurements.
 
-Edited code must compute the same outputs as the kernel's program, and be faster than the kernel from which
-the edit started. The prompt begins with ``cutedsl.md``, which is the same for every run. The kernel to edit
-comes after it.
+Edited code must compute the same outputs as the kernel's program, and must be faster than the original
+kernel. The prompt begins with the text of ``cutedsl.md``, which is the same for every run. The kernel to edit
+follows.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ interval is above 1.
 
 @dataclass(frozen=True)
 class Original:
-    """The kernel that an edit starts from: an accepted kernel, which may itself be an edit, or a derived
-    kernel, which has no report. ``counted``: text about the kernel's hardware counters; "" if no export of
-    the counters exists."""
+    """The kernel that an edit starts from. This is an accepted kernel, edited or not, or the kernel of a
+    derived program. ``report``: None for a derived program. ``counted``: text about the kernel's hardware
+    counters; "" if the kernel has no usable counters."""
 
     kernel: KernelSource
     report: Accepted | None
@@ -68,9 +68,9 @@ class Original:
 
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Original:
-    """The accepted kernel of a spec, by default from generated_kernels/. An accepted edit of the kernel is
-    preferred, unless the unedited kernel was measured later. ``afresh``: use the unedited kernel. Raises
-    Absent if there is no accepted kernel, and KernelError for damaged files."""
+    """The accepted kernel of a spec, by default from generated_kernels/. If the kernel has an accepted edit,
+    return the edit or the unedited kernel, whichever was measured later. ``afresh``: always return the
+    unedited kernel. Raises Absent if there is no accepted kernel, and KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
     edit = None if afresh else accept.read(spec, directory, edited=True)
@@ -85,8 +85,8 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
-    """Text about the hardware counters; "" if there is no export, or if the counters belong to another
-    schedule than the report's."""
+    """Text about the kernel's hardware counters. "" if no file of counters exists, or if the counters were
+    measured with another schedule than the report's."""
     name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -98,7 +98,7 @@ def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
 
 
 def _bare(report: Accepted) -> Accepted:
-    """The report without samples, which a prompt does not need."""
+    """The report without its samples, because a prompt does not need samples."""
     return report.model_copy(
         update={"timings": tuple(t.model_copy(update={"samples": {}}) for t in report.timings)}
     )

@@ -1,8 +1,8 @@
 """Validate a run's journal or export before any other code reads it.
 
 A journal may be damaged, edited by hand or written by another version. Other code reads journals only through
-``glance``, ``opened`` and ``recording``. The returned headers and payloads have the shapes defined below.
-Events of unknown kinds are listed and otherwise ignored.
+``glance``, ``opened`` and ``recording``. The headers and payloads that these functions return have the shapes
+defined below. Events of unknown kinds are returned too, after fewer checks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _known_provider(name: str) -> str:
 
 
 class _Header(_Recorded):
-    """The header of a run, with the options that resuming needs."""
+    """The header of a run, with all options that are needed to resume the run."""
 
     spec_hash: str
     provider: Annotated[str, AfterValidator(_known_provider)]
@@ -292,7 +292,7 @@ def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
 
 
 def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
-    """Raise DamagedError for a program in the journal at ``path`` that does not fit the spec."""
+    """Raise DamagedError if a program in the journal at ``path`` does not fit the spec."""
     for event in events:
         if event.kind in ("report", "base") and event.payload["program"]:
             with _checking(path, event.key):
@@ -353,7 +353,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
 
 
 def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
-    """Raise ValueError or ProgramError for figures that later computations could not use."""
+    """Raise ValueError or ProgramError if later code could not use the report's figures or schedules."""
     for gate in () if isinstance(report, Unmeasured) else report.gates:
         if gate.gate == "compile":
             _KERNELS.validate_python(gate.figures.get("kernels", []))
@@ -368,8 +368,8 @@ def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
 
 @contextmanager
 def _checking(path: Path, place: str) -> Iterator[None]:
-    """In the ``with`` block, check one part of the journal at ``path``. Turns errors into a DamagedError that
-    names the part."""
+    """Run the ``with`` block, which checks one part of the journal at ``path``. If the block raises an error,
+    raise a DamagedError that names the part."""
     try:
         yield
     except ValidationError as error:

@@ -22,7 +22,7 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError
 
-# events of other kinds are listed, but belong to no attempt
+# a summary also lists events of other kinds, but assigns them to no attempt
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")
 Verdict = Accepted | Checked | Rejected
 
@@ -67,8 +67,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Account:
-    """A run at one moment. ``edited``: whether the spec in the run's folder has changed since the run
-    started, or cannot be read."""
+    """The summary of a run's journal so far. ``edited``: whether the spec in the run's folder has changed
+    since the run started, or cannot be read."""
 
     past: Past
     header: Mapping[str, Any]
@@ -103,11 +103,11 @@ def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
 
 
 def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """The events by attempt. Attempts count from 1. Number 0 has the prompt and all events whose kind is not
-    in KINDS.
+    """The events by the number of their attempt. The first attempt has number 1. Number 0 has the prompt and
+    all events whose kind is not in KINDS.
 
-    Attempts follow from the order of events, because an event's key names only an author's turn, and an
-    attempt may take several turns.
+    The order of the events decides to which attempt an event belongs. The event's key cannot decide this,
+    because a key names only an author's turn, and an attempt may take several turns.
     """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0

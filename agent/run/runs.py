@@ -1,5 +1,5 @@
-"""Runs on disk. ``runs/NAME/`` contains a run's journal, the spec as it was at the start, and the files of
-the ``handoff`` provider."""
+"""Create, find and reopen runs on disk. ``runs/NAME/`` contains the run's journal, the spec as it was when
+the run started, and the files of the ``handoff`` provider."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ class Run:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> Run:
-    """Start a run of the spec at ``path``. Raises SpecError before anything is written, and JournalError."""
+    """Start a run of the spec at ``path``. Raises SpecError if the spec or the derived program next to it is
+    invalid; the run is not created then. Raises JournalError if the run's files cannot be written."""
     spec = load(path)
     return create(spec, path.read_text(encoding="utf-8"), {**options, **derived_beside(path, spec)})
 
 
 def derived_beside(path: Path, spec: Spec) -> dict[str, str]:
-    """The journal header's field with the derived program next to a spec; empty if there is no such program.
-    Raises SpecError."""
+    """The derived program next to a spec, as a field for the journal's header; empty if there is no such
+    program. Raises SpecError."""
     program = derived_program(path, spec)
     return {DERIVED: program.to_json()} if program else {}
 
@@ -76,14 +77,14 @@ def create(spec: Spec, text: str, options: Mapping[str, Any]) -> Run:
         name = f"{spec.name}-{stamp}{suffix}"
         if _claim(runs_dir() / name, text):
             break
-    # The journal comes last: a folder without a journal is not a run, so an interrupted start leaves no run.
+    # Create the journal last. A folder without a journal is not a run, so an interrupted start leaves no run.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def derived_program(path: Path, spec: Spec) -> Program | None:
-    """The derived program next to the spec of a backward; None if there is none. Raises SpecError if the
-    program does not fit the spec."""
+    """The derived program in the file next to the spec of a backward; None if there is no such file. Raises
+    SpecError if the program does not fit the spec."""
     file = path.with_suffix(".program.json")
     if spec.forward is None or not file.is_file():
         return None
@@ -140,8 +141,8 @@ def reopen(name: str) -> Run:
 
 
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """Read a run and its spec, even while another process has the run open. Raises JournalError as ``reopen``
-    does."""
+    """Read a run and its spec, even while another process has the run open. Raises JournalError for the same
+    reasons as ``reopen``."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)

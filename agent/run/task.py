@@ -1,4 +1,5 @@
-"""The task of a run's author, and the checks of answers that need no GPU."""
+"""The task that a run gives its author. The task also checks the author's answers with the gates that need no
+GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Run the GPU gates. ``kept``: the incumbent (the kernel to beat), if any."""
+    """A function that runs the gates that need a GPU. ``kept``: the incumbent (the kernel to beat), if
+    any."""
 
     def __call__(
         self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
@@ -32,7 +34,7 @@ class Measure(Protocol):
 
 
 class Check(Protocol):
-    """Run the gates that need no GPU, as ``verifier.verify.check`` does."""
+    """A function that runs the gates that need no GPU, as ``verifier.verify.check`` does."""
 
     def __call__(
         self,
@@ -54,8 +56,8 @@ class Task(Protocol):
         """The author's first prompt."""
 
     def rival(self) -> Incumbent | None:
-        """The incumbent, which the first answer must beat in addition to the baseline; None if the task has
-        no incumbent."""
+        """The incumbent. The first answer must be faster than the incumbent and faster than the baseline.
+        None if the task has no incumbent."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         """Run the gates that need no GPU. ``schedules``: the schedules that the author set, by step."""
@@ -65,15 +67,15 @@ class Task(Protocol):
         ordinary kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        """The message after an acceptance. ``rounds``: the rounds that remain to make the kernel faster."""
+        """The message to the author after a kernel is accepted. ``rounds``: how many rounds remain in which
+        to make the kernel faster."""
 
 
 @dataclass(frozen=True)
 class AuthoringTask:
     """The task of authoring a kernel for a spec. ``text``: the spec's YAML as the author sees it. ``tips``:
-    the tips in the prompt; None for the log's accepted tips. ``derived``: for a derived backward, the program
-    that the kernel has to beat. ``elsewhere``: a function that checks sources in place of
-    ``verify.check``."""
+    the tips in the prompt; None means the accepted tips in tips_log.md. ``derived``: for a derived backward,
+    the program that the kernel has to beat. ``elsewhere``: a function to call instead of ``verify.check``."""
 
     spec: Spec
     text: str
@@ -104,7 +106,7 @@ class AuthoringTask:
 
 
 def _to_beat(program: Program) -> str:
-    """Text about the derived program, whose kernels the author has to beat."""
+    """Describe, for the prompt, the derived program that the author has to beat."""
     lines = []
     for step in steps(program):
         lines += [f"{step.title}", *(f"  {line.verb} {line.text}" for line in step.lines)]

@@ -1,8 +1,8 @@
 """The tools of an author: check a draft, submit a kernel, read a page, and propose a tip. The journal records
 every checked draft and every proposed tip.
 
-Drafts go through the gates of this machine, in the same jail as answers. Tool calls count towards the
-kernel's cost.
+A draft goes through the gates that need no GPU, in the same jail as an answer. The kernel's cost includes the
+turns in which the author calls tools.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ Judge = Callable[[str], dict[str, Any]]  # maps a source to its report and progr
 
 @dataclass(frozen=True)
 class Tools:
-    """Executes a run's tool calls. The journal stores the results of ``check`` and ``propose_tip``, so each
-    of these calls runs only once."""
+    """Executes a run's tool calls. The journal stores each result of ``check`` and each proposed tip, so a
+    resumed run does not repeat these calls."""
 
     journal: Journal
     spec: Spec
@@ -104,7 +104,7 @@ def submission(turn: Turn) -> str | None:
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
     """The message that answers a turn. ``words``: the results of the turn's tool calls, by id. ``text``: the
-    result of each call that ``words`` lacks, and the answer to a turn without calls."""
+    result of a call that has no entry in ``words``; if the turn has no calls, the whole message."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -115,7 +115,7 @@ def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
 
 
 def checked(report: Mapping[str, Any]) -> str:
-    """Text about a draft's report."""
+    """Text for the author about the result of checking a draft."""
     found = REPORT.validate_python(report)
     if isinstance(found, Rejected):
         return prompt.rejection(found)
@@ -136,7 +136,8 @@ def _arguments(call: ToolCall) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """The tip, or the reason why the log would refuse it, so that the author can correct the tip."""
+    """The tip if it is valid; otherwise a message that says what is wrong, so that the author can correct the
+    tip."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"

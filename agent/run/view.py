@@ -28,9 +28,9 @@ Report = Accepted | Checked | Rejected
 
 @dataclass(frozen=True)
 class Judged:
-    """An attempt with a report. ``number``: the attempt's number, from 1 (0 for a draft). ``payload``: the
-    payload of the report event. ``measured``: the payload of the measurement event, without its GPU charge;
-    None if nothing was measured."""
+    """An attempt or a draft, with its report. ``number``: the attempt's number, which starts at 1; 0 for a
+    draft. ``payload``: the payload of the event with the report. ``measured``: the payload of the measurement
+    event, without the charged GPU seconds; None if nothing was measured."""
 
     number: int
     payload: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Judged:
 
     @cached_property
     def checked(self) -> Report:
-        """The report of the gates before the measurement."""
+        """The report of the gates that come before the measurement."""
         return REPORT.validate_python(self.payload["report"])
 
     @cached_property

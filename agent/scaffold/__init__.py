@@ -1,7 +1,7 @@
 """``coda-agent new``: draft a spec from a PyTorch function.
 
-The command parses the function's source. Missing facts come from options or from the user's answers. To infer
-the shapes and dtypes of the outputs, the command runs the function's body as the spec's reference.
+The command parses the function's source, and takes missing facts from its options or from the user's answers.
+To infer the shapes and dtypes of the outputs, the command runs the function's body as the spec's reference.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ScaffoldOptions(NamedTuple):
 
 
 def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, SpecDraft]:
-    """Write the spec of ``path/to/file.py:function``. Return the spec's path and its draft.
+    """Write a spec for the function ``path/to/file.py:function``. Return the spec's path and the draft.
 
-    Raises ScaffoldError before anything is written.
+    Raises ScaffoldError; no file is written then.
     """
     function = read(target, {*options.shape, *options.dtype})
     path = out or Path("specs") / f"{function.name}.yaml"
@@ -122,7 +122,7 @@ def _inputs(function: Function, options: ScaffoldOptions) -> dict[str, TensorDra
 
 
 def _dims(entries: Mapping[str, TensorDraft]) -> dict[str, str]:
-    """Return the dims of the inputs' shapes, in order of appearance, and a description of each dim."""
+    """Return a description of each dim in the inputs' shapes. The dims are in order of appearance."""
     axes = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
@@ -166,8 +166,8 @@ def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found)
 
 
 def _multiplied(draft: SpecDraft, dim: str, number: int) -> dict[str, str]:
-    """Return the inputs' shapes with ``number*dim`` in place of ``dim``, so that ``dim`` is the extent of one
-    of ``number`` parts. Unchanged shapes are left out."""
+    """Replace ``dim`` by ``number*dim`` in the inputs' shapes, and return the shapes that change. For
+    example, an axis ``N`` becomes ``2*N``, so that half of the axis has the extent ``N``."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
@@ -192,7 +192,7 @@ def _initialise(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _domain(name: str, entry: TensorDraft, init: str) -> str:
-    """Return the domain of an input, its legal values. Integers stay in the range of ``init``. An input with
+    """Return the domain (the legal values) of an input. Integers stay in the range of ``init``. An input with
     "rstd" or "scale" in its name is positive if ``init`` is uniform and has no minus sign. All other inputs
     are finite."""
     if entry.dtype in INDICES and (bounds := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):

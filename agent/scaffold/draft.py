@@ -70,7 +70,8 @@ class SpecDraft:
         return "\n".join([*parts, "cases:", *_table(self.cases), "accept: {speedup: 1.0}\n"])
 
     def notes(self) -> list[str]:
-        """Return remarks for the user, each with a line of the user's file."""
+        """Return the notes as remarks for the user. Each remark begins with the line of the user's file that
+        it is about."""
         remarks = ((n.number, "; ".join(filter(None, [n.text, n.remedy]))) for n in self.function.notes)
         return [f"{self.function.path}:{number}: {text}".replace("\n", " ") for number, text in remarks]
 
@@ -90,8 +91,9 @@ class SpecDraft:
                 raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
-        """Return an error that names a line of the user's file: the origin of line ``line`` of ``key``
-        ("reference" or "baseline"), or else the line of the function's ``def``."""
+        """Return an error that names a line of the user's file. By default, this is the line of the
+        function's ``def``. If ``key`` ("reference" or "baseline") and ``line`` are given, it is the origin of
+        line ``line`` in the text ``key``."""
         lines = self.text_of(key) if key in TEXTS else []
         number = lines[line - 1].number if line and line <= len(lines) else self.function.line
         return ScaffoldError(f"{self.function.path}:{number}: {message}")
@@ -104,8 +106,8 @@ class SpecDraft:
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 
     def heads(self) -> set[str]:
-        """Return the dims that count blocks, such as the number of heads: every shape multiplies such a dim
-        by a static dim or by a number of at least ``BLOCK``."""
+        """Return the dims that count blocks of columns, for example the number of heads. A dim counts blocks
+        if every shape multiplies the dim by a static dim, or by a number of at least ``BLOCK``."""
         extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
         products, static = [term for d in extents for term in d.terms], set(self.static)
         single = {n for m, number in products if number < BLOCK and not static & {*m} for n in m}

@@ -82,8 +82,8 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """A parsed function. ``reference``: its body without casts. ``baseline``: its body with casts, or None if
-    the body has no casts."""
+    """A parsed function. ``reference``: the function's body without casts. ``baseline``: the body with casts;
+    None if the body has no casts."""
 
     path: Path
     name: str
@@ -101,8 +101,8 @@ class Function:
 def read(target: str, required: Collection[str] = ()) -> Function:
     """Parse the function ``path/to/file.py:function``.
 
-    A parameter that defaults to None is dropped, with the branches that need it. Parameters in ``required``
-    are kept. Raises ScaffoldError if the function cannot become a spec.
+    A parameter that defaults to None is dropped, and so are the branches that run only if the parameter is
+    given. A parameter in ``required`` is kept. Raises ScaffoldError if the function cannot become a spec.
     """
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
@@ -293,7 +293,8 @@ class _Reader:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """Yield each output's expression, with the name that the function suggests for it."""
+        """Yield each output's name and expression. The name comes from the function's code, or else is
+        ``out``, with a number if there are several outputs."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):

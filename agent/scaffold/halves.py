@@ -38,8 +38,8 @@ Swap = tuple[str, str]  # a text and its replacement
 @dataclass(frozen=True)
 class Advice:
     """Advice on the code at ``place``. ``text`` says what a kernel can do instead. ``swaps`` are replacements
-    that make the reference follow the advice. With the replacements, the reference must still run, and its
-    outputs must keep their shapes. ``otherwise`` is the advice if this test fails."""
+    that make the reference follow the advice. ``otherwise`` is the advice to give instead if the reference
+    with these replacements does not run, or if the shape of an output changes."""
 
     place: ast.AST
     text: str
@@ -104,9 +104,9 @@ def _dim(args: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int 
 
 
 def _count(name: str, sizes: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """Return the number of parts of a split, and whether the parts may be equal. ``sizes``: the arguments for
-    the number or the sizes of the parts. If these arguments do not show the number of parts, count the
-    assigned ``names``."""
+    """Return the number of parts of a split, and whether all parts can have the same size. ``sizes``: the
+    arguments for the number or the sizes of the parts. If these arguments do not show the number of parts,
+    count the assigned ``names``."""
     match next(iter(sizes), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True

@@ -1,4 +1,4 @@
-"""Inline calls of helpers: functions of the same file whose body is one return expression."""
+"""Inline calls of helpers. A helper is a function of the same file whose body is one return expression."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
 
 
 class Inlined(ast.NodeTransformer):
-    """Inlines the calls of helpers in statements. ``own``: the function's names, which hide the file's names.
-    ``taken``: all names in the file. ``fail``: creates an error that names the line of a node."""
+    """Inlines the calls of helpers in a function's statements. ``own``: the names of the function's
+    parameters and variables, which hide equal names at the file's top level. ``taken``: all names in the
+    file. ``fail``: creates an error that names the line of a node."""
 
     def __init__(self, helpers: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
         self.helpers, self.own, self.taken, self.fail = helpers, own, set(taken), fail
@@ -115,7 +116,8 @@ class Inlined(ast.NodeTransformer):
         return inlined
 
     def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
-        """Raise ScaffoldError if the helper reads a name of the file that the function redefines."""
+        """Raise ScaffoldError if the helper reads a top-level name of the file, and the function has a
+        variable of the same name."""
         for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
             if read in self.own:
                 message = f"helper {name} reads the file's {read}, but the function has its own {read}"

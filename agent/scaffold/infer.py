@@ -36,8 +36,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
     spec = draft.spec()
     try:
-        # The outputs' shapes are not known yet. Odd sizes are not tried, because ``cut`` finds the remedy for
-        # a dim that must be even.
+        # The outputs' shapes are not known yet. Do not try odd sizes. If a dim must be even, ``cut`` finds
+        # the remedy later.
         check_reference(spec.model_copy(update={"outputs": {}}), odd=False)
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
@@ -46,8 +46,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
-    """Test the swaps of each note; return the notes. If the reference fails with the swaps, or an output
-    changes shape, ``otherwise`` replaces the note's ``text``."""
+    """Return the draft's notes, after a test of each note's swaps. If the reference fails with the swaps, or
+    an output changes shape, the note's ``otherwise`` replaces the note's ``text``."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -148,9 +148,9 @@ def _formula(draft: SpecDraft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: SpecDraft, output: Found) -> tuple[str, int] | None:
-    """Return a dim and a number n (2, 3 or 4) if an extent of the output is the dim divided by n, as after
-    ``chunk(n)``; otherwise return None. The quotient may be rounded, because a trial size need not be a
-    multiple of 3 or 4."""
+    """If an extent of the output is a dim divided by 2, 3 or 4, as after ``chunk(2)``, return the dim and the
+    divisor. Otherwise return None. The quotient may be rounded, because a trial size need not be a multiple
+    of 3 or 4."""
     unknown = [place for place, extent in enumerate(output.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

@@ -1,5 +1,5 @@
-"""Simplify a function's body for calls in which some parameters are None: evaluate the tests for None, and
-keep only the branches that run."""
+"""Simplify a function's body for calls in which some parameters are None. Tests for None are evaluated, and
+only the branches that run are kept."""
 
 from __future__ import annotations
 

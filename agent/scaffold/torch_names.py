@@ -20,9 +20,10 @@ FLOATS = (
 class Names:
     """The meaning of names in a function.
 
-    ``own``: the function's parameters and assigned names, which hide other names. ``imported``: full names by
-    alias. ``numbers``: numeric constants at the file's top level. ``defined``: the line of each top-level
-    name. ``fail``: creates an error that names the line of a node.
+    ``own``: the names of the function's parameters and variables, which hide equal names at the file's top
+    level. ``imported``: the full name of each imported name. ``numbers``: numeric constants at the file's top
+    level. ``defined``: for each top-level name, the line that defines it. ``fail``: creates an error that
+    names the line of a node.
     """
 
     own: Set[str]

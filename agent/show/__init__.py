@@ -164,8 +164,8 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
 
 
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
-    """The roofline table: per case and kernel, the work, the time at the machine's peak rates, and the
-    limiting rate."""
+    """The roofline table. For each case and kernel, the table shows the work, the time at the machine's peak
+    rates, and the rate that limits the time."""
     machine = next(iter(rooflines.values())).machine
     title = (
         f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit} "

@@ -34,9 +34,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show. ``names``: ncu's names for it; the first name that an export contains is used.
-    ``unit``: the unit in which the figure is shown. ``scale``: the size of this unit in base units (seconds,
-    bytes, percent, counts). ``label``: the figure's name on the details page."""
+    """A figure to show. ``names``: ncu's names for the figure; the first name that an export contains is
+    used. ``unit``: the unit in which the figure is shown. ``scale``: the size of this unit in base units
+    (seconds, bytes, percent, counts). ``label``: the figure's name on the details page."""
 
     title: str
     unit: str
@@ -97,19 +97,20 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# ncu's metric for a stall reason: how many warps, on average, wait for this reason when an instruction is
-# issued.
+# ncu's metric for a stall reason: how many warps, on average, are stalled for this reason when an instruction
+# is issued.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
     "math_pipe_throttle membar mio_throttle misc no_instruction short_scoreboard sleeping tex_throttle wait"
 )
-_NO_STALL = ("selected", "not_selected")  # warps in these states issue, or could issue
+_NO_STALL = ("selected", "not_selected")  # warps in these states issue an instruction, or could do so
 
 
 def wanted(available: Collection[str] = ()) -> list[str]:
     """The metrics to request from ncu: each figure's first available name, and all available stall reasons.
-    ``available``: the GPU's metric names without suffixes; by default all names."""
+    ``available``: the names of the GPU's metrics, without suffixes; if empty, all metrics count as
+    available."""
 
     def there(name: str) -> bool:
         return not available or name.startswith("launch__") or name.partition(".")[0] in available
@@ -122,11 +123,11 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 @dataclass(frozen=True)
 class Counters:
     """One kernel's figures, as medians over its ``launches``. ``values``: the known figures, in base units,
-    by the keys of METRICS. ``stalls``: for each stall reason, how many warps on average wait when an
-    instruction is issued; largest first. ``floor``: the roofline at the export's case. ``other_text``:
-    whether the export measures lowered code that differs from the kernel's. ``schedule``: the schedule in the
-    export. ``tuned``: the schedule in the kernel's report for that case. A schedule is a text from
-    ``spelled``, "" if it is unknown, or None for a kernel without schedules."""
+    by the keys of METRICS. ``stalls``: for each stall reason, the average number of warps that are stalled
+    when an instruction is issued; largest first. ``floor``: the roofline at the export's case.
+    ``other_text``: whether the export measures lowered code that differs from the kernel's. ``schedule``: the
+    schedule in the export. ``tuned``: the schedule in the kernel's report for the export's case. A schedule
+    is a text from ``spelled``, "" if it is unknown, or None for a kernel without schedules."""
 
     kernel: str
     launches: int
@@ -139,18 +140,18 @@ class Counters:
 
     @property
     def other_schedule(self) -> bool | None:
-        """Whether the schedule in the export differs from the schedule in the report; None if one is
-        unknown."""
+        """Whether the schedule in the export differs from the schedule in the report; None if either schedule
+        is unknown."""
         return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
 @dataclass(frozen=True)
 class Export:
-    """The contents of an export file. ``program``: the name that the file states, if any. ``case``: the case
-    that the file states, or else the case that was given to ``read``. ``launches``: for each launch, its
-    kernel and its values by ncu's names, in base units. For edited CuTeDSL, the program's name ends in .raw,
-    and ``text`` is the beginning of the code's hash. ``schedules``: texts from ``spelled`` by step; empty for
-    older files."""
+    """The contents of an export file. ``program``: the program's name, if the file states the name. ``case``:
+    the case that the file states, or else the case that was given to ``read``. ``launches``: for each launch,
+    the kernel's name, and the values in base units by ncu's names. For edited CuTeDSL, the program's name
+    ends in .raw, and ``text`` is the beginning of the code's hash. ``schedules``: texts from ``spelled`` by
+    step; empty for older files."""
 
     path: Path
     program: str | None
@@ -290,8 +291,8 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of a step, by part. Launches of one part have the same grid. A ``split`` step has two
-    parts."""
+    """Group a kernel's launches into parts. Launches with grids of the same size belong to one part. A step
+    whose schedule has ``split`` has two parts."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -387,8 +388,8 @@ def counted(
     source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
     """Read an export and its figures. The tuned schedules come from the report next to ``kernel``. The sizes
-    are those of the export's case, or by default of the spec's first case. Raises InvalidInput, and
-    KernelError for an unreadable report."""
+    are those of the export's case; if the export states no case, they are those of the spec's first case.
+    Raises InvalidInput for an unusable export, and KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}

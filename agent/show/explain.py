@@ -1,5 +1,5 @@
-"""Describe a program's kernels as text: their loads, computations, stores and reductions, as expressions over
-names."""
+"""Describe a program's kernels as text. The text lists each kernel's loads, computations, stores and
+reductions, and writes values as expressions over names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 class Action:
     """One action of a step, for example ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
-    A ``sweep`` is a loop over the accumulator before the epilogue. It computes a statistic of each head.
+    A ``sweep`` is a loop over the accumulator. The loop runs before the epilogue, and computes a statistic of
+    each head (a block of columns).
     """
 
     verb: Verb
@@ -39,8 +40,8 @@ class Action:
 
 @dataclass(frozen=True)
 class StepText:
-    """A kernel as text. ``step``: the GEMM's step; for a kernel between GEMMs ("vector") the previous step,
-    or -1 if no step precedes the kernel."""
+    """A kernel as text. ``step``: the index of a GEMM's step. For a kernel between GEMMs ("vector"), the
+    index of the step before the kernel; -1 if there is no such step."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -109,8 +110,8 @@ class _Writer(Writer):
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
     ) -> list[Action]:
-        """The lines for stored values, for statistics and for values used more than once. Adds the names of
-        statistics and of reused values to ``known``."""
+        """The lines for stored values, for statistics and for values that are used more than once. The method
+        also adds the names of statistics and of reused values to ``known``."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
         lines = []
@@ -143,8 +144,8 @@ class _Writer(Writer):
         return Action("reduce", f"{self.memory[~index]} = {self.call(index, known)}", self.tensor(~index))
 
     def tensor(self, index: int) -> str:
-        """The dtype and shape of a node's value in memory. ``~node`` stands for the partial results of the
-        reduction ``node``."""
+        """The dtype and shape of a node's value in memory. An index ``~r`` stands for the partial results of
+        the reduction at node ``r``."""
         if index < 0:
             shape = partial_shape(self.program, self.steps, ~index)
             return f"fp32 [{', '.join(f'{_factor(d)} / {tile}' if tile else str(d) for d, tile in shape)}]"
@@ -173,7 +174,8 @@ class _Writer(Writer):
         return f"gemm({', '.join(operands)})"
 
     def term(self, index: int, known: Mapping[int, str]) -> tuple[str, int]:
-        """The name of a node, or else its expression; and the precedence of this text."""
+        """The text for a node's value, and the text's precedence. The text is the value's name if the value
+        has a name, and its expression otherwise."""
         if index in known:
             return known[index], _ATOM
         return self.written(index, known)

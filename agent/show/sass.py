@@ -23,9 +23,9 @@ MEANING = (
 
 
 def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
-    """One entry per kernel, or per launch for a step that has two launches. An entry counts instructions by
-    kind: in total, per line of the kernel's class in the lowered code, and per other source file. ``full``:
-    also list every instruction, by address."""
+    """One entry per kernel; a step that has two launches has one entry per launch. An entry counts
+    instructions by kind: in total, for each line of the kernel's class in the lowered code, and for each
+    other source file. ``full``: also list every instruction, by address."""
     return [
         {
             "kernel": listing.kernel,
@@ -64,9 +64,9 @@ def _title(listing: Listing) -> str:
 
 
 def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
-    """One table per kernel, or per launch for a step that has two launches. A table has one row per line of
-    the kernel's class in the lowered code, then one row per other source file. ``full``: after each table,
-    also list the kernel's instructions by line."""
+    """One table per kernel; a step that has two launches has one table per launch. A table has a row for each
+    line of the kernel's class in the lowered code, and then a row for each other source file. ``full``: after
+    each table, also list the kernel's instructions by line."""
     from rich.text import Text
 
     yield Text(MEANING, style="dim")
@@ -95,8 +95,8 @@ def _table(listing: Listing) -> Table:
 
 
 def _code(listing: Listing) -> Iterator[RenderableType]:
-    """Each line that has instructions, with its instructions by address. Lines of the lowered code come
-    first."""
+    """Each source line that has instructions, followed by the line's instructions in order of address. Lines
+    of the lowered code come first."""
     from rich.text import Text
 
     places: dict[tuple[str, int], list[Instruction]] = {}

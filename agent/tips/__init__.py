@@ -1,12 +1,12 @@
 """Read and change the tips log, which contains lessons from failed attempts. A prompt contains the accepted
 tips, except those learned from the prompt's own spec.
 
-People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` and a line
-``- field: value`` for each field. The fields are spec (one, or several with commas), failed (gate/reason),
-fix and versions. Optional fields are state, level and measured. The state is accepted by default, because a
-person who writes a tip wants it used. The level is cutedsl if the tip is for editors of CuTeDSL instead of
-authors of programs. The field measured holds the tip's measurement. An edit changes or adds lines of one
-entry and leaves every other byte unchanged.
+People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` and a line ``-
+field: value`` for each field. The fields are spec (one, or several with commas), failed (gate/reason), fix
+and versions. Optional fields are state, level and measured. The state is accepted by default, because a
+person who writes a tip wants it used. The level is cutedsl if the tip is for authors who edit CuTeDSL; other
+tips are for authors of programs. The field measured holds the tip's measurement. When this module changes an
+entry, it changes or adds lines of that entry, and leaves every other byte of the log unchanged.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """The entry that ``add`` made or changed for a lesson. ``merged``: whether the evidence was added to an
-    older entry with the same words. ``alike``: for a new entry, other entries (in any state) that may mean
-    the same."""
+    """The entry that ``add`` created or changed for a lesson. ``merged``: whether ``add`` added the evidence
+    to an older entry with the same words. ``alike``: for a new entry, the older entries that may mean the
+    same, in any state."""
 
     tip: Tip
     merged: bool
@@ -119,13 +119,13 @@ def read_tips(path: Path = TIPS) -> list[Tip]:
 
 
 def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
-    """The accepted tips of one ``level`` (one of the two kinds of authors)."""
+    """The accepted tips for one of the two kinds of authors. ``level``: VOCABULARY or CUTEDSL."""
     return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
-    """The tips that a run's header asks for. The header may remove some of the log's accepted tips, and add
-    tips that are not accepted. None if the header changes no tips."""
+    """The tips that a run's header requests. The header may remove some of the log's accepted tips, and add
+    tips that are not accepted. None if the header requests no change."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -256,8 +256,8 @@ def _united(name: str, old: str, new: str) -> str:
 
 @dataclass
 class _Entry:
-    """An entry in the file. ``line``: the index of its heading. ``fields``: the line index and value of each
-    field."""
+    """An entry in the file. ``line``: the index of the heading's line. ``fields``: for each field, the index
+    of the field's line, and the value."""
 
     path: Path
     line: int
@@ -331,7 +331,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """The log's text, with its line ends as they are; "" if the file does not exist."""
+    """The log's text, with its line endings unchanged; "" if the file does not exist."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -349,8 +349,8 @@ def _newline(text: str) -> str:
 
 
 def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
-    """The log's text, after setting the fields ``values`` of the entry ``id``. New fields follow the entry's
-    last field."""
+    """The log's text, with the fields ``values`` set in the entry ``id``. Fields that the entry did not have
+    are added after its last field."""
     entry = next(entry for entry in _entries(path, text) if entry.id == id)
     lines = text.split("\n")
     for name, value in values.items():

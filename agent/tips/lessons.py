@@ -1,5 +1,5 @@
-"""Find the lessons in a run's journal: failures that a later attempt or draft fixed; changes that were no
-faster than the kernel that they started from; and tips that the author proposed."""
+"""Find the lessons in a run's journal. A lesson comes from a failure that a later attempt or draft fixed,
+from a change that made a kernel no faster, or from a tip that the author proposed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class ProposedLesson:
 
 @dataclass(frozen=True)
 class RunLessons:
-    """All lessons of a run. ``told``: the tips that the author proposed; some may be about ``failures``."""
+    """All lessons of a run. ``told``: the tips that the author proposed. A tip may be about one of
+    ``failures``."""
 
     run: str
     failures: tuple[FixedFailure, ...]
@@ -105,7 +106,7 @@ def _judged_sources(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
-    """The code that a run's edits started from; None if the run does not edit a kernel."""
+    """The code of the original kernel that a run edits; None if the run does not edit a kernel."""
     found = next((event.payload for event in events if event.kind == "base"), None)
     if found is None:
         return None
@@ -118,8 +119,9 @@ def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[FixedFailure]:
     """For each gate/reason, the last rejection that has a fix. The fix is the difference to the next source
-    that passed the gate. If a change was no faster and no later source passed, its fix is the difference to
-    the code to beat: the last source accepted before the change, or ``best`` if none was accepted."""
+    that passed the gate. If a change was no faster and no later source passed, the fix is the difference to
+    the code to beat. That code is the last source that was accepted before the change, or ``best`` if no
+    source was accepted."""
     found: dict[str, FixedFailure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -142,7 +144,8 @@ def _passed(report: Report, gate: str) -> bool:
 
 
 def changed(before: str, after: str) -> str:
-    """The lines that a fix removed and added, on one line, without indentation, comments and blank lines."""
+    """The lines that a fix removed and added, joined to one line, without indentation, comments and blank
+    lines."""
     old, new = (
         [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         for text in (before, after)
@@ -166,8 +169,8 @@ def _versions(events: Sequence[Event]) -> str:
 def _proposed(
     payload: dict[str, Any], spec: str, versions: str, failures: Sequence[FixedFailure], level: str
 ) -> ProposedLesson:
-    """A tip that the author proposed. If the tip names one of ``failures``, this is its failure. Otherwise
-    the author's own words describe the failure."""
+    """A tip that the author proposed, with its failure. If the tip names one of ``failures``, the tip is
+    about that failure. Otherwise the author's own words describe the failure."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

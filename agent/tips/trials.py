@@ -23,13 +23,13 @@ from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_promp
 from coda_agent.verifier.loading import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
-"""Authors a spec's kernel with these tips in the prompt. Returns the attempts needed; None if all failed."""
+"""Authors a spec's kernel with these tips in the prompt. Returns the number of attempts; None if all
+failed."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The numbers of successful runs among ``runs`` runs with the tip, and among ``runs`` runs without the
-    tip."""
+    """How many runs succeeded with the tip and without the tip, each out of ``runs`` runs."""
 
     with_tip: int
     without: int
@@ -70,8 +70,8 @@ class TipMeasurement:
 
 def part(limits: RunLimits, runs: int) -> RunLimits:
     """The limits of one run: an equal part of the whole measurement's limits. The seconds are divided too,
-    because the runs follow one another. The parts are rounded, so that twice the limits for twice the runs
-    give the same parts."""
+    because the runs follow one another. The parts are rounded, so that doubling both the limits and the
+    number of runs gives exactly the same parts."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
     parts = replace(shared, seconds=seconds).to_json()
@@ -87,8 +87,8 @@ def measure(
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # Alternate which arm (with or without the tip) is first, so that changes over time (for example
-            # of a provider's model) affect both arms.
+            # Every other time, author with the tip before authoring without the tip. So changes over time,
+            # for example of a provider's model, affect both arms (with and without the tip) equally.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
@@ -125,14 +125,14 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 @dataclass
 class Runs:
     """An ``Author`` that starts real runs. If an interrupted measurement of the same tip left a run with the
-    same spec, prompt and options, the author continues that run. ``options``: header fields of the runs, as
-    for ``generate``."""
+    same spec, prompt and options, that run is continued instead. ``options``: the fields of the runs' headers
+    that ``generate`` also writes."""
 
     tip: Tip
     known: Sequence[Tip]
     options: dict[str, Any]
     listener: Listener
-    total: int  # the number of the measurement's runs, with and without the tip
+    total: int  # the number of all runs of the measurement, with and without the tip
     measure: Measure | None = None
     told: Callable[[str], None] = print
     taken: list[str] = field(default_factory=list)
@@ -190,9 +190,9 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 
 def _attempts_needed(loop: Loop) -> tuple[int | None, int, str]:
-    """The attempts that a run needed to pass (None if it did not pass), the number of judged attempts, and a
-    text about how the run ended. A run did not pass if its budget was used up, or if a requested measurement
-    is still missing."""
+    """Run a loop. Return the number of attempts that the run needed to pass (None if it did not pass), the
+    number of judged attempts, and a text about the run's end. A run does not pass if its budget is used up,
+    or if a requested measurement is missing."""
     try:
         outcome = loop.run()
     except OutOfBudget:

@@ -1,4 +1,4 @@
-"""Show one line on a terminal about the current run, while many runs follow one another."""
+"""Show the state of the current run on one line of a terminal, for commands that start many runs in turn."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcome(pack: str, run: Path) -> Outcome:
-    """Return a run's pack, operator, and the code and verdict of each answer."""
+    """Return a run's pack and operator, and the code, verdict and message of each answer."""
     header, events = record.glance(run / JOURNAL)
     answers = [extract(event.payload["text"]) for event in events if event.kind == "answer"]
     reports = [event.payload["report"] for event in events if event.kind == "report"]
@@ -45,8 +45,8 @@ def outcome(pack: str, run: Path) -> Outcome:
 
 
 def decided(outcomes: Iterable[Outcome], tries: int) -> list[Outcome]:
-    """The runs that passed within ``tries`` answers, or gave ``tries`` answers. Unfinished runs are left
-    out."""
+    """The runs whose result after ``tries`` answers is known: they passed within ``tries`` answers, or have
+    at least ``tries`` judged answers."""
     return [run for run in outcomes if passed([run], tries) or len(run["tries"]) >= tries]
 
 
@@ -71,13 +71,13 @@ def rates(outcomes: Sequence[Outcome]) -> str:
 
 
 def packs(outcomes: Sequence[Outcome]) -> list[str]:
-    """The packs in the order of the data."""
+    """The packs, in the order in which they first appear in the data."""
     return list(dict.fromkeys(o["pack"] for o in outcomes))
 
 
 def gain(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line with the difference of two packs' success rates at the first answer: the second pack's rate
-    minus the first pack's rate. No line if the number of packs is not two."""
+    """A line with the second pack's success rate at the first answer, minus the first pack's rate. There is
+    no line if the number of packs is not two."""
     arms = [[o for o in outcomes if o["pack"] == pack] for pack in packs(outcomes)]
     if len(arms) != 2:
         return []
@@ -86,7 +86,8 @@ def gain(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def each(outcomes: Sequence[Outcome]) -> str:
-    """Every operator's verdicts by pack, in the order of the answers."""
+    """A table of each operator's verdicts, with one column per pack. Verdicts are in the order of the
+    answers."""
     found = {(o["operator"], o["pack"]): [t["verdict"] for t in o["tries"]] for o in outcomes}
     lines: list[list[object]] = [
         [f"`{name}`", *(", ".join(found.get((name, pack), ["no run"])) for pack in packs(outcomes))]
@@ -96,7 +97,7 @@ def each(outcomes: Sequence[Outcome]) -> str:
 
 
 def failures(outcomes: Sequence[Outcome]) -> str:
-    """Every rejected answer, with the beginning of the verifier's message."""
+    """A table of all rejected answers, with the beginning of the verifier's message."""
     lines: list[list[object]] = [
         [f"`{o['operator']}`", o["pack"], number, shorten(f"{t['verdict']}: {t['message']}", LONGEST)]
         for o in outcomes

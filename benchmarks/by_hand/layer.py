@@ -1,14 +1,15 @@
-"""A Transformer layer whose projections run in this project's accepted kernels, forward and backward. PyTorch
-computes attention and the other steps.
+"""A Transformer layer whose projections run in this project's accepted kernels, in forward and backward.
+PyTorch computes attention and all other steps.
 
-An RMSNorm's row scale commutes with the matmul after it. So the kernel that writes the residual stream h also
-returns rstd and hg = h * gamma, where gamma is the weight of the next norm. The next projection multiplies
-hg, and scales the rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns these three
-for the next layer. This layer begins its output's norm; the layer in plain PyTorch computes its input's norm.
-In a stack of layers, both kinds of layer do the same total work. PyTorch computes the stream that enters the
-first layer (``start``). The gradients equal those of the plain layer. The previous layer begins the input's
-norm, but this layer's backward computes the gradient of that norm's weight, in the same kernel as the
-backward of the next projection.
+An RMSNorm's row scale commutes with the matmul after the norm. So the kernel that writes the residual stream
+h also returns rstd and hg = h * gamma, where gamma is the weight of the next norm. The next projection
+multiplies hg, and scales the rows of its result by rstd. A layer therefore takes (h, hg, rstd) and returns
+these three for the next layer. So this layer computes hg and rstd for the norm of its output, whereas the
+layer in plain PyTorch computes the norm of its input. A stack of layers of either kind does the same total
+work. PyTorch computes the stream that enters the first layer (``start``). The gradients equal those of the
+plain layer. They include the gradient of the first norm's weight, although the previous layer computes that
+norm's hg and rstd. The kernel that computes the backward of the q, k and v projection also computes this
+gradient.
 
 D is the model's width, and F the FFN's width. z is a projection's result with the row scale applied, and dz
 is the gradient of z.
@@ -32,9 +33,9 @@ is the gradient of z.
 | dx, dgamma, hn, from dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-The forward saves neither hg nor act. The backward computes hn = h * rstd * gamma and act again, and frees
-each after the weight gradient that needs it. Weight gradients are in bf16, as in the plain layer. The kernel
-always writes z, but inference does not keep z.
+The forward saves neither hg nor act. The backward computes hn = h * rstd * gamma and act again. Each of these
+tensors is freed once the weight gradient that needs the tensor is computed. Weight gradients are in bf16, as
+in the plain layer. The kernel always writes z, but inference does not keep z.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class ResidualStream(NamedTuple):
 
 class Attended(NamedTuple):
     """Attention's inputs and output. ``heads``: q, k and v, [sequences, heads, length, head width].
-    ``mixed``: the output, through which autograd differentiates. ``qk`` [tokens, 2*D], ``v`` and ``a``
-    [tokens, D] are the same tensors as matrices; ``a`` is the output."""
+    ``mixed``: the output, through which autograd differentiates. The same values as matrices: ``qk`` [tokens,
+    2*D] has q and k, ``v`` [tokens, D] has v, and ``a`` [tokens, D] has the output."""
 
     heads: tuple[Tensor, Tensor, Tensor]
     mixed: Tensor
@@ -88,8 +89,9 @@ class Saved(NamedTuple):
 
 
 class HandArranged(Layer[ResidualStream, Saved]):
-    """The layer with this project's kernels. ``weights`` and ``next_norm`` are laid out as in the plain
-    layer; weights are packed once. ``unrotate``: the function ``unrotated``, compiled or not."""
+    """The layer with this project's kernels. ``weights`` and ``next_norm`` have the plain layer's layout. The
+    constructor packs the weights for the kernels. ``unrotate``: the function ``unrotated``, compiled or
+    not."""
 
     def __init__(
         self, shape: Shape, weights: Weights, next_norm: Tensor, runner: Runner, unrotate: Unrotate
@@ -193,9 +195,9 @@ def unrotated(
     divided by D.
 
     dq, dk and dv have attention's layout, [sequences, heads, length, head width]; qk is [tokens, 2*D], v
-    [tokens, D]. The backward applies the rotation's transpose R'. The row sums multiply dq and dk before R'
-    with q and k after R. The sums are the same, because (R' dq) . q = dq . (R q), also with rounded cosines
-    and sines.
+    [tokens, D]. The backward applies the rotation's transpose R'. For the row sums, dq and dk before R' are
+    multiplied with q and k after the rotation R. These sums equal those of dz * z, because (R' dq) . q = dq .
+    (R q). The equality also holds if cosines and sines are rounded.
     """
     dq, dk, dv = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (dq, dk, dv))
     cosine, sine = (t[:, None] for t in cos_sin.float().unflatten(1, (-1, 2)).unbind(-1))

@@ -1,5 +1,5 @@
-"""Build the layer that calls accepted kernels one by one, on known schedules. It is timed alongside the
-comparison's variants of the layer."""
+"""Build the layer that calls accepted kernels one by one, on known schedules. Benchmarks time this layer
+together with the comparison's variants of the layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coda_agent.verifier.incumbent import worth_racing
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 4  # how many of the fastest schedules to time at sizes without a report, besides the best of each tile
+FEW = 4  # at sizes without a report, time this many of the fastest schedules, and the best of each tile
 
 
 def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
@@ -50,14 +50,15 @@ def known_kernels(width: str) -> dict[KernelCall, Kernel]:
 
 
 def compiled(kernels: Mapping[KernelCall, Kernel]) -> Launched:
-    """Compile these kernels' objects in parallel; return a runner for the kernels."""
+    """Compile the kernels in parallel; return a runner that launches them."""
     workers.run_jobs(job for call, kernel in kernels.items() for job in kernel.compile_jobs(dict(call.sizes)))
     return Launched({call: copy(kernel) for call, kernel in kernels.items()})
 
 
 def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
-    """Return the kernel, without a full search for schedules, which takes minutes. If the kernel's report has
-    no schedule at these sizes, the tuning tries only the best schedules of the last tuning at ``case``."""
+    """Return a kernel that needs no full search for schedules, which would take minutes. If the kernel's
+    report has no schedules at the call's sizes, tuning tries only the schedules that were best when the
+    kernel was last tuned at ``case``."""
     if kernel.source.schedules:
         return kernel
     kept = accepted.accepted_kernel(_spec(call), edited=False)
@@ -67,7 +68,8 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        # Include the best schedule of each tile, because a search over too few tiles would time every tile.
+        # Include the best schedule of each of the best tiles. If the known schedules had too few tiles,
+        # tuning would time every tile.
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)

@@ -27,10 +27,10 @@ class KernelCall(NamedTuple):
 
 
 def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
-    """Every kernel call of a layer of this shape, by its position in the layer. The forward's calls come
-    first; ``backward`` adds the calls of the backward.
+    """Every kernel call of a layer of this shape, by the call's position in the layer. The forward's calls
+    come first. If ``backward`` is true, the backward's calls follow.
 
-    An operator may occur at two positions, with sizes that need different schedules.
+    An operator may occur at two positions with different sizes, and then needs a schedule for each position.
     """
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
 
@@ -54,8 +54,8 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
 
 
 def accepted_programs(folder: Path, shape: Shape) -> dict[str, Program]:
-    """Load the programs that a layer of this shape calls, by operator, from a folder of accepted kernels.
-    Raises OSError, ProgramError."""
+    """Load the programs that a layer of this shape needs, from a folder of accepted kernels. Return them by
+    operator. Raises OSError or ProgramError."""
     names = {call.operator for call in calls(shape).values()}
     return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}
 
@@ -89,8 +89,8 @@ class Launched:
 
 
 class Interpreted:
-    """Interpret kernels in PyTorch on the inputs' device. The results are those of the kernels, but the times
-    say nothing about the kernels."""
+    """Interpret kernels in PyTorch on the inputs' device. The outputs are those of the kernels. The time that
+    interpreting takes says nothing about the kernels' speed."""
 
     def __init__(self, programs: Mapping[str, Program]):
         self.programs = programs

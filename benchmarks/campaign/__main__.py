@@ -55,8 +55,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
-    """The programs and the kinds that ``--only`` names. If it names no program, all programs; if it names no
-    kind, all kinds."""
+    """The programs and the kinds that ``--only`` names. If ``--only`` names no program, return all programs.
+    If it names no kind, return all kinds."""
     known, every = correct(), [*mutate.KINDS, *rewrite.KINDS]
     if unknown := set(given or ()) - {*known, *every}:
         raise SystemExit(
@@ -68,7 +68,8 @@ def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
 
 def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[CampaignTask]:
     """The first ``number`` tasks of a sequence. The sequence begins with every pair of a program and a kind
-    that applies to the program, in random order. The same pairs follow with the next seed, and so on."""
+    that applies to the program, in random order. Then the same pairs follow with the next seed, in another
+    order, and so on."""
     pairs = [(n, k) for n in names for k in kinds if number and applies(CampaignTask(group, n, k, seed))]
     for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)
@@ -81,7 +82,7 @@ def _task(result: Result) -> CampaignTask:
 
 
 def _read(path: Path) -> Iterator[Result]:
-    """Read the results in a file, without incomplete lines."""
+    """Read the results in a file. Skip incomplete lines."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)

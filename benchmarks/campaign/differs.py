@@ -38,13 +38,15 @@ class CampaignDraw:
         found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
         got = {}
         for name, output in self.spec.outputs.items():
-            truth = self.truth[name]  # used where it is not finite, because such values prove nothing
+            # The truth replaces the output where the truth is not finite, because such values prove nothing.
+            truth = self.truth[name]
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
         return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
 
 
 class Judge:
-    """Decides which mutants of a program differ from the program. All mutants see the same draws."""
+    """Decides which mutants of a program differ from the program. All mutants are tested on the same draws,
+    and then on draws that aim at the mutant's own conditions."""
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
@@ -63,7 +65,7 @@ class Judge:
 
     @cached_property
     def scales(self) -> list[float]:
-        """The largest magnitude of each node's values, for inputs drawn by the spec's own init."""
+        """The largest magnitude of each node's values, on inputs drawn by the spec's own init."""
         draw = next(draws(self.spec, self.seed))
         found = fp64.values(self.program, draw.inputs, draw.sizes)
         return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
@@ -77,9 +79,10 @@ class Judge:
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
-        """Search like ``seen``, but with draws that aim at the mutant's conditions. ``aims``: pairs of a node
-        of the original program and a value that a condition tests. The draws bring the node's values near
-        this value."""
+        """Search for a draw on which the mutant differs, among draws that aim at the mutant's conditions.
+        Return the draw's name; empty if no draw shows a difference. ``aims``: pairs of a node of the original
+        program and a number with which a condition compares the node's values. The draws bring the node's
+        values near this number."""
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
@@ -96,8 +99,8 @@ class Judge:
         return ""
 
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
-        """Change a draw so that a node's values come near ``value``: scale or replace one of the inputs on
-        which the node depends."""
+        """Change a draw so that a node's values come near ``value``. To do so, scale or replace one of the
+        inputs on which the node depends."""
         # Scaling target indices or offsets would have no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.form not in INTEGERS]
         if not names:

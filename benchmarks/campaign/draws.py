@@ -1,5 +1,5 @@
-"""Draw inputs for the campaign's own check: magnitudes over each input's whole domain, at small and long
-sizes.
+"""Draw inputs for the campaign's own check of mutants. The magnitudes cover each input's whole domain. The
+sizes are small, or one dim is long.
 
 This module shares no code with the verifier's draws, so that the campaign and the verifier have different
 blind spots.
@@ -22,7 +22,7 @@ from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 WIDE = 16  # a dim stays small if it counts blocks of more than this many columns
 SCALED = 90  # number of draws at other magnitudes
-MODERATE, FAR = 5.0, 30.0  # exponents x: magnitudes lie between 10**-x and 10**x
+MODERATE, FAR = 5.0, 30.0  # values of x; a random magnitude is between 10**-x and 10**x
 Sizes = Mapping[str, int]
 
 
@@ -59,7 +59,8 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
 
 
 def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
-    """Sizes with ``dim`` as long as in the largest case; other dims that are not static are at most 8."""
+    """Sizes at which ``dim`` is as long as in the largest case, and each other dim that is not static is at
+    most 8."""
     static = {d: spec.cases[-1].sizes[d] for d in spec.static}
     found = {d: random.randint(1, 2) if static else random.randint(2, 8) for d in spec.dims} | static
     return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
@@ -67,7 +68,7 @@ def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
 
 def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
     """Inputs at ``sizes``. Each input ignores the spec's init with probability ``share``. If ``name``
-    contains neither "init" nor "long", at least one random input ignores it."""
+    contains neither "init" nor "long", at least one random input ignores the init."""
     odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
     odd |= {n for n in spec.inputs if random.random() < share}
     inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
@@ -113,8 +114,8 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> Tensor:
-    """The first row of each expert, and the number of rows. Experts begin at a random number of distinct
-    rows; if there are few distinct rows, most experts have no rows."""
+    """The offsets of the experts' first rows, and then the number of rows. The offsets take a random number
+    of distinct values. If there are few distinct values, most experts have no rows."""
     places = torch.randint(0, rows + 1, (experts,), generator=generator)
     few = int(torch.randint(1, experts + 1, (), generator=generator))
     inner = places[torch.arange(experts - 1) % few].sort().values
@@ -150,13 +151,13 @@ def _shifted(values: Tensor, random: Random, generator: torch.Generator) -> Tens
 
 
 def _wide(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """The values, each scaled by its own random magnitude; the magnitudes span three decades."""
+    """The values, each scaled by a random magnitude of its own. The magnitudes span three decades."""
     decades = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 3 - 3
     return values * _magnitude(random) * 10**decades
 
 
 def _rows(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """The values with one random magnitude per row."""
+    """The values, with each row scaled by one random factor."""
     if not values.dim():
         return values
     factors = torch.rand(values.shape[:1], generator=generator, dtype=torch.float64) * 4 - 2
@@ -184,8 +185,8 @@ PATTERNS: tuple[Pattern, ...] = (_scaled, _scaled, _shifted, _shifted, _wide, _r
 def _whole(
     tensor: TensorSpec, low: float, high: float, usual: Tensor, random: Random, generator: torch.Generator
 ) -> Tensor:
-    """Integers in the domain. They are uniform if the spec's init is ``integers``, as for target indices;
-    otherwise their logarithm is uniform up to a random limit."""
+    """Integers in the domain. If the spec's init is ``integers``, as for target indices, the integers are
+    uniform. Otherwise their logarithm is uniform up to a random limit."""
     if tensor.init.integers:
         unit = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
         return (low + (high - low + 1) * unit).floor()
@@ -195,8 +196,7 @@ def _whole(
 
 
 def _few(spec: Spec) -> set[str]:
-    """The dims with very small extents in ``small`` sizes: numbers of heads, blocks of columns and
-    experts."""
+    """The dims that ``small`` makes very small, because they count heads, blocks of columns or experts."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     terms = [term for t in tensors for d in t.shape for term in d.terms]
     heads = {n for m, times in terms if set(m) & set(spec.static) or times > WIDE for n in m}

@@ -1,7 +1,7 @@
 """Evaluate a program's nodes in order in plain fp64, without rounding and without partitioning.
 
-This module shares no code with the verifier's interpreter, so that a mistake in either of them shows up as a
-difference.
+This module shares no code with the verifier's interpreter. So a mistake in this module or in the interpreter
+shows up as a difference.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _heads(t: Tensor, width: int) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None) -> Tensor:
     """A matmul. With offsets, one matmul per expert: the expert's rows of ``a`` times the expert's matrix, or
-    the expert's columns of ``a`` times the expert's rows of ``b``. ``index``: the rows of ``a`` to gather
-    first."""
+    the expert's columns of ``a`` times the expert's rows of ``b``. ``index``: the rows of ``a`` that are
+    gathered before the matmul."""
     if offsets is None:
         return a @ b
     if index is not None:
@@ -113,7 +113,7 @@ MEANINGS: dict[str, Callable[..., Tensor]] = {
     "in_columns": _within,
 }
 LEAVES = ("input", "constant", "dim")
-SIZED = ("head_sums", "head_abs_max", "column_range", "in_columns")  # operations whose attribute has sizes
+SIZED = ("head_sums", "head_abs_max", "column_range", "in_columns")  # operations with sizes as attribute
 
 
 def values(program: Program, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Values:

@@ -1,4 +1,4 @@
-"""Edit a program's graph: add nodes, and redirect the readers of a node."""
+"""Edit a program's graph: add nodes, and redirect a node's readers (the nodes that use its value)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.verifier.spec.model import Spec
 
-JUDGED = ("size_choice",)  # the check's error codes that count as a verdict on a mutant
+JUDGED = ("size_choice",)  # error codes of ``Program.check`` that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
@@ -25,14 +25,15 @@ class Skip(Exception):
 
 
 def correct() -> list[str]:
-    """The names of all specs. Each has an accepted program, or at least a correct kernel in the tests."""
+    """The names of all specs. Each spec has an accepted program, or at least a correct kernel in the
+    tests."""
     return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
 
 
 @functools.cache
 def original(name: str) -> tuple[Spec, Program]:
-    """A spec and the program that is mutated: the accepted one, or else the first of the tests' correct
-    kernels."""
+    """A spec and the program to mutate. This is the accepted program, or else the program of the first
+    correct kernel in the tests."""
     spec, program = forward(name)
     return spec, program._replace(schedule={})
 
@@ -51,8 +52,8 @@ def honest(name: str) -> dict[str, Program]:
 class Graph:
     """The nodes of a program, and the nodes that an edit adds.
 
-    ``frozen``: sizes, or None. If sizes are given, each added ``dim`` node becomes a constant, the dim's
-    size. At any sizes, the edit then behaves as at the given sizes.
+    ``frozen``: fixed sizes, or None. If given, the edit adds a constant with the dim's fixed size in place of
+    each ``dim`` node. So the edit behaves at all sizes as it does at the fixed sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -86,7 +87,8 @@ class Graph:
         return self.add("dim", attribute=str(size))
 
     def replace(self, old: int, new: int, reader: int | None = None) -> None:
-        """Redirect all readers of ``old``, or only ``reader``, to ``new``. Added nodes do not change."""
+        """Redirect all readers of ``old``, or only ``reader``, to ``new``. The nodes that the edit added are
+        not redirected."""
         for index in range(self.first_added) if reader is None else (reader,):
             node = self.nodes[index]
             self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
@@ -100,7 +102,7 @@ class Graph:
         self.nodes[reader] = self.nodes[reader]._replace(args=tuple(args))
 
     def become(self, index: int, node: Node) -> None:
-        """Replace a node by another."""
+        """Replace the node at ``index`` by another node."""
         self.nodes[index] = node
 
     def originals(self, *kinds: str) -> list[int]:
@@ -170,8 +172,8 @@ def _ancestors(nodes: list[Node]) -> list[set[int]]:
 
 
 def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
-    """The nodes of ``among`` that can replace the node ``index``: nodes of the same type. An integer input
-    and another node cannot replace each other."""
+    """The nodes of ``among`` that can replace the node ``index``, because they have the same type. Only an
+    integer input can replace an integer input, and it can replace nothing else."""
     kind, whole = graph.types[index], _whole(graph, index)
     return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
 
@@ -184,8 +186,9 @@ def _whole(graph: Graph, index: int) -> bool:
 
 
 def meeting(graph: Graph, index: int, random: Random) -> int:
-    """Choose a node that can be combined elementwise with the node ``index``: the node itself, a scalar, or a
-    node that has its type or can be spread over it. Raises Skip if no node fits."""
+    """Choose a random node that can be combined elementwise with the node ``index``. It may be the node
+    ``index`` itself, a scalar, a node of the same type, or a node that can be spread over that type. Raises
+    Skip if no node fits."""
     kind = graph.types[index]
     free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
     made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]
@@ -202,7 +205,8 @@ def _covered(wide: Type, narrow: Type) -> bool:
 
 
 def _spread(graph: Graph, index: int, wide: Type) -> int | None:
-    """Spread a vector over a tile's rows or columns; None if its length fits neither."""
+    """Return a node that spreads a vector over a tile's rows or columns; None if the vector's length fits
+    neither."""
     kind = graph.types[index]
     if kind.kind != "vector":
         return None

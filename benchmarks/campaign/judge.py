@@ -18,8 +18,9 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-# An accepted mutant counts as equivalent only after a second search, with this many times the usual number of
-# draws that aim at its conditions.
+# If the verifier accepts a mutant and no draw shows a difference, a second search follows. The second search
+# tries this many times as many draws that aim at the mutant's conditions. If it finds no difference either,
+# the mutant counts as equivalent.
 MORE = 3
 Result = dict[str, Any]
 
@@ -40,7 +41,7 @@ def judged(task: CampaignTask) -> Result:
 
 
 def applies(task: CampaignTask) -> bool:
-    """Whether the candidate can be created."""
+    """Whether the candidate's kind applies to the program, so that the candidate can be created."""
     return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
 
 

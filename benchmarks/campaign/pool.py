@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import CampaignTask, Result, judged
 
-CHUNK = 20  # candidates per task; they are variants of one program, so a task prepares only one program
+CHUNK = 20  # candidates per task of a process; all are variants of one program, which is prepared once
 ROUND = 1000  # approximate number of candidates per seed; results of earlier seeds come first
 
 

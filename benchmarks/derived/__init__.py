@@ -1,1 +1,2 @@
-"""Compare derived backwards with backwards that people arranged, by time and by bytes moved."""
+"""Compare the times and the moved bytes of derived backward programs with those of backwards arranged by
+hand."""

@@ -68,15 +68,15 @@ class OnePass(HandArranged):
 
 class Kept(NamedTuple):
     """The tensors that the derived backward reads. ``saved``: the tensors that the hand-arranged backward
-    reads too. ``act``: the activation."""
+    also reads. ``act``: the activation."""
 
     saved: Saved
     act: Tensor
 
 
 class ByDerivation(OnePass):
-    """The layer with two derived backward programs: ``mlp``, and ``projection`` to queries, keys and
-    values."""
+    """The layer with two derived backward programs: ``mlp`` for the MLP, and ``projection`` for the
+    projection to queries, keys and values."""
 
     mlp: Call
     projection: Call
@@ -110,7 +110,7 @@ class ByDerivation(OnePass):
 
 
 def beside_stream(rotates: bool) -> Chain:
-    """A chain that norms and projects the residual stream, and also returns the stream itself."""
+    """A chain that normalises and projects the residual stream, and also returns the stream itself."""
     inner = chains.attention_in(rotates=rotates)
     return inner._replace(
         outputs=inner.outputs | {"stream": "M, D"},
@@ -119,8 +119,8 @@ def beside_stream(rotates: bool) -> Chain:
 
 
 def backwards(shape: Shape) -> dict[str, Derived]:
-    """Derive the backwards of the layer's two operator chains that begin with a norm. The residual stream
-    continues past the projection, so the projection's backward adds the stream's gradient."""
+    """Derive a backward for each of the layer's two operator chains that begin with a norm. The residual
+    stream continues past the projection, so the projection's backward adds the stream's gradient."""
     sizes = {"M": shape.tokens, "D": shape.width, "F": shape.ffn, "H": 3 * shape.heads, "P": shape.pairs}
     mlp, projection = chains.mlp().program("mlp"), beside_stream(rotates=True).program("attention_in")
     return {
@@ -146,8 +146,8 @@ def by_derivation(
 
 
 def measured(width: str) -> dict[str, Any]:
-    """Measure all arms at one width. Return each arm's samples in milliseconds, and the distance of its
-    results from the results of the hand-arranged layer."""
+    """Measure all arms at one width. Return each arm's samples in milliseconds, and the error of each arm's
+    results relative to the results of the hand-arranged layer."""
     begun = time.monotonic()
     shape, runner = WIDTHS[width], by_hand.compiled(by_hand.known_kernels(width))
     drawn = draw(shape, SEED)
@@ -232,8 +232,8 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def without_attention(found: Mapping[str, Any]) -> str:
-    """A table of the time of forward and backward minus the time of attention. All arms run the same
-    attention."""
+    """A table of the time that forward and backward take together, minus the time of attention. Attention is
+    the same in all arms."""
     lines = []
     for width, entry in found.items():
         times = {n: statistics.median(samples) for n, samples in entry["times"].items()}

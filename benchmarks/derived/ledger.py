@@ -1,4 +1,4 @@
-"""Count the bytes that derived backwards move: ``python -m benchmarks.derived.ledger PAGE``. It needs no GPU.
+"""Count the bytes that derived backwards move: ``python -m benchmarks.derived.ledger PAGE``, without a GPU.
 
 The page has three tables. The first shows every forward operator of ``specs`` with its derived backward. The
 second compares derived backwards with backwards that people arranged from hand-authored kernels. The third
@@ -53,13 +53,13 @@ def operators() -> list[str]:
 
 
 def results(program: Program) -> tuple[str, ...]:
-    """The outputs whose gradients the backward gets as inputs."""
+    """The outputs whose gradients are inputs of the backward."""
     return tuple(n for n in joined(program).program.outputs if n not in KEPT)
 
 
 def operator(name: str, agreement: bool = True) -> list[list[str]]:
-    """The table rows of an operator. One row is for its backward alone. The other row is for one program that
-    consists of the matmul that computes an output's gradient, and of the backward."""
+    """The table rows of an operator. The first row is for the operator's backward alone. The second row is
+    for a longer program: a matmul first computes an output's gradient, and then the backward follows."""
     spec, program = forward(name)
     of = results(program)
     whole = joined(program).program
@@ -115,11 +115,12 @@ OPERATORS = ["operator", "form", "products", "without a product", "stored, bytes
 
 
 class ByHand(NamedTuple):
-    """A backward that people arranged, and ``derived``, the derived backward with the same gradients.
+    """A backward that people arranged by hand, and a derived backward that computes the same gradients.
 
-    The backward by hand consists of a hand-authored ``kernel`` at its ``sizes``, plain matmuls, and separate
-    passes over memory. ``products`` has (m, k, n) for each plain matmul [m, k] @ [k, n]. ``passes`` is the
-    number of bytes that the separate passes move. ``all_sizes``: the sizes of the derived backward."""
+    The backward by hand runs a hand-authored kernel, plain matmuls, and separate passes over memory.
+    ``kernel`` and ``sizes`` describe the hand-authored kernel. ``products`` has (m, k, n) for each plain
+    matmul [m, k] @ [k, n]. ``passes`` is the number of bytes that the separate passes move. ``derived`` is
+    the derived backward, and ``all_sizes`` has its sizes."""
 
     kernel: str
     sizes: Sizes
@@ -129,7 +130,7 @@ class ByHand(NamedTuple):
     all_sizes: Sizes
 
     def hand(self) -> tuple[int, int]:
-        """The number of matmuls of the backward by hand, and the bytes that it moves."""
+        """The number of matmuls of the backward by hand, and the number of bytes that this backward moves."""
         text = (ROOT / "generated_kernels" / f"{self.kernel}.program.json").read_text(encoding="utf-8")
         program = Program.from_json(text)
         moved = roofline(program, self.sizes).bytes + sum(map(matmul, self.products)) + self.passes
@@ -149,7 +150,7 @@ def matmul(sizes: tuple[int, int, int]) -> int:
 
 
 def two_products(width: str, activation: Callable[..., Any]) -> Chain:
-    """An MLP without a norm. Its first matmul has a bias if ``width`` is F."""
+    """An MLP without a norm. The MLP's first matmul has a bias if ``width`` is F."""
 
     def body(x: Any, w_up: Any, w_down: Any, bias: Any = None) -> dict[str, Any]:
         z: Any = gemm(x, w_up.mT)
@@ -181,7 +182,7 @@ def loss() -> Chain:
 
 
 def by_hand() -> Iterator[ByHand]:
-    """Yield each hand-authored backward at its spec's first case."""
+    """Yield a ``ByHand`` for each hand-authored backward kernel, at the first case of its spec."""
     for kernel, build in HANDS.items():
         case = load(ROOT / "specs" / f"{kernel}.yaml", check=False).cases[0].sizes
         yield build(kernel, case)
@@ -213,7 +214,7 @@ def _norms(kernel: str, case: Sizes) -> ByHand:
     m, n, d, k = (case[name] for name in "MNDK")
     spec, program = forward("gemm_residual_rmsnorm_gemm")
     derived = derive(program, case, of=["h", "z"])
-    passes = 2 * 2 * m * n + 4 * m + 2 * 2 * m * d  # sum(dz * z), and the normed stream
+    passes = 2 * 2 * m * n + 4 * m + 2 * 2 * m * d  # for sum(dz * z) and for the normed stream
     return ByHand(kernel, case, ((n, m, d), (d, m, k)), passes, derived, case)
 
 
@@ -239,8 +240,8 @@ def hand_rows() -> list[list[str]]:
 
 
 def layer_by_hand(shape: Shape) -> int:
-    """The bytes that the layer's backward moves if it is arranged as in ``benchmarks.by_hand``, but with the
-    rotation's transpose in one pass."""
+    """The bytes that the layer's backward moves if the backward is arranged as in ``benchmarks.by_hand``, but
+    with the rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
     programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
     own = [c for place, c in places.items() if place.endswith("_backward")]
@@ -258,8 +259,8 @@ def rotation(shape: Shape) -> int:
 
 def layer_derived(shape: Shape) -> int:
     """The bytes that the layer's backward moves if the backward of each module is derived separately
-    ("module-local"). They are the bytes of two derived programs, of the two matmuls between the programs, and
-    of the rotation's pass."""
+    ("module-local"). The sum counts two derived programs, the two matmuls between these programs, and the
+    rotation's pass."""
     tokens, width = shape.tokens, shape.width
     sizes = layer_sizes(shape)
     programs = backwards(shape).values()
@@ -273,8 +274,9 @@ def layer_sizes(shape: Shape) -> dict[str, int]:
 
 
 def layer_stack(shape: Shape) -> int:
-    """The bytes per layer that the backward moves if a whole stack of layers is derived ("whole stack"). They
-    are the bytes of one program, from one attention to the next, and of the pass before that program."""
+    """The bytes per layer that the backward moves if a whole stack of layers is derived together ("whole
+    stack"). The sum counts one program, and the pass before that program. The program spans from one layer's
+    attention to the next layer's attention."""
     program, sizes = chains.between_attentions().program("layer"), layer_sizes(shape)
     wrt = [n for n in program.signature.inputs if n not in ("eps", "turned", "cos_sin")]
     made = derive(program, sizes, wrt=wrt, of=["out", "qkv"])
@@ -282,7 +284,7 @@ def layer_stack(shape: Shape) -> int:
 
 
 def layer_compiled(profile: Mapping[str, Any], width: str) -> int:
-    """The bytes that ``torch.compile``'s backward moves, without attention. They are counted from the tensors
+    """The bytes that ``torch.compile``'s backward moves, without attention. The count comes from the tensors
     of each kernel in the committed profile."""
     shares = (row.share for row in rows(profile["widths"][width], "torch.compile"))
     return sum(share.bytes or 0 for share in shares if share.group != ATTENTION)
@@ -292,7 +294,7 @@ def layer_rows() -> list[list[str]]:
     profile = json.loads((ROOT / "docs" / "layer_backward.json").read_text(encoding="utf-8"))
     found = []
     for width, shape in WIDTHS.items():
-        # the bytes of the weights, which are read, and of their gradients, which are written
+        # the bytes that it takes to read the weights and to write the weights' gradients
         weights = 2 * 2 * (3 * shape.ffn + 4 * shape.width) * shape.width
         count = {
             "`torch.compile`": layer_compiled(profile, width), "by hand": layer_by_hand(shape),

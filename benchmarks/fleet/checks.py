@@ -3,10 +3,10 @@
 The benchmark runs real checks (trace, contract, interpreter, sm_90a compile) of accepted kernels on this
 machine. The first pass uses one node and the second pass two nodes; each node is pinned to its own core.
 Every pass starts with empty caches. A check consists of two pieces of work, which run in worker processes.
-The report also gives the fraction of time that Ray and the driver take outside the workers. Under
-``compared`` the report gives the seconds that ``benchmarks.fleet.simulation`` predicts. The prediction uses
-the seconds of each piece of work in the first pass. Other work on this machine distorts the figures, so the
-report includes the machine's load.
+The report also gives the fraction of the time that Ray and the driver spend outside the worker processes.
+Under ``compared``, the report gives the seconds of each pass, and the seconds that
+``benchmarks.fleet.simulation`` predicts from the pieces of work in the first pass. Other work on this machine
+distorts the figures, so the report includes the machine's load.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from coda_agent.agent.fleet.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
-JOINING = 300.0  # seconds for all cores to join
+JOINING = 300.0  # limit on the seconds until all cores have joined the pool
 
 
 def examined(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run ``pieces.examine``, and add the seconds that it took in its worker."""
+    """Return the result of ``pieces.examine``, with the seconds that the worker spent on it."""
     return _timed(pieces.examine, asked)
 
 
@@ -104,7 +104,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
         end = time.monotonic() + JOINING
         while len(pool.uses) < nodes and time.monotonic() < end:
             time.sleep(0.1)
-        warm, work = list(work[-1:]) * nodes, work[:-1]  # so that the workers import before the timing
+        warm, work = list(work[-1:]) * nodes, work[:-1]  # the workers import their modules before the timing
         with ThreadPoolExecutor(len(work)) as threads:
             list(threads.map(lambda each: check(pool, *each), [(-1 - i, *w) for i, w in enumerate(warm)]))
             events.clear()
@@ -126,7 +126,7 @@ def measured(nodes: int, work: Sequence[tuple[str, str]], scratch: Path) -> dict
 
 
 def predicted(pieces_of: Sequence[Sequence[float]], nodes: int) -> float:
-    """The seconds that the simulation predicts for these pieces."""
+    """The seconds that the simulation predicts for these pieces of work on ``nodes`` cores."""
     runs = [[("core", seconds) for seconds in parts] for parts in pieces_of]
     return simulate(runs, SimulatedResources(gpus=0, cores=nodes, places=len(runs))).seconds
 

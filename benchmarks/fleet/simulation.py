@@ -7,8 +7,9 @@ drawn at random, with replacement.
 
 A run authors one kernel. From start to end the run occupies one of the driver's places for runs in progress.
 The run asks its author, and then waits for a core that examines the answer. If the answer passes, the run
-waits for a core that compiles it, and for a GPU that measures it. Before each of these stages the driver, a
-single process, works for ``--driver`` seconds.
+waits for a core that compiles the kernel, and for a GPU that measures it. Before each stage (an answer, an
+examination, a compilation or a measurement), the driver works for ``--driver`` seconds. The driver is a
+single process.
 
 ``--runs`` names JSON files of ``benchmarks.fleet.checks`` and ``benchmarks.fleet.two_gpus``. The page
 compares the real runs in these files with simulations of the same runs.
@@ -39,7 +40,7 @@ SPREAD = 0.5  # standard deviation of the logarithm of an answer's seconds
 # the standard sweep: GPUs, specs, and seconds of an author's answer; each result varies some of these numbers
 FLEET, WORK, AUTHOR = 64, 1000, 30.0
 NEAR = 0.98  # fraction of the highest throughput that counts as sufficient
-PLACES = 4  # runs in progress per core and GPU; the default of ``coda-agent sweep``
+PLACES = 4  # runs in progress for each core, and for each GPU; the default of ``coda-agent sweep``
 SEED = 2026
 
 Stage = tuple[str, float]  # resource, seconds
@@ -56,8 +57,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class SimulatedResources:
-    """The resources of a fleet. ``places``: the number of runs in progress at once. ``driver``: the seconds
-    that the driver works before each stage."""
+    """The resources of a fleet. ``places``: the limit on the number of runs in progress. ``driver``: the
+    seconds that the driver works before each stage."""
 
     gpus: int
     cores: int
@@ -179,8 +180,8 @@ def efficiency(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources) -> fl
 
 
 def enough(runs: Sequence[Sequence[Stage]], fleet: SimulatedResources, vary: str, most: int) -> int:
-    """The smallest number of the resource ``vary`` that suffices: the throughput is at least NEAR times the
-    throughput with ``most`` of the resource."""
+    """The smallest sufficient amount of the resource ``vary``. An amount is sufficient if its throughput is
+    at least ``NEAR`` times the throughput of the amount ``most``."""
     best = simulate(runs, replace(fleet, **{vary: most})).seconds
     low, high = 1, most
     while low < high:
@@ -255,7 +256,7 @@ def chart(found: dict[str, Any]) -> bytes:
 
 
 def _neighbours_page(told: dict[str, Any]) -> str:
-    """A section on the timings of ``benchmarks.fleet.two_gpus disturb``."""
+    """The page's section on the timings of ``benchmarks.fleet.two_gpus disturb``."""
     states = {
         "idle": "is idle, and so are the cores",
         "compiling": "is idle, and the cores compile",

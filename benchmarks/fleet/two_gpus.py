@@ -46,12 +46,12 @@ from coda_agent.verifier.measure import DEFAULT_ARMS, ROUNDS, MeasureOptions
 from coda_agent.verifier.report import CANDIDATE
 
 ROOT = Path(__file__).resolve().parents[2]
-JOINING = 120.0  # seconds for all GPUs to join
+JOINING = 120.0  # limit on the seconds until all GPUs have joined the pool
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
-HEALTH |= {"health_check_failure_threshold": 4}  # so that Ray detects a lost node before its usual 15 s
-CONTROL = "gemm_swiglu", "1B"  # an accepted kernel and a case that takes about a millisecond
-TRIES = 5  # how often the controls are timed in each state of the second GPU and the other cores
+HEALTH |= {"health_check_failure_threshold": 4}  # Ray then detects a lost node in less than its usual 15 s
+CONTROL = "gemm_swiglu", "1B"  # an accepted kernel, and a case at which it takes about a millisecond
+TRIES = 5  # number of timings of the controls in each state of the machine: idle, compiling, measuring
 SPARE = 4  # cores that the compiling neighbours leave free
 PATIENCE = 300.0
 
@@ -92,7 +92,7 @@ def leases_in(events: Rows) -> Rows:
 
 
 def chosen(path: Path, entries: int | None) -> bundles.Bundle:
-    """The bundle, or a bundle of only its last ``entries`` entries."""
+    """Read a bundle. If ``entries`` is given, keep only this many entries from the end of the bundle."""
     whole = bundles.read(path)
     return whole.model_copy(update={"entries": whole.entries[-entries:]}) if entries else whole
 
@@ -109,9 +109,9 @@ def joined(pool: Pool, gpus: int) -> None:
 def measured(
     pool: Pool, record: PoolEvents, entries: bundles.Bundle, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure a bundle's entries on the pool's GPUs. The result has the times, and the time that the
-    simulation predicts. The prediction uses the leases in the file ``asked.pieces``, if given, or else the
-    leases of this run."""
+    """Measure a bundle's entries on the pool's GPUs. The result has the measured seconds and the seconds that
+    the simulation predicts. The prediction uses the leases in the file ``asked.pieces``, if given, or else
+    the leases of this run."""
 
     def heard(run: str) -> Progress:
         return lambda gate, words: print(f"{run}: {gate} {words}", flush=True)
@@ -235,7 +235,7 @@ def take_node(cluster: Any, node: Any, record: PoolEvents) -> None:
 
 
 def own_jobs(path: Path) -> list[workers.Job]:
-    """The compilations that the tuning of the bundle's entries needs first."""
+    """The compilations with which the tuning of the bundle's entries begins."""
     from coda_agent.primitives.compiler.probe_schedules import candidates
     from coda_agent.primitives.runtime.tune import to_compile
 
@@ -249,7 +249,7 @@ def own_jobs(path: Path) -> list[workers.Job]:
 
 
 def quack_jobs(path: Path) -> list[workers.Job]:
-    """The compilations that the tuning of QuACK's matmuls for the bundle's entries needs first. These
+    """The compilations with which the tuning of QuACK's matmuls begins, for the bundle's entries. These
     compilations use the GPU."""
     from coda_agent.verifier.baselines.quack import MATMUL, admitted, to_compile
 
@@ -334,13 +334,13 @@ def disturb_command(asked: argparse.Namespace) -> None:
             found["measuring"] = controls(one, asked.tries)
     found["verdict"] = {state: verdict(found[state]) for state in ("idle", "compiling", "measuring")}
     begun = time.monotonic()
-    found["quack"] = len(workers.run_jobs(quack_jobs(asked.bundle)))  # for the measurements that follow
+    found["quack"] = len(workers.run_jobs(quack_jobs(asked.bundle)))  # compiled now for later measurements
     found["quack_seconds"] = round(time.monotonic() - begun, 1)
     write(asked.out, asked.name, found)
 
 
 def verdict(found: Rows) -> dict[str, Any]:
-    """The range of the controls' estimates, and the number of processes whose controls failed."""
+    """The range of the controls' estimates, and the number of timings whose controls failed."""
     same, planted = ([each[name]["estimate"] for each in found] for name in ("same", "planted"))
     return {
         "same": [min(same), max(same)],

@@ -4,10 +4,10 @@ The benchmark needs no GPU. All arms compute from the same bf16 numbers. The err
 the RMS of its difference from the plain layer's fp32 value, over the RMS of that value. Programs run in the
 interpreter, and torchao's recipes run on PyTorch's CPU kernels.
 
-Arm *row-wise*: a linear layer has three matmuls, one in the forward and two for the gradients. Each matmul
-quantises every row of its operands by the row's own maximum, as in torchao's recipe. All three matmuls run
-``gemm_fp8_row_scale``, so gradients need no kernel of their own. Arm *fused*: the matmuls write the
-activation and the normalised rows in fp8, with scales from another batch. This arm has only a forward.
+In the arm *row-wise*, a linear layer has three matmuls, one in the forward and two for the gradients. Each
+matmul quantises every row of its operands by the row's own maximum, as in torchao's recipe. All three matmuls
+run ``gemm_fp8_row_scale``, so gradients need no kernel of their own. In the arm *fused*, the matmuls write
+the activation and the normalised rows in fp8, with scales from another batch. This arm has only a forward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from coda_agent.verifier.statistics import student_quantile
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
-LOUD, TIMES = 64, 30.0  # one in LOUD channels is TIMES as large as the others, as in trained models
+LOUD, TIMES = 64, 30.0  # one input channel in LOUD is multiplied by TIMES, as in trained models
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Scaled = tuple[Tensor, Tensor]
@@ -99,7 +99,8 @@ def mlp(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Fp8Arm(Differentiated):
-    """``mlp`` or ``layer`` with ``product`` in place of ``linear``. Autograd computes the gradients."""
+    """An arm that runs the function ``mlp`` or ``layer`` with ``product`` in place of ``linear``. Autograd
+    computes the gradients."""
 
     def __init__(self, function: Function, product: Product, shape: Shape, drawn: Drawn):
         parts = ("gate_up", "down") if function is mlp else Weights._fields
@@ -119,9 +120,9 @@ def wide(drawn: Drawn) -> Drawn:
 
 
 class FusedFp8:
-    """A layer whose matmuls write fp8, with ``gemm_fp8_swiglu`` and ``gemm_fp8_residual_rmsnorm``. The scale
-    of each tensor comes from the tensor's largest magnitude in another batch, which in training would be the
-    previous batch."""
+    """A layer whose matmuls write fp8. The matmuls run in the kernels ``gemm_fp8_swiglu`` and
+    ``gemm_fp8_residual_rmsnorm``. The scale of each fp8 tensor comes from the tensor's largest magnitude in
+    another batch. In training, this other batch would be the previous batch."""
 
     def __init__(self, shape: Shape, drawn: Drawn):
         self.shape, self.weights, self.next_norm = shape, drawn.weights, drawn.next_norm
@@ -133,7 +134,8 @@ class FusedFp8:
         self.amax: dict[str, Tensor] = {}
 
     def learn(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        """Learn the scales from a batch, one pass per scale, because each scale changes the later maxima."""
+        """Learn the scales from a batch. There is one pass per scale, because a tensor's scale changes the
+        maxima of the tensors after it."""
         for _ in self.scales:
             call(x)
             self.scales |= {name: END / amax for name, amax in self.amax.items()}
@@ -176,7 +178,7 @@ FUSED = "fused, interpreted"
 
 
 def drawn_at(shape: Shape, seed: int, loud: bool) -> Drawn:
-    """Draw a layer and its inputs. ``loud``: make some channels of the input TIMES as large."""
+    """Draw a layer and its inputs. ``loud``: multiply one input channel in ``LOUD`` by ``TIMES``."""
     drawn = draw(shape, seed, "cpu")
     if loud:
         drawn.x[:, ::LOUD] *= TIMES
@@ -201,7 +203,7 @@ def errors(shape: Shape, function: Function, seed: int, loud: bool) -> dict[str,
 
 
 def interval(values: list[float]) -> str:
-    """The mean of these fractions in percent, with its 95% interval."""
+    """The mean of these fractions in percent, with the mean's 95% interval."""
     mean = 100 * statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.2f}"
@@ -210,7 +212,7 @@ def interval(values: list[float]) -> str:
 
 
 def table(found: Iterable[Mapping[str, Mapping[str, float]]], values: Iterable[str]) -> str:
-    """A Markdown table in percent, with one line per arm and one column per value."""
+    """A Markdown table of errors in percent, with one line per arm and one column per output or gradient."""
     several, columns = list(found), list(values)
     lines = [
         [arm, *(interval([f[arm][v] for f in several]) if v in first else None for v in columns)]

@@ -1,12 +1,12 @@
 """Measure an MLP in fp8: ``python -m benchmarks.fp8.chain FILE [--widths 7B]``, on an H100.
 
-The chain maps the normalised rows of a residual stream to the normalised rows after an MLP: up projection,
-SwiGLU, down projection, residual and RMSNorm. Our arm runs ``gemm_fp8_swiglu`` and
-``gemm_fp8_residual_rmsnorm``. These kernels write fp8 with scales that the previous call computed, so our arm
-also computes the scales for the next call. The other arms are PyTorch modules under ``torch.compile``. One is
-in bf16; the others use torchao's row-wise recipe, with weights quantised in advance. All arms are timed
-interleaved in one process, from a cold L2. Our kernels add partial sums in fp32, but by default torchao's
-matmuls do not. So torchao's recipe has a second arm, with fp32 sums.
+The measured operations are up projection, SwiGLU, down projection, residual and RMSNorm. They map the
+normalised rows of a residual stream to the normalised rows after the MLP. Our arm runs ``gemm_fp8_swiglu``
+and ``gemm_fp8_residual_rmsnorm``. These kernels write fp8 with scales that the previous call computed, so our
+arm also computes the scales for the next call. The other arms are PyTorch modules under ``torch.compile``.
+One module is in bf16. The other modules use torchao's row-wise recipe, with weights quantised in advance. All
+arms are timed interleaved in one process, from a cold L2. Our kernels add partial sums in fp32. By default
+torchao's matmuls add partial sums less exactly, so torchao's recipe has a second arm, with fp32 sums.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from coda_agent.verifier.timing import Arm
 WIDTHS = {"1B": (2048, 5632), "7B": (4096, 11008), "70B": (8192, 28672)}  # widths of the model and of the FFN
 TOKENS, ROUNDS, LONGEST = 16384, 40, 10.0
 # The schedules to time, in place of a search. All these schedules have cooperative tiles, because fp32 sums
-# leave a pingpong tile too few registers. At this number of rows, cooperative tiles were the fastest in the
-# last tuning rounds of both accepted fp8 kernels.
+# leave a pingpong tile too few registers. At this number of rows, cooperative tiles were the fastest when the
+# two accepted fp8 kernels were last tuned.
 KNOWN = [
     *(Schedule(128, 192, False, 2, 1, group) for group in (8, 16, 32)),
     *(Schedule(128, 160, False, 2, 1, group) for group in (16, 32)),
@@ -78,7 +78,8 @@ def by_torchao(mlp: PlainMlp, fast: bool) -> nn.Module:
 
 
 class Fp8Mlp:
-    """The MLP with our fp8 kernels. Its state is the fp8 rows, the factor of each row, and the scales."""
+    """The MLP with our fp8 kernels. ``act`` and ``out`` are the scales of the activation and of the
+    normalised output. Each call uses the scales from the previous call, and then replaces them."""
 
     def __init__(self, mlp: PlainMlp, x: Tensor, stream: Tensor):
         # rows of gate and up interleaved
@@ -88,7 +89,7 @@ class Fp8Mlp:
         self.act = self.out = torch.ones((), device=x.device)
         names = "swiglu", "residual_rmsnorm"
         self.expand, self.reduce = (Kernel(program(f"gemm_fp8_{n}"), known={0: KNOWN}) for n in names)
-        for _ in range(2):  # the scale of the first kernel's output changes the scale of the second's
+        for _ in range(2):  # twice, because a change of the scale ``act`` changes the scale ``out``
             self()
 
     def __call__(self) -> dict[str, Tensor]:
@@ -141,7 +142,8 @@ def measured(width: str) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A Markdown table: the other arms' time over ours, with 95% intervals, and the errors in percent."""
+    """A Markdown table: each arm's time over our arm's time, with a 95% interval, and its error in
+    percent."""
     lines = [
         [width, name, ratio(samples, entry["times"][OURS]), f"{100 * entry['errors'][name]:.2f}"]
         for width, entry in found.items()

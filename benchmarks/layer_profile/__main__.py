@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-# after the time limit, seconds until a process with a hanging stage is ended; the file keeps finished stages
+# seconds from the time limit to the forced end of a process that hangs; the file keeps the finished stages
 GRACE = 8.0
 
 

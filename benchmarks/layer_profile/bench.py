@@ -34,7 +34,7 @@ SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and the limit on their seconds
 KEPT, SETTLE = 20, 1.0  # profiled rounds that are kept, and seconds of warm-up before them
 SUSTAINED = 3.0  # seconds of repetition that NVML records, after an equally long warm-up
-HEAD_START = 200_000  # cycles of the marker kernel before a region, so that the host can run ahead
+HEAD_START = 200_000  # cycles of the marker kernel before a profiled region, so that the host can run ahead
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Backward:
 
 
 class LayerStages:
-    """The stages that measure one width (``measuring.ProfileStages``)."""
+    """The stages that measure one width. ``measuring.ProfileStages`` describes each stage."""
 
     def __init__(self, width: str, arms: Sequence[str]):
         self.width, self.names = width, tuple(arms)
@@ -77,7 +77,7 @@ class LayerStages:
         return found | {"ours": backward_parts(shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
-        """The relative distance of each result of the other arms from the first arm's result."""
+        """For each arm except the first, the error of each result relative to the first arm's result."""
         from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names
@@ -170,8 +170,8 @@ def sustained(step: Callable[[], object]) -> dict[str, Any]:
 
 
 def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]:
-    """The Chrome trace of the kernels that ``run`` launches. ``shapes`` adds the operators that launch the
-    kernels."""
+    """The Chrome trace of the kernels that ``run`` launches. If ``shapes`` is true, the trace also contains
+    the operators that launch the kernels, with the shapes of the operators' inputs."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if shapes else [])]
@@ -186,7 +186,7 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
 
 
 def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[dict[str, Any]]:
-    """List our kernels in the backward in launch order, with names, schedules, FLOPs and compulsory bytes."""
+    """List the kernels of our backward in launch order, with names, schedules, FLOPs and compulsory bytes."""
     from benchmarks.by_hand.runners import calls
 
     places = calls(shape)

@@ -1,7 +1,8 @@
 """Attribute each kernel of the layer's backward to a part, and give the part's FLOPs, bytes and group.
 
 D is the width of the model, and F the width of the FFN; other names are as in ``benchmarks.by_hand.layer``.
-Bytes are compulsory: each operand and output counts once. This module needs only the standard library.
+Only compulsory bytes count, that is, each operand and each output once. This module needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """One part of a backward without its times: name, group, FLOPs and compulsory bytes."""
+    """What is known of a part of a backward without timing: name, group, FLOPs and compulsory bytes."""
 
     what: str
     group: str
@@ -54,8 +55,8 @@ class BackwardPart:
 
     @property
     def bound(self) -> float | None:
-        """The larger of two times in microseconds: the part's FLOPs at ``TENSOR``, and its bytes at
-        ``MEMORY``. None if neither FLOPs nor bytes are known."""
+        """The larger of two times in microseconds: for the part's FLOPs at the rate ``TENSOR``, and for the
+        part's bytes at the rate ``MEMORY``. None if neither FLOPs nor bytes are known."""
         known = [n / most for n, most in ((self.share.flops, TENSOR), (self.share.bytes, MEMORY)) if n]
         return 1e6 * max(known) if known else None
 
@@ -92,8 +93,8 @@ def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Sha
 def _calls(
     kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The operator that launched each kernel. The operators come from the profile of another step. So the nth
-    kernel of a name gets the operator of the nth kernel of this name in that profile."""
+    """The operator that launched each kernel. The operators (``told``) come from another profile of the same
+    backward. So the nth launch of a kernel gets the operator of that kernel's nth launch in ``told``."""
     by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for each in told:
@@ -108,9 +109,9 @@ def _calls(
 
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Map the position of each of our kernels in the launch order to the kernel's place in the layer and its
-    kind. One program may run at several places. Then the launches of each of its kernels belong to these
-    places in the order of ``parts``."""
+    """Map each of our launches, given by its position in the launch order, to the kernel's place in the layer
+    and the kernel's kind. If a kernel has several places, its launches belong to these places in the order of
+    ``parts``."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -165,8 +166,9 @@ def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Map
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of the backward of causal attention. It computes five matmuls over half of the pairs of
-    tokens. It reads q, k, v, the output and the output's gradient, and writes three gradients."""
+    """FLOPs and bytes of the backward of causal attention. The backward computes five matmuls over half of
+    the pairs of tokens. The backward reads q, k, v, the output and the output's gradient, and writes three
+    gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 
@@ -205,8 +207,7 @@ def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Sh
 
 
 def _argument_bytes(told: Mapping[str, Any]) -> int | None:
-    """The bytes of a generated kernel's tensors, each counted once; None if the profile does not list
-    them."""
+    """The bytes of a generated kernel's tensors, each counted once; None if the profile lists no tensors."""
     dims, types = told.get("dims") or [], told.get("types") or []
     found = sum(ITEM[t] * math.prod(d) for d, t in zip(dims, types, strict=False) if t in ITEM and d)
     return found or None

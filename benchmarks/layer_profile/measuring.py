@@ -1,4 +1,5 @@
-"""Run the stages of each width within a time budget, and write the file after each stage."""
+"""Profile the layers of each width within a time budget. The work at a width consists of stages; the result
+file is written after each stage."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # A stage starts only if this many seconds are left. The numbers are estimates for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
-SEARCH = 210.0  # seconds for a width with max-autotune; its search took 141 to 177 s in the comparison
+SEARCH = 210.0  # seconds that a width with max-autotune needs, of which the search takes 141 to 177
 SAID = 500  # characters of an error that are stored
 
 
 @dataclass
 class TimeBudget:
-    """A limit on the seconds that a measurement may take from now on."""
+    """A limit on the seconds of a measurement, which begins when this object is created."""
 
     seconds: float
     now: Callable[[], float] = time.monotonic
@@ -45,7 +46,7 @@ class TimeBudget:
 
 
 class ProfileStages(Protocol):
-    """The stages that measure one width's layers on a GPU. Each stage returns its entry for the file."""
+    """The stages that measure one width's layers on a GPU. Each stage returns its part of the result file."""
 
     def prepare(self) -> dict[str, Any]:
         """Build, compile and tune the arms, and compare their results."""

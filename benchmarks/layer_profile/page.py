@@ -45,7 +45,7 @@ LABELLED = 0.025  # fraction of the longest backward; narrower bars have no labe
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
     """Write the page to ``out``, and its charts to the folder ``images`` next to the page. If the page's
-    folder contains ``PAGE.reading.md``, the text of that file follows the page's head."""
+    folder contains ``PAGE.reading.md``, the text of that file follows the page's introduction."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -113,7 +113,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def _times(entry: Mapping[str, Any]) -> str:
-    """A table of each arm's median time, and of its time relative to ours in the same rounds."""
+    """A table of each arm's median time, and of the ratio of each arm's time to our arm's time."""
     times, table = entry["times"], []
     for key, found in times.items():
         arm, _, what = key.partition(": ")
@@ -170,7 +170,8 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[BackwardPart]]) -> str:
-    """A table of each group's time by arm. The last columns have each other arm's time minus our time."""
+    """A table of each group's time by arm. At the end, each arm except ours has a second column: the arm's
+    time minus our arm's time."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []
@@ -233,7 +234,7 @@ def _kernels(own: Sequence[BackwardPart]) -> str:
 
 
 def _names(own: Sequence[BackwardPart]) -> str:
-    """The kernels' names, by number in the table."""
+    """A list of the kernels' names. Each line begins with the kernel's number in the table."""
     lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
     return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
 

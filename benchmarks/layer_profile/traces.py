@@ -51,8 +51,9 @@ class Region:
         return tuple(event.name for event in self.events)
 
     def gaps(self) -> list[float]:
-        """Microseconds from the end of one activity to the start of the next; negative if they overlap. Gaps
-        and durations add up to the time from the first marker to the end of the last activity."""
+        """Microseconds from the end of one activity to the start of the next. A gap is negative if two
+        activities overlap. Gaps and durations add up to the time from the first marker to the end of the last
+        activity."""
         found, end = [], self.begin
         for event in self.events:
             found.append(event.start - end)
@@ -61,7 +62,7 @@ class Region:
 
 
 def regions(trace: Trace, expected: int) -> list[Region]:
-    """The marked regions in order. Raises TraceError unless there are ``expected`` regions."""
+    """The marked regions in order. Raises TraceError if their number is not ``expected``."""
     events = _on_device(trace)
     marks = [place for place, event in enumerate(events) if MARKER in event.name]
     if len(marks) != 2 * expected:
@@ -74,8 +75,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """The kernels of an arm's regions, each with its microseconds in each region. A region is dropped if its
-    kernels differ from the usual ones; ``dropped`` is the number of dropped regions."""
+    """The kernels of an arm, each with its microseconds in every region. Most regions have the same kernels.
+    A region with other kernels is dropped; ``dropped`` is the number of dropped regions."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]

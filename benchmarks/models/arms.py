@@ -40,8 +40,8 @@ class LossArm(NamedTuple):
 
 
 def model(kind: str, **changed: Any) -> Any:
-    """A random causal model of about 1B parameters in bf16: a Llama with the sizes of Llama 3.2 1B, or a
-    Qwen3 of the same width."""
+    """A causal language model with about 1B random parameters in bf16. The model is a Llama with the sizes of
+    Llama 3.2 1B, or a Qwen3 of the same width."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = {

@@ -2,11 +2,11 @@
 
 ``measure FILE [--model llama|qwen3] [--seconds N]`` runs on an H100. It measures the time of one decoding
 step for 1, 16 and 128 sequences. Like ``generate``, a step runs one forward over a static cache, and then
-chooses the most likely token of each sequence. There are five arms. The unpatched model and the model patched
-by ``fused.patch`` each run eagerly, and replayed from a CUDA graph. The fifth arm is the unpatched model
-under ``torch.compile``, in the mode that uses CUDA graphs. All arms share one set of parameters, and are
-interleaved in random order. The host time of a call is the time until the call returns, on an idle GPU.
-``draw FILE PAGE`` makes a page from FILE, on any machine.
+chooses the most likely token of each sequence. There are five arms. Two arms run eagerly: the unpatched
+model, and the model patched by ``fused.patch``. Two more arms replay these models from CUDA graphs. The fifth
+arm is the unpatched model under ``torch.compile``, in the mode that uses CUDA graphs. All arms share one set
+of parameters, and are interleaved in random order. The host time of a call is the time until the call
+returns, on an idle GPU. ``draw FILE PAGE`` makes a page from FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ARMS = (PLAIN, PLAIN + GRAPH, COMPILED, FUSED, FUSED + GRAPH)
 BATCHES = (1, 16, 128)
 PROMPT, TOKENS = 512, 16  # tokens in the cache before a round, and tokens that a round adds
 ROUNDS = 12
-FARTHEST = 0.1  # largest relative distance of an arm's first logits from those of the unpatched model
+FARTHEST = 0.1  # limit on the relative error of an arm's first logits, compared with the unpatched model's
 PACKAGES = ("torch", "transformers", "nvidia-cutlass-dsl", "quack-kernels")
 
 
@@ -134,7 +134,7 @@ class Timer:
         self.settle = torch.cuda.synchronize if where == "cuda" else lambda: None
 
     def token(self, each: TokenArm) -> float:
-        """Milliseconds per token, over the tokens of a round."""
+        """Run one round, and return the milliseconds per token."""
         each.decoder.reset()
         self.settle()
         start = time.perf_counter()
@@ -144,7 +144,7 @@ class Timer:
         return (time.perf_counter() - start) / TOKENS * 1e3
 
     def host(self, each: TokenArm) -> float:
-        """Microseconds until a call returns, on an idle GPU."""
+        """Run one step on an idle GPU, and return the microseconds until the call returns."""
         each.decoder.reset()
         self.settle()
         start = time.perf_counter()
@@ -162,8 +162,8 @@ def measure(
     batches: Sequence[int] = BATCHES,
     **changed: Any,
 ) -> None:
-    """Measure everything for one model. ``out`` is written after each batch size. ``changed``: values of the
-    model's config."""
+    """Measure all arms of one model at each batch size. ``out`` is written after each batch size.
+    ``changed``: new values for entries of the model's config."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     begun = time.monotonic()
     with torch.device(where):
@@ -201,7 +201,7 @@ def _batch(source: nn.Module, batch: int, where: str) -> dict[str, Any]:
             if not apart < FARTHEST:
                 raise ValueError(f"its logits are {apart:.3f} from the model's")
             arms[name] = made
-        except Exception as error:  # the failure of another library is the result of its arm
+        except Exception as error:  # if a library fails, its arm's result is the failure
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
     timer = Timer(where)

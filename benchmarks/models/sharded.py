@@ -2,9 +2,9 @@
 
 A random Llama of about half a billion parameters trains under ``fully_shard``, one process per GPU, with and
 without ``fused.patch``. Then the patched model trains on one GPU with the batches of all GPUs. FILE receives
-the losses of every step, and the largest difference between the patched model's losses on several GPUs and on
-one. FILE also has the tokens per second of the two sharded models, which are timed interleaved in random
-order.
+the losses of every step. For the patched model, FILE also has the largest difference between a step's loss on
+several GPUs and its loss on one GPU. FILE also has the tokens per second of the two sharded models, which are
+timed interleaved in random order.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ fully_shard: Any = torch.distributed.fsdp.fully_shard
 SIZES = {"num_hidden_layers": 6, "vocab_size": 32768}  # with training.py's widths: 0.43 billion parameters
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-WARM = 2  # number of rounds that are not counted
-ABSOLUTE, RELATIVE = 1e-2, 5e-2  # bounds on the difference of a step's losses; the larger bound applies
+WARM = 2  # the times of this many rounds at the start are not counted
+ABSOLUTE, RELATIVE = 1e-2, 5e-2  # bounds on the difference of a step's two losses; the larger bound applies
 
 
 class Sharded:
-    """A model with its optimizer and its batches. If ``sharded``, this is the shard on one of ``world`` GPUs;
-    otherwise the whole model on one GPU, with all batches."""
+    """A model with its optimizer and its batches. If ``sharded`` is true, this process has one shard of the
+    model, and other processes have the other shards. Otherwise this process has the whole model."""
 
     def __init__(self, asked: argparse.Namespace, name: str, where: str, *, sharded: bool):
         torch.manual_seed(0)
@@ -62,8 +62,8 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def text(self, step: int, rank: int) -> Tensor:
-        """Token ids [sequences, length] for one rank. Each second token follows from the token before, so
-        that the model can learn."""
+        """Token ids [sequences, length] for one rank. Every second token is a function of the token before
+        it, so that the model can learn."""
         drawn = torch.Generator().manual_seed(step * self.asked.world + rank)
         most = min(512, self.model.config.vocab_size)
         ids = torch.randint(0, most, (self.asked.sequences, self.asked.length), generator=drawn)
@@ -71,7 +71,7 @@ class Sharded:
         return ids.to(self.where)
 
     def step(self, number: int, ranks: range) -> Tensor:
-        """Train on the batches of these ranks, and return their mean loss."""
+        """Train on the batches of these ranks, and return the mean loss of the batches."""
         losses = []
         for rank in ranks:
             ids = self.text(number, rank)
@@ -109,8 +109,9 @@ def wait(where: str) -> None:
 
 
 def work(asked: argparse.Namespace) -> dict[str, Any]:
-    """Do the work of one process: train and time its shards of both models. Then the first process also
-    trains the whole model by itself, and returns all results; the other processes return nothing."""
+    """Do the work of one process. The process trains and times its shards of the plain and of the patched
+    model. Then the first process also trains the whole patched model by itself, and returns all results. The
+    other processes return an empty dict."""
     where = "cpu" if asked.cpu else f"cuda:{asked.rank}"
     if not asked.cpu:
         torch.cuda.set_device(where)

@@ -2,11 +2,11 @@
 
 ``coda-agent tune`` times one kernel alone. In a training step the GPU is at its power limit and its caches
 are in use, so another schedule can be faster. This command runs on an H100, and trains the patched model of
-``benchmarks.models.training`` (``--model llama|qwen3``). Each trial uses other schedules, and the profiler
-gives every kernel's time. A first round of trials tries tiles. A second round tries each kernel's two fastest
-tiles with other rasterisation groups. FILE receives all times. Tiles that already have times in FILE are not
-timed again. The fastest schedules go into this machine's tables, which ``fused`` reads; ``fused/tuned`` has
-the tables of an H100.
+``benchmarks.models.training`` (``--model llama|qwen3``). Each trial uses different schedules, and the
+profiler gives every kernel's time. A first round of trials tries tiles. A second round tries each kernel's
+two fastest tiles with other rasterisation groups. FILE receives all times. Tiles that already have times in
+FILE are not timed again. The fastest schedules go into this machine's tables, which ``fused`` reads;
+``fused/tuned`` has the tables of an H100.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TILES = [
     Schedule(128, 128, True, 1, 2),
 ]
 LEADERS, GROUPS = 2, (2, 4, 16, 32)
-HEATING = 3  # steps before a trial's times are read
+HEATING = 3  # training steps with a trial's schedules before the profiled step
 
-Place = tuple[str, int, tuple[int, ...]]  # a program's name, its step, and its ``products``
+Place = tuple[str, int, tuple[int, ...]]  # a program's name, a step's number, and the step's ``products``
 Choice = Mapping[Place, Schedule]
 Times = dict[Place, dict[Schedule, float]]  # microseconds
 

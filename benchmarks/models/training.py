@@ -7,8 +7,8 @@ with Liger's kernels; and the model patched by ``fused.patch``, module-local and
 arms share one set of parameters and one optimizer, and are interleaved in random order. A step is forward,
 backward and AdamW.
 
-Then the losses are compared: for each of several seeds, the unpatched and the patched model train for some
-steps. The seed determines the parameters from which each model starts. FILE is written after each stage.
+Then the losses are compared. For each of several seeds, the unpatched and the patched model train for some
+steps. Both models start from the same parameters, which depend on the seed. FILE is written after each stage.
 ``draw FILE... PAGE`` makes a page from files of different models, on any machine.
 """
 
@@ -56,8 +56,8 @@ SEEDS, WARM_UP = 4, 20  # seeds whose losses are compared; steps in which the le
 # fractions of the time limit: after PREPARING no arm is created, and after TIMING no further round starts
 PREPARING, TIMING = 0.65, 0.85
 # Under torch.compile, PyTorch before 2.14 reports that it exports a model. Transformers' "sdpa" attention
-# then makes a full mask, which excludes PyTorch's fast kernel. For an attention function with the name below,
-# transformers makes no mask. So the function of "sdpa" is registered under this name, and all arms use it.
+# then makes a full mask, and PyTorch cannot use its fast kernel with a mask. For an attention function with
+# the name below, transformers makes no mask. So all arms use the function of "sdpa" under this name.
 CAUSAL = "causal"
 SAID = 300  # characters of an error that FILE stores
 
@@ -78,7 +78,7 @@ class Trainer:
     """A trainer whose arms share one set of parameters and one optimizer."""
 
     def __init__(self, kind: str, where: str, **changed: Any):
-        """``changed``: values of the model's config."""
+        """``changed``: new values for entries of the model's config."""
         self.kind, self.where, self.changed = kind, where, changed
         source = self.source = self.made()
         self.optimizer = torch.optim.AdamW(source.parameters(), lr=RATE, fused=where == "cuda")
@@ -94,7 +94,7 @@ class Trainer:
             return model(self.kind, attn_implementation=CAUSAL, **self.changed)
 
     def text(self, seed: int, batch: int = BATCH, length: int = LENGTH) -> Tensor:
-        """Token ids [batch, length] in which each second token follows from the token before, so that a model
+        """Token ids [batch, length]. Every second token is a function of the token before it, so that a model
         can learn."""
         drawn = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 512, (batch, length), generator=drawn)
@@ -158,8 +158,8 @@ class Trainer:
 def measure(
     kind: str, seconds: float, out: Path, where: str = "cuda", sizes: StepSizes = USUAL, **changed: Any
 ) -> None:
-    """Measure everything for one model. ``out`` is written after each stage. ``changed``: values of the
-    model's config."""
+    """Measure the times, the peak memory and the losses of one model's arms. ``out`` is written after each
+    stage. ``changed``: new values for entries of the model's config."""
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     begun = time.monotonic()
     trainer = Trainer(kind, where, **changed)
@@ -172,7 +172,7 @@ def measure(
             print(f"{time.monotonic() - begun:6.1f} s  {kind}: {said}", flush=True)
 
     def left(share: float = 1.0) -> bool:
-        """Whether less than this fraction of the time has passed."""
+        """Whether less than this fraction of the time limit has passed."""
         return time.monotonic() - begun < share * seconds
 
     if where == "cuda":
@@ -188,7 +188,7 @@ def measure(
                 trainer.step(made, trainer.text(seed, sizes.batch, sizes.length))
             entry["peak"][name] = trainer.peak(made, trainer.text(2, sizes.batch, sizes.length))
             arms[name] = made
-        except Exception as error:  # the failure of another library is the result of its arm
+        except Exception as error:  # if a library fails, its arm's result is the failure
             traceback.print_exc()
             entry["failed"][name] = f"{type(error).__name__}: {error}"[:SAID]
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -205,7 +205,7 @@ def measure(
         keep()
     keep(f"{number} rounds of times")
     print(table({kind: entry}), flush=True)
-    # Only eager arms are compared: compiled models would have to compile again for the shorter sequences.
+    # Only eager arms are compared, because compiled models would compile again for the shorter sequences.
     compared = [name for name in (PLAIN, FUSED) if name in arms]
     for seed in range(SEEDS):
         for name in compared:

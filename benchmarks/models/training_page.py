@@ -10,7 +10,7 @@ from benchmarks.models.arms import BATCH, LENGTH, RATE, SHORT, THEIRS
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import ratio
 
-PARTED = 0.05  # largest difference between the losses of two arms that agree
+PARTED = 0.05  # two losses agree if they differ by at most this
 RISEN = 0.5  # a loss counts as risen if it exceeds the lowest earlier loss by more than this
 
 

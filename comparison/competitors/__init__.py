@@ -1,4 +1,4 @@
-"""The columns of the comparison: ways to compute a spec's outputs, each in its best configuration.
+"""The columns of the comparison. Each column is a way to compute a spec's outputs, in its best configuration.
 
 A column stands for one library, and has one or more arms (ways to call the library). A cell shows the fastest
 arm of its column. Importing this module imports nothing heavy.
@@ -27,9 +27,9 @@ PROGRAM, EDITED, FUSED = "LLM", "LLM, edited CuTeDSL", "fused"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the comparison. ``what``: its description for a legend. ``packages``: the distributions
-    that its arms use. ``revision``: a number that increases when the column's calls change, so that old
-    figures count as outdated."""
+    """A column of the comparison. ``what``: the column's description in a legend. ``packages``: the Python
+    distributions that the column's arms use. ``revision``: a number that increases when the column's calls
+    change, so that old figures count as outdated."""
 
     name: str
     what: str

@@ -1,6 +1,6 @@
-"""Import slow libraries ahead of time: a worker imports this module while the previous session runs.
+"""Import slow libraries ahead of time. A worker imports this module while the previous session runs.
 
-If a library is missing or does not load, the library's arm reports this later.
+If a library is missing or does not load, the library's arm reports the failure later.
 """
 
 from contextlib import suppress

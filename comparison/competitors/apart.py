@@ -1,6 +1,6 @@
-"""Compute specs with PyTorch, compiled and eager, in the layout that is best for PyTorch. Gate and up are
-separate contiguous blocks, and so are the first and second elements of rotated pairs. The specs interleave
-gate with up, and first with second elements.
+"""Compute specs with PyTorch, compiled and eager, in the layout that is best for PyTorch. In this layout,
+gate and up are separate contiguous blocks. The first and the second elements of rotated pairs are separate
+blocks too. The specs interleave gate with up, and first with second elements.
 
 PyTorch users have no reason to interleave, so PyTorch is compared in the layout with separate blocks.
 Importing this module imports nothing heavy.
@@ -57,8 +57,8 @@ def heads_together(q: Tensor, pairs: int) -> Tensor:
 
 
 def tables(g: Given) -> tuple[Tensor, Tensor]:
-    """The cosines and the sines of a case's rows, each [M, P] in fp32 and contiguous. They come from the
-    input ``cos_sin``, or are computed from positions."""
+    """The cosines and the sines of a case's rows, each [M, P] in fp32 and contiguous. Both tables come from
+    the input ``cos_sin`` if the spec has this input, or else from the positions."""
     if (table := g.inputs.get("cos_sin")) is not None:
         return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
     angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()

@@ -1,4 +1,5 @@
-"""An entry: how one library computes one spec. Importing this module imports nothing heavy."""
+"""Define entries. An entry says how one library computes one spec. Importing this module imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ __all__ = ["Implementation", "Given", "Prepared", "followed", "gated_mlp"]
 class Prepared(NamedTuple):
     """A prepared arm (one library's implementation of a spec).
 
-    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read``,
-    which is not timed, converts the call's result into the spec's outputs by name, as far as the library
-    computes them. ``arranged``: operands in the library's own layout, prepared before timing. A user would
-    store them in place of the spec's operands, so they do not count as memory of a call.
+    ``call`` launches all work of one call on the current CUDA stream, and returns before the work is done.
+    ``read`` is not timed. It converts the call's result into the spec's outputs by name; outputs that the
+    library does not compute are missing. ``arranged``: operands in the library's own layout, prepared before
+    timing. A user would store the arranged operands in place of the spec's operands, so the arranged operands
+    do not count as memory of a call.
     """
 
     call: Callable[[], Any]

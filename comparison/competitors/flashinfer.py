@@ -70,8 +70,8 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Wrap an arm that adds to its own copy of the residual in every call. Before the results are read,
-    restore the copy and call once more."""
+    """Return an arm like ``prepared``, which adds to its own copy of the residual in every call. The new
+    arm's ``read`` restores the copy and calls the arm once more before it reads the results."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])
@@ -93,9 +93,9 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
-    """Compute all heads with one matmul, normalise the heads if ``normed``, and rotate them in place. The
-    rotation's kernel expects queries and keys. So it gets the first half of the heads as queries and the
-    second half as keys, as views of one buffer."""
+    """Compute all heads with one matmul, normalise the heads if ``normed``, and rotate the heads in place.
+    The rotation's kernel expects queries and keys. So this arm passes the first half of the heads as queries
+    and the second half as keys. Both halves are views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace

@@ -1,5 +1,5 @@
-"""Run liger-kernel on our specs: Liger's kernels before and after PyTorch's matmuls. We call the functions
-that Liger's autograd classes call, so no autograd graph is stored.
+"""Run our specs with liger-kernel. PyTorch computes the matmuls, and Liger's kernels run before and after
+them. We call the functions that Liger's autograd classes call, so no autograd graph is stored.
 
 Matmuls write into preallocated buffers; Liger allocates its own results. Norms use Liger's "gemma" casting,
 which computes everything in fp32 and rounds once. Importing this module imports nothing heavy.
@@ -177,10 +177,10 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of query and key heads, with separate halves, and buffers for the results of their
-    matmuls. The kernel needs queries and keys as two contiguous tensors, and pads each tensor's number of
-    heads to a power of two. So that queries need no padding, their number of heads is the largest power of
-    two below H."""
+    """Return the weight of the query heads and the weight of the key heads, with separate halves. Also return
+    a buffer for the result of each weight's matmul. The kernel needs queries and keys as two contiguous
+    tensors, and pads each tensor's number of heads to a power of two. The number of query heads is the
+    largest power of two below H, so that queries need no padding."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1
     w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]

@@ -20,9 +20,9 @@ BUILD = "Ninja build failed"
 
 @cache
 def prepare() -> None:
-    """Prepare the environment before FlashInfer is imported. FlashInfer takes the folder above the first nvcc
-    as the toolkit, which is wrong if that nvcc is a wrapper. FlashInfer also asks the linker for a
-    libcuda.so, which may be elsewhere."""
+    """Prepare the environment before FlashInfer is imported. FlashInfer assumes that the folder above the
+    first nvcc is the toolkit. The assumption is wrong if that nvcc is a wrapper. FlashInfer also asks the
+    linker for a libcuda.so, which may be in a folder that the linker does not search."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     # ninja is in the folder of this interpreter, which PATH lacks if the environment is not active
     os.environ["PATH"] = os.pathsep.join(
@@ -55,8 +55,9 @@ def toolkit(candidates: Iterable[Path]) -> Path | None:
 
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
-    """A folder that contains libcuda.so: the first one, or else ``own``, which is created if the driver
-    installed only libcuda.so.1. None if no folder has either file."""
+    """Return the first folder that contains libcuda.so. If the folders have only libcuda.so.1, create the
+    folder ``own`` with a link libcuda.so to that file, and return ``own``. Return None if no folder has
+    either file."""
     folders = list(folders)
     for folder in folders:
         if (folder / "libcuda.so").exists():

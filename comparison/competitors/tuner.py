@@ -1,10 +1,10 @@
-"""Prepare a process for CODA's own package: check the versions that the package pins, cache its tuner's
-choices on disk, and make its tuning shorter, with progress messages.
+"""Prepare a process for CODA's own package. The preparation checks the versions that the package pins, and
+caches the choices of the package's tuner on disk. It also makes the tuning shorter, with progress messages.
 
 The package tunes with QuACK's autotuner, which calls each of up to 76 schedules at least 254 times, anew in
 every process. That takes more than half an hour, with minutes of silence. Here all schedules are timed with
-few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly,
-because compilers run between them, and a GPU that cools in a pause then runs at a higher clock rate.
+few calls, and the best few are timed again by the tuner's own method. Few calls alone would choose badly:
+compilers run between the timings, the GPU cools in these pauses, and a cool GPU runs at a higher clock rate.
 Importing this module imports nothing heavy.
 """
 
@@ -26,11 +26,11 @@ from coda_agent.primitives.system.workers import count as cores
 from coda_agent.verifier.gpu.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
-WARM, TIMED = 10, 20  # most warm-up calls and most timed calls per schedule; QuACK makes at least 54 and 200
-SHORT, FEWEST = 100.0, 4  # timed calls end after this many milliseconds, but not before this many calls
+WARM, TIMED = 10, 20  # limits on warm-up and timed calls per schedule; QuACK makes at least 54 and 200
+SHORT, FEWEST = 100.0, 4  # timed calls end after SHORT milliseconds, but there are at least FEWEST calls
 OWN = 254  # number of calls in the tuner's own timing
-# limits of the final round, which times the fastest schedules again: most and fewest schedules, and
-# milliseconds
+# The final round times the fastest schedules again. Its limits are the largest and the smallest number of
+# schedules, and the milliseconds that all of them may take.
 FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
 SECONDS = 10.0  # seconds between reports while only compilers work
@@ -65,8 +65,8 @@ def check() -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels and of the tuner's choices. Its name contains the GPU and the timing
-    method, because QuACK's keys do not contain these."""
+    """The folder of compiled kernels and of the tuner's choices. The folder's name contains the GPU and the
+    timing method, because QuACK's cache keys contain neither."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -127,7 +127,8 @@ def time_configs(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the arguments of the tuned function during the call, because the final round needs them."""
+    """Wrap a tuner's call. During the call, ``tuner.given`` has the tuned function's arguments, because the
+    final round needs these arguments."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -189,7 +190,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
 
 
 def _reporting(poll: Callable[..., Any]) -> Callable[..., Any]:
-    """Report every SECONDS seconds that the tuner is waiting, while compilers run one after another."""
+    """Report "compiling" every SECONDS seconds, while the tuner waits for one compiler after another."""
     said = time.monotonic()
 
     def heard(pool: Any, sha: str) -> Any:

@@ -70,7 +70,7 @@ def _swiglu_bwd(g: Given) -> Prepared:
 
 
 # ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
-# The package rotates by the negative of an angle, so it gets negated frequencies.
+# The package rotates by the negative of an angle, so the calls below pass negated frequencies.
 
 
 def _rope_positions(g: Given) -> Prepared:

@@ -1,5 +1,5 @@
-"""The comparison's table. A cell shows the fastest arm (implementation) of its column, or says why it has no
-figure."""
+"""The comparison's table. A cell shows the fastest arm (implementation) of its column, or says why the column
+has no figure."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ CHANGED = "has changed since it was measured: coda-agent compare measures it aga
 class Cell:
     """A column's fastest arm in a row.
 
-    ``against``: the arm's time over the time of the LLM's kernel; above 1 the LLM's kernel is faster. It is
-    None if the row has no kernel of the LLM, and in the cell of the LLM's kernel itself. ``indirect``: the
-    two arms never shared a session, so the ratio is computed through the reference arm. ``processes``: the
-    number of processes that measured the ratio, or the time if there is no ratio. An indirect ratio is the
-    product of two ratios, and ``processes`` is the smaller of the two ratios' numbers.
+    ``against``: the arm's time over the time of the LLM's kernel; above 1 the LLM's kernel is faster. The
+    ratio is None if the row has no kernel of the LLM, and in the cell of the LLM's kernel itself.
+    ``indirect``: the two arms never shared a session, so the ratio is computed through the reference arm.
+    ``processes``: the number of processes that measured the ratio, or the time if there is no ratio. An
+    indirect ratio is the product of two ratios; then ``processes`` counts those of the ratio that fewer
+    processes measured.
     """
 
     arm: str
@@ -121,9 +122,11 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sessions of one row, without outdated figures. Each session, and the last request to measure
-    (``present``), has a definition of the row (``question``), a version of each arm, and a reference arm. A
-    figure is outdated if one of these differs in a later session or in ``present``."""
+    """The sessions of one row, without outdated figures. A session records the row's definition
+    (``question``), the row's reference arm, and a version of each arm (``key``). A session's figures are
+    outdated if the last session has another question, another reference arm or another version of the
+    reference arm. An arm's figure is also outdated if a later session has another version of the arm.
+    ``present`` has the question and the versions at the last request, and counts like one more session."""
 
     def __init__(self, sessions: list[Session], present: Present | None):
         self.last = sessions[-1]
@@ -163,8 +166,8 @@ class _Row:
         return found - {self.reference_arm}
 
     def standing(self) -> list[Session]:
-        """The timed sessions that contain a current arm other than the reference arm, or that timed only the
-        reference arm. If no session qualifies, all timed sessions."""
+        """Return the timed sessions that contain a current arm other than the reference arm, or that timed
+        only the reference arm. If no session qualifies, return all timed sessions."""
         found = [
             s
             for s in self.timed
@@ -204,7 +207,8 @@ class _Row:
         )
 
     def _failing(self, arm: str) -> str:
-        """Why an arm that was timed in some processes failed in another; empty if it never failed."""
+        """Why an arm that was timed in some processes failed in another process; empty if the arm never
+        failed."""
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason
@@ -229,13 +233,13 @@ class _Row:
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
-    """The numbers of these sessions' processes. Two sessions of a row have the same number if some of the
-    arms ran separately or again."""
+    """The numbers of these sessions' processes. Several sessions of a row may have the same number, because
+    some arms may have run in a separate session or again."""
     return frozenset(s.process for s in sessions)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """The ratio over several processes, or over the rounds of a single process. Results are cached, because
-    few ratios are new when a table is redrawn after a session."""
+    """The ratio of two arms' times, over several processes or over the rounds of a single process. Ratios are
+    cached, because few of them are new when a table is redrawn after a session."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

@@ -1,7 +1,7 @@
 """Charts of a comparison as SVG and PNG: speedups with their intervals, and times over the roofline.
 
-Matplotlib draws the charts; it is imported with the first chart. The same table rows always give the same
-bytes.
+Matplotlib draws the charts; it is imported when the first chart is drawn. The same table rows always give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ TICKS = (
 FEWEST_INCHES = 0.4  # least distance between two labels of an axis
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters per line
-BAR = 0.105  # height of a bar in inches, and of its ratio's text
+BAR = 0.105  # height in inches of a bar and of the ratio beside it
 LABEL = 0.5  # inches for a bar's ratio and marks
 GAP = 0.55  # space between operators, relative to a row's height
 
 
 def draw(lines: Sequence[TableRow], measured: str = "") -> dict[str, bytes]:
-    """Draw the charts that have data; return their files by name: speedup and roofline, each as .svg and
-    .png. ``measured`` (kernels, machine, date) goes below the titles."""
+    """Draw the charts that have data, and return their files by name. There are two charts, speedup and
+    roofline, each as .svg and .png. ``measured`` (kernels, machine, date) goes below the titles."""
     figures = _figures(lines, measured)
     with styled():
         return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in ANONYMOUS}
@@ -135,8 +135,8 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
-    """Footnotes that explain the marks. They also name the operators for which a column of human-written
-    kernels contains work of ours or of PyTorch."""
+    """Footnotes for the chart. Some explain the marks. Others name the operators for which a column of
+    human-written kernels contains our work or PyTorch's."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: for {_listed(found)}, {SHARED[name].drawn}."

@@ -113,7 +113,8 @@ def marked(path: Path) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape text so that Markdown shows it as it is, on one line: no markup, HTML, link or extra cell."""
+    """Escape a text, so that Markdown shows the text unchanged, on one line. The escaped text contains no
+    markup, HTML or link, and does not begin another table cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
 
 

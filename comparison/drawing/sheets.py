@@ -1,6 +1,6 @@
-"""The tables, notes and sentences of a comparison, which its pages and the terminal show.
+"""The tables, notes and sentences that a comparison's pages and the terminal show.
 
-A cell can refer to numbered notes below the tables. A note describes the cell, or says why it is empty.
+A cell can refer to numbered notes below the tables. A note describes the cell, or says why the cell is empty.
 """
 
 from __future__ import annotations
@@ -181,12 +181,12 @@ def marks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
 
 
 def clocks(found: Sequence[TableRow], columns: Collection[str]) -> list[str]:
-    """A warning about these columns' times if one of their ratios is indirect."""
+    """Return a warning about these columns' times if any ratio of the columns is indirect."""
     return [CLOCKS] if any(row.indirect for _, row in _row_ratios(found, columns)) else []
 
 
 def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tuple[TableRow, RowRatio]]:
-    """All ratios of these columns."""
+    """All ratios of these columns, each with its table row."""
     return [
         (line, row)
         for line in found
@@ -196,8 +196,8 @@ def _row_ratios(found: Sequence[TableRow], columns: Collection[str]) -> list[tup
 
 
 def fastest(line: TableRow) -> str | None:
-    """The row's fastest column, by ratio. Columns that compute only part of the row, or have an impossible
-    time, do not count."""
+    """The row's fastest column, by ratio. A column does not count if it computes only a part of the row's
+    operator, or if its time is impossible."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
@@ -209,8 +209,8 @@ def fastest(line: TableRow) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The rows of the summary under the headings SUMMARY: operators, kinds of kernels, totals, whole
-    layers."""
+    """The rows of the summary under the headings SUMMARY. There is a row for each operator, kind of kernels,
+    total and whole layer."""
     tallies = (*found.operators, *found.kinds, *found.totals)
     return [
         (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
@@ -226,8 +226,8 @@ def claimed(finding: CheckedClaim) -> tuple[str, ...]:
 
 
 def noted(line: TableRow, column: str, cell: Cell) -> tuple[str, ...]:
-    """Remarks on a cell: its arm (unless it is the column's first), its note, and whether its time is
-    impossible."""
+    """Remarks on a cell: the name of its arm if this is not the column's first arm, the cell's note, and a
+    remark if the cell's time is impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
     arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
     return arm, cell.note, impossible if below(line, cell) else ""
@@ -242,8 +242,8 @@ def _filled(
     text: Callable[[TableRow, Cell], str],
     bound: Callable[[TableRow], str] | None = None,
 ) -> Sheet:
-    """A sheet with the ``text`` of every cell. If ``bound`` is given, it computes the text of a last column,
-    the roofline."""
+    """Make a sheet. ``text`` computes the text of a cell. ``bound``, if given, computes the text of a last
+    column, the roofline."""
 
     def entry(line: TableRow, column: str) -> CellText:
         cell = line.cells.get(column, Empty("not measured"))

@@ -1,4 +1,5 @@
-"""The summary of a comparison: the LLM's kernels against other columns by operator, and the paper's claims.
+"""The summary of a comparison. It compares the LLM's kernels with other columns by operator, and the measured
+rows with the paper's claims.
 
 A ratio is a column's time over the time of the LLM's kernel; above 1 the LLM's kernel is faster.
 """
@@ -34,10 +35,10 @@ WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # whole layers
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
 RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in order
 OPERATORS, LAYERS = "all operators", "all layers"
-# processes needed for a decision, because a single process does not show the variation between processes
+# A decision needs at least this many processes, because the times vary between processes.
 FEWEST = 2
 ALONE, DOUBTED = "‡", "§"  # marks for a ratio from one process, and for an impossible time
-# the fraction by which a time may be below the roofline, because the peak rates are measured and not exact
+# fraction by which a time may be below the roofline; measured peak rates, and so the roofline, are not exact
 BELOW = 0.05
 NOTHING = "Nothing has been measured yet."
 
@@ -48,7 +49,8 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """Operators of a column that are averaged together. ``name`` is for tables, ``told`` for sentences."""
+    """A kind of operators, which are averaged together. ``name`` describes the kind in tables, and ``told``
+    describes the kind in sentences."""
 
     name: str
     told: str
@@ -84,8 +86,8 @@ SHARED = {
 
 @dataclass(frozen=True)
 class RowRatio:
-    """The ratio of one row, and the number of ``processes`` that measured it. ``doubted``: one of its times
-    is impossible."""
+    """The ratio of one row, and the number of ``processes`` that measured the ratio. ``doubted``: one of the
+    ratio's two times is impossible."""
 
     case: str
     ratio: Interval
@@ -146,8 +148,8 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as text. It has no interval if a row is undecided, because an interval would claim too
-        much."""
+        """The mean as text. The text has no interval if a row is undecided, because an interval would claim
+        too much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else ratio_text(self.mean)
 
@@ -204,7 +206,7 @@ class Summary:
 @dataclass(frozen=True)
 class Claim:
     """A published claim: for these operators, the ratio to this column is between ``low`` and ``high``.
-    ``cases``: if the claim is only about some cases, their names."""
+    ``cases``: the names of the cases that the claim is about; empty if it is about all cases."""
 
     what: str
     operators: tuple[str, ...]
@@ -258,8 +260,8 @@ class CheckedClaim:
 
     @property
     def verdict(self) -> str:
-        """The number of rows within the claim, the number of rows whose whole interval is below or above it,
-        and the number of undecided rows."""
+        """The numbers of rows below, within and above the claim, and of undecided rows, as text. A row is
+        below or above the claim if the row's whole interval is."""
         claim, decided = self.claim, [row.ratio for row in self.rows if not row.undecided]
         below = sum(ratio.high < claim.low for ratio in decided)
         above = sum(ratio.low > claim.high for ratio in decided)
@@ -272,8 +274,8 @@ class CheckedClaim:
 
 
 def against(lines: Sequence[TableRow], column: str) -> Summary:
-    """The summary against this column. It covers the operators that have a row with figures for both the
-    column and the LLM's kernel."""
+    """The summary against this column. The summary covers every operator with a row that has figures for both
+    the column and the LLM's kernel."""
     found: dict[str, list[RowRatio]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
@@ -322,7 +324,8 @@ _WHY = {
 
 
 def ratio_text(ratio: Interval) -> str:
-    """A ratio with three decimals, or with more if they are needed to show whether an interval contains 1."""
+    """A ratio and its interval with three decimals. There are more decimals if the reader could not otherwise
+    see whether the interval contains 1."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
     places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
     return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"

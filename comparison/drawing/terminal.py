@@ -27,9 +27,10 @@ UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
-    """The table of milliseconds and of ratios to the LLM's kernel. The fastest column shown is bold. A ratio
-    is green for a win of the LLM's kernel, and red for a loss. Empty cells refer to numbered notes below the
-    table. ``doing`` is shown above the table, because the screen may be too small for the whole table."""
+    """The table of milliseconds and of ratios to the LLM's kernel. In each row, the fastest of the shown
+    columns is bold. A ratio is green for a win of the LLM's kernel, and red for a loss. Empty cells refer to
+    numbered notes below the table. ``doing`` is shown above the table, because the screen may be too small
+    for the whole table."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
@@ -50,8 +51,8 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[TableRow]) -> list[tuple[str, TableRow]]:
-    """Each row with the text on its left: the operator's name, or the part of the name that fits on this
-    line."""
+    """Each row with the text at its left. If an operator's name needs several lines, the lines are
+    distributed over the operator's rows."""
     rows: list[tuple[str, TableRow]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)

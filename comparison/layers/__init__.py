@@ -1,4 +1,4 @@
-"""A Transformer layer in several variants, compared as a whole: forward only, and forward with backward.
+"""Variants of a whole Transformer layer, to compare their times: forward only, and forward with backward.
 
 Importing this module imports neither PyTorch nor the compiler.
 """
@@ -19,7 +19,7 @@ VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, QUACK, FUSED)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn) -> Layer[Any, Any]:
-    """The named variant of a layer with the weights in ``drawn``, on the device of these weights.
+    """Build the variant ``name`` of a layer with the weights in ``drawn``, on the device of these weights.
 
     A compiled variant compiles during its first calls. Raises ValueError for an unknown name, and ImportError
     if Liger is not installed.

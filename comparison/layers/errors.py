@@ -1,5 +1,5 @@
-"""The error of a layer variant: how far the variant's results are from the results of the plain layer in
-fp32. The variant and the plain layer get the same bf16 numbers as inputs and weights."""
+"""Compute the error of a layer variant: the distance of the variant's results from those of the plain layer
+in fp32. The variant and the plain layer get the same bf16 numbers as inputs and weights."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from coda_agent.fused.chains import Begun, begun
 
 
 class BegunStream(NamedTuple):
-    """The residual stream [tokens, D], and its next norm without the row scaling."""
+    """The residual stream [tokens, D]. ``begun``: the next norm of this stream, without the row scaling."""
 
     h: Tensor
     begun: Begun
@@ -50,8 +50,8 @@ Function = Callable[[Shape, BegunStream, Weights, Tensor, Tensor], BegunStream]
 
 
 class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
-    """Wrap the function ``layer`` as a ``Layer``. ``weights`` and ``next_norm`` have the plain layer's
-    layout. ``compiled`` transforms the function, for example by torch.compile."""
+    """Wrap the function ``layer`` as a ``Layer``. The arguments ``weights`` and ``next_norm`` have the plain
+    layer's layout. ``compiled``: an optional transformation of the function, such as torch.compile."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ def unpacked(shape: Shape, weights: Weights) -> Weights:
 
 
 def programs(shape: Shape, *, backward: bool) -> list[ahead.Bound]:
-    """The programs that the layer runs, with their sizes. The layer is called on the meta device, so nothing
-    is computed."""
+    """The programs that the layer runs, with their sizes. To find them, this function calls the layer on the
+    meta device, where nothing is computed."""
     width, ffn = shape.width, shape.ffn
     empty: Any = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     weights = Weights(

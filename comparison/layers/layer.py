@@ -15,8 +15,8 @@ Gradients = dict[str, Tensor]
 
 
 class Layer(ABC, Generic[Stream, Saved]):
-    """One layer. Layers of the same variant can be stacked, because each layer passes a ``Stream`` to the
-    next layer.
+    """One layer. Layers of the same variant can be stacked: each layer takes the ``Stream`` that the layer
+    before it returned.
 
     ``forward``, ``train``, ``backward`` and ``step`` launch GPU work and return without waiting for it.
     ``start``, ``outputs`` and ``gradients`` convert layouts and are not timed.
@@ -24,7 +24,7 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def start(self, x: Tensor) -> Stream:
-        """The stream that a previous layer would pass on if its output were x [tokens, D]."""
+        """The stream that a previous layer with the output x [tokens, D] would pass to this layer."""
 
     @abstractmethod
     def forward(self, stream: Stream) -> Stream:
@@ -46,12 +46,12 @@ class Layer(ABC, Generic[Stream, Saved]):
 
     @abstractmethod
     def outputs(self, stream: Stream) -> dict[str, Tensor]:
-        """The outputs in a stream that the layer returned: "y" [tokens, D], and "normed" (y after the next
-        norm)."""
+        """Extract the layer's outputs from the stream that the layer returned: "y" [tokens, D], and "normed"
+        (y after the next norm)."""
 
     def arranged(self) -> tuple[Tensor, ...]:
-        """Copies of weights in the variant's own layout. A user would store only these copies, not the
-        weights in the plain layout."""
+        """The tensors that the variant keeps in its own layout, such as reordered weights. A user would store
+        only the reordered weights, not the weights in the plain layout."""
         return ()
 
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:

@@ -3,8 +3,9 @@ matmuls.
 
 One of Liger's operators adds the residual and applies the FFN's norm. Another operator applies SwiGLU to one
 tensor that holds gate and up. The rotation works in place on contiguous heads, so it must copy the q and k of
-a joint projection. With separate projections (``apart``) there is no copy, but there are three matmuls, and
-the backward adds more gradients. The benchmark times the layer with a joint and with separate projections.
+a joint projection. Separate projections (``apart``) need no copy, but they need three matmuls, and the
+backward must add the three gradients of their input. The benchmark times the layer with a joint projection
+and with separate projections.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The layer as a user writes it in PyTorch. torch.compile compiles this layer. In fp32, its results are the
-truth for all variants."""
+"""The layer as a user writes it in PyTorch. The variants with torch.compile compile this same layer. The
+layer's results in fp32 are the truth for all variants."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def layer(shape: Shape, x: Tensor, weights: Weights, turn: Rotary) -> Tensor:
 
 
 class Differentiated(Layer[Tensor, tuple[Tensor, Tensor]]):
-    """A layer that is a function of x and ``parameters``; autograd computes its backward. Stacked layers pass
-    each other only x, the residual stream."""
+    """A layer that is a function of x and ``parameters``; autograd computes the backward. The stream between
+    stacked layers is only x, the residual stream."""
 
     def __init__(self, shape: Shape, parameters: Mapping[str, Tensor], next_norm: Tensor):
         self.shape, self.next_norm = shape, next_norm
@@ -91,8 +91,8 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # Each instance has its own code object, because torch.compile caches results by code object, and
-        # gives up after eight results.
+        # Each instance has its own code object, because torch.compile stops compiling a code object after it
+        # has compiled this code object eight times.
         own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
         self._layer: Function = compiled(own) if compiled else own
 

@@ -1,10 +1,10 @@
 """The layer with QuACK's functions (quack-kernels 0.6.5) for the norms, the linear layers, the rotation and
-the MLP. QuACK's own modules call the same functions. PyTorch computes attention, which QuACK does not have,
-and the last addition.
+the MLP. QuACK's own modules call the same functions. PyTorch computes the last addition, and attention, which
+QuACK does not have.
 
-QuACK tunes its GEMMs during the first calls. One call rotates q and k of the joint projection into a new
-tensor. QuACK could also rotate q and k in place, but PyTorch refuses to change the projection in place,
-because the output of QuACK's linear layer is a view.
+QuACK tunes its GEMMs during the first calls. One call of QuACK rotates q and k together, and writes them to a
+new tensor. QuACK could also rotate in place. But PyTorch refuses to change the joint projection in place,
+because QuACK's linear layer returns the projection as a view.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Time all variants of a layer, interleaved, on the GPU. This is a task for ``verifier.gpu.worker``.
+"""Time all variants of a layer, interleaved, on the GPU. ``verifier.gpu.worker`` runs ``measure_layer`` as a
+task.
 
-A session times either the forward only, or forward and backward. It also compares every variant once with the
-plain layer in fp32: the outputs and, if there is a backward, the gradients.
+A session times either the forward only, or forward and backward. The session also compares every variant's
+outputs once with those of the plain layer in fp32. With a backward, it also compares the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LayerArms:
     """A session's request: the layer's shape, and the variants to time (``arms``). ``kernels``: the kernels
-    that ``fused`` runs, with their sizes."""
+    that the variant FUSED runs, with their sizes."""
 
     shape: Shape
     arms: tuple[str, ...]
@@ -47,7 +48,7 @@ class LayerArms:
 
 def measure_layer(request: LayerArms) -> dict[str, Any]:
     """Measure a whole layer with ``comparison.interleaved``. Each loss (RMS error) is returned twice: divided
-    by the truth's RMS, and divided by the loss of eager PyTorch in bf16."""
+    by the RMS of the truth (the plain layer in fp32), and divided by the loss of eager PyTorch in bf16."""
     return run_interleaved(partial(_Stage, request), request.arms, EAGER, request.rounds)
 
 

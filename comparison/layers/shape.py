@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EPS = 1e-6  # epsilon of both norms, as in the kernels' specs
+EPS = 1e-6  # epsilon of all norms, as in the kernels' specs
 BASE = 10_000.0  # base of the rotary frequencies
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a layer with full causal attention. ``sequences``: the number of sequences, each of
-    ``length`` tokens. ``groups``: the number of key and value heads, or 0 if it equals ``heads``, the number
-    of query heads."""
+    ``length`` tokens. ``heads``: the number of query heads. ``groups``: the number of key heads, and of value
+    heads; 0 means as many as ``heads``."""
 
     heads: int
     head_width: int
@@ -88,8 +88,8 @@ class Drawn(NamedTuple):
 
 
 def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
-    """Draw random weights and inputs in bf16: normal activations, matrices that preserve magnitudes, and norm
-    weights from 0.5 to 1.5."""
+    """Draw random weights and inputs in bf16: normal activations, norm weights from 0.5 to 1.5, and matrices
+    whose products are about as large as the activations."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float = 1.0) -> Tensor:
@@ -115,8 +115,8 @@ def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
 
 
 def rotary(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation, [length, head width] in bf16; the two halves of the columns are
-    equal."""
+    """Cosines and sines of the rotation, each [length, head width] in bf16. The right half of the columns
+    equals the left half."""
     steps = torch.arange(shape.pairs, device=device, dtype=torch.float32) / shape.pairs
     angles = torch.arange(shape.length, device=device, dtype=torch.float32)[:, None] * BASE**-steps
     both = torch.cat((angles, angles), -1)

@@ -69,7 +69,7 @@ def _loss(
     h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
 ) -> Tensor:
     """The sum of all tokens' losses, divided by ``num_items_in_batch``. If ``num_items_in_batch`` is None,
-    divide by the number of tokens that have a target."""
+    the divisor is the number of tokens that have a target."""
     target = shift_labels
     if target is None:
         target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]

@@ -30,7 +30,7 @@ ACTIVATIONS = {
     "PytorchGELUTanh": "geglu",
     "NewGELUActivation": "geglu",
 }
-GRAIN = 8  # elements in 16 bytes of a 16-bit row
+GRAIN = 8  # 16-bit elements in 16 bytes; sizes of weights must be multiples
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 PARTS = {
     "in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -42,8 +42,8 @@ PARTS = {
 class Settings(NamedTuple):
     """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
     rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
-    forward to its backward. ``next_norm``: the next layer's first norm, if this layer computes that norm
-    without the row scaling."""
+    forward to its backward. ``next_norm``: the next layer's first norm, if this layer also computes that
+    norm, without the row scaling; otherwise None."""
 
     activation: str
     centered: bool
@@ -93,7 +93,7 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
 
 
 def not_plain(module: nn.Module, sharded: bool) -> str:
-    """Say why the model must compute a projection itself; return "" if the projection is plain. ``sharded``:
+    """Say why fused parts cannot compute a projection; return "" if the projection is plain. ``sharded``:
     accept a DTensor as weight, because FSDP gathers the whole weight whenever the module runs."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
@@ -168,13 +168,13 @@ def _warn(why: str) -> None:
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a decoder layer. The model's own activation checkpointing still applies."""
+    """The forward of a decoder layer. This forward respects the model's own activation checkpointing."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")
             kwargs |= {"cache": None, "use_cache": False}
-        # Without next_norm, because a recomputed layer computes its whole first norm itself. The forward must
-        # round this norm in the same way.
+        # Without next_norm: in the backward, a recomputed layer computes its whole first norm itself. The
+        # forward must do the same, because otherwise the two results would be rounded differently.
         run = partial(_layer, layer, how._replace(next_norm=None, keeps=False), usual, **kwargs)
         return layer._gradient_checkpointing_func(run, *args)
     return _layer(layer, how, usual, *args, **kwargs)

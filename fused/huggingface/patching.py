@@ -1,7 +1,7 @@
-"""Patch whole Hugging Face models. ``patch`` lets fused parts compute a model, and ``unpatch`` restores the
+"""Patch whole Hugging Face models: ``patch`` lets fused parts compute a model, and ``unpatch`` restores the
 model.
 
-A patched module has another ``forward``. Its parameters, names, state dict and class do not change.
+A patched module has another ``forward``. The module's parameters, names, state dict and class do not change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from coda_agent.primitives.system.markdown_table import markdown_table
 
 
 class PatchedPart(NamedTuple):
-    """A row of the table: a kind of part, and what computes the part. For a fused part, ``programs`` names
-    the programs; for any other part, ``why`` gives the reason."""
+    """A row of the table: a kind of part, and what computes parts of this kind. For fused parts, ``programs``
+    names the programs. For other parts, ``why`` says why they cannot be fused."""
 
     module: str
     part: str
@@ -70,16 +70,17 @@ class PatchedForward:
 
 
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
-    """Let fused parts compute the decoder layers, the last norm and the training loss of Hugging Face's
-    Llama, Mistral, Qwen2, Qwen3 and Gemma, wherever they occur in ``model``. If ``model`` is already patched,
-    it is patched anew. ``stack``: each layer also computes the next layer's norm without the row scaling, if
-    the layer can read that norm's weight. Otherwise the next layer computes the whole norm.
+    """Let fused parts compute the decoder layers, the last norm and the training loss of each Hugging Face
+    model in ``model``. The known models are Llama, Mistral, Qwen2, Qwen3 and Gemma. If ``model`` is already
+    patched, the earlier patch is undone first. ``stack``: each layer also computes the next layer's first
+    norm without the row scaling, if the layer can read that norm's weight. Otherwise the next layer computes
+    the whole norm.
 
     ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
-    reorders these weights. Copies made without gradients are kept until ``unpatch``, and take nearly as much
-    memory as the layers' weights. If a weight changes, its copy is made again, but in-place changes of the
-    weight's ``data`` are not noticed. In training, copies are kept from the forward to the backward. Under
-    activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
+    reorders these weights. Copies made in calls without gradients are kept until ``unpatch``, and take nearly
+    as much memory as the layers' weights. If a weight changes, its copy is made again, but in-place changes
+    of the weight's ``data`` are not noticed. In training, copies are kept from the forward to the backward.
+    Under activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
     shards are never kept.
 
     The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for
@@ -109,7 +110,7 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo ``patch``. Unpatched modules do not change."""
+    """Undo ``patch``. Modules that ``patch`` left alone do not change."""
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, PatchedForward):
@@ -120,16 +121,16 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each decoder layer with the next layer, if Hugging Face's own code passes the stream from layer
-    to layer."""
+    """Yield each decoder layer with the next layer. Leave out models in which other code than Hugging Face's
+    passes the stream from layer to layer."""
     for module in model.modules():
         if layers.family(module, "Model") and "forward" not in vars(module):
             yield from pairwise(cast(Any, module.layers))
 
 
 def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
-    """Say why a layer cannot compute the following layer's norm without its row scaling; return "" if it
-    can."""
+    """Say why a layer cannot compute the following layer's first norm without the row scaling; return "" if
+    it can."""
     if not layers.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
     if own := why["out"] or why["mlp"]:

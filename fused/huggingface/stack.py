@@ -1,10 +1,10 @@
-"""Whole-stack mode. The last kernel of a layer also computes the next layer's first norm, except for the row
+"""Whole-stack mode: the last kernel of a layer also computes the next layer's first norm, except for the row
 scaling. This saves a pass over the residual stream.
 
-The layer attaches the result as an attribute to the residual stream that it returns. The next layer removes
-the attribute, and uses the result if it was computed for that layer's own norm. If the attribute is missing,
-for example because a hook replaced the stream, the next layer computes the whole norm itself, as without this
-mode.
+The layer returns the residual stream. It attaches the begun norm (the norm without the row scaling) to the
+stream as an attribute. The next layer removes the attribute, and uses the begun norm if it was computed for
+that layer's own norm. If the attribute is missing, for example because a hook replaced the stream, the next
+layer computes the whole norm itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _ATTRIBUTE = "_coda_agent_begun_norm"
 
 
 class BegunFor(NamedTuple):
-    """A norm of a stream, computed without its row scaling. ``norm``: the norm's module. ``changes``: how
-    often the stream had been changed in place when the norm was computed; None if unknown."""
+    """A stream's attribute: a norm of the stream, without the row scaling. ``norm``: the norm's module.
+    ``changes``: how often the stream had been changed in place when the norm was computed; None if
+    unknown."""
 
     norm: nn.Module
     begun: Begun
@@ -41,8 +42,8 @@ def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
 
 
 def take(stream: Tensor, layer: Any) -> Begun | None:
-    """Remove the attribute from the stream. Return the attribute's result if it was computed for the layer's
-    first norm and is still valid."""
+    """Remove the attribute from the stream. Return the begun norm if it was computed for the layer's first
+    norm, and if the stream has not changed since; otherwise return None."""
     found: BegunFor | None = getattr(stream, _ATTRIBUTE, None)
     if found is None:
         return None

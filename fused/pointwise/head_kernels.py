@@ -23,14 +23,14 @@ PROGRAMS = 1056
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _halves(start, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the halves of a vector of one head's width, in fp32."""
+    """Load a vector as wide as one head, as two halves in fp32."""
     column = tl.arange(0, HALF)
     return tl.load(start + column).to(tl.float32), tl.load(start + HALF + column).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(start, heads, first, stride, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of the first halves of some heads, and a mask of those heads that exist."""
+    """The addresses of the first halves of BLOCK heads, and a mask that says which of these heads exist."""
     head = first + tl.arange(0, BLOCK)
     return start + head[:, None] * stride + tl.arange(0, HALF)[None, :], (head < heads)[:, None]
 
@@ -52,7 +52,8 @@ def _store(start, heads, first, a, b, HALF: tl.constexpr, BLOCK: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _normed(a, b, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divide heads, given as halves, by their RMS. Also return the reciprocal RMS."""
+    """Divide each head by its RMS. ``a`` and ``b``: the halves of the heads. Return the divided halves, and
+    the reciprocal RMS."""
     rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     return a * rstd, b * rstd, rstd
 
@@ -117,8 +118,9 @@ def _backward_heads(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of some heads of one token. With a norm, add to the three ``sums`` [BLOCK, HALF]:
-    the gradients of both halves of the norm's weight, and the heads' values times their gradients."""
+    """Compute the gradient of some heads of one token. With a norm, add to the three ``sums`` [BLOCK, HALF].
+    The first two are the gradients of the halves of the norm's weight. The third is the sum of the heads'
+    values times their gradients."""
     gamma_a_sum, gamma_b_sum, products = sums
     cos_a, cos_b = _halves(cos, HALF)
     sin_a, sin_b = _halves(sin, HALF)
@@ -233,7 +235,7 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradient of ``packed``, the gradients of the two norms' weights, and the row sums of
-    ``packed`` times its gradient, [tokens] in fp32. Without norms, all but the first are None."""
+    ``packed`` times its gradient, [tokens] in fp32. Without norms, the last three results are None."""
     d = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in gradients)
     sequences, length, columns = packed.shape
     width, tokens = cos.shape[-1], sequences * length

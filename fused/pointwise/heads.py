@@ -19,9 +19,10 @@ _ATTRIBUTE = "_coda_agent_row_sums"
 
 
 class RowSums(NamedTuple):
-    """An attribute of the gradient of a projection's result. The backward of the norm before the projection
-    reads this attribute. ``sums``: the row sums of the result times its gradient, [tokens]. ``changes``: how
-    often the gradient had been changed in place when the sums were computed."""
+    """Sums that are attached, as an attribute, to the gradient of a projection's result. The backward of the
+    norm before the projection needs these sums. ``sums`` [tokens]: for each row, the sum of the result times
+    its gradient. ``changes``: how often the gradient had been changed in place when the sums were
+    computed."""
 
     sums: Tensor
     changes: int
@@ -29,9 +30,9 @@ class RowSums(NamedTuple):
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
     """Compute the pointwise part of the backward of the chain ``attention_in``. Return the gradient of the
-    chain's result, and a factor for each row. The gradient of the norm's input contains the input's row times
-    this factor. Return None if the gradient carries no row sums, or if the gradient changed after the sums
-    were computed."""
+    chain's result, and a factor for each row. The row of the norm's input, times this factor, is one term of
+    the gradient of this input. Return None if the gradient of the chain's result has no ``RowSums``, or if it
+    was changed after the sums were computed."""
     d, rstd = known["d_qkv"], known["rstd_in"]
     found: RowSums | None = getattr(d, _ATTRIBUTE, None)
     if found is None or found.changes != d._version:
@@ -49,7 +50,7 @@ def heads(
 ) -> Three:
     """Split ``packed`` [sequences * length, (H + 2 * groups) * width] into queries [sequences, H, length,
     width], and keys and values [sequences, groups, length, width]. Apply RMSNorm to each head of queries and
-    keys, and rotate the head. Values stay as they are.
+    keys, then rotate this head. Values stay as they are.
 
     ``norms``: the weights [width] of the norms of queries and keys, or None for no norms. ``cos`` and
     ``sin``: [sequences or 1, length, width]. The two columns of a rotated pair are half a head apart.

@@ -1,5 +1,5 @@
-"""Run programs without a matmul as PyTorch code. On a GPU torch.compile fuses this code, because otherwise
-each operation would be a pass over memory."""
+"""Run programs that have no matmul as PyTorch code. On a GPU, torch.compile fuses the operations. Without
+fusion, each operation would be a pass over memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Step = Callable[[Values, Values, Values], Any]  # computes a node's value from e
 
 
 def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that torch.compile compiles it for calls on a GPU. On a CPU, and while PyTorch
-    traces a call, the function itself runs. The first argument must be a tensor, or a sequence that starts
-    with a tensor."""
+    """Wrap a function so that calls on a GPU run it under torch.compile. On a CPU, and while PyTorch traces a
+    call, the function runs as it is. The function's first argument must be a tensor, or a sequence that
+    starts with a tensor."""
     # torch.compile limits compilations per code object, so each function gets its own code object.
     own = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
@@ -47,7 +47,8 @@ def runs_on_gpu(tensor: Tensor) -> bool:
 
 
 class PointwiseProgram:
-    """A program without a matmul. It computes in fp32 and rounds matrices once, to ``dtype``."""
+    """A program without a matmul, as a function. It computes in fp32. Results that are matrices are rounded
+    once, to ``dtype``; results that are vectors stay fp32."""
 
     def __init__(self, program: Program, dtype: torch.dtype):
         self._program, self._types, self._dims = program, program.types(), list[Dim]()
@@ -65,7 +66,7 @@ class PointwiseProgram:
         self.run, self._fused = run, fused_on_gpu(run)
 
     def __call__(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The outputs by name."""
+        """Compute the outputs; return them by name."""
         found = self._fused(*self.arguments(inputs, sizes))
         return dict(zip(self._program.outputs, found, strict=True))
 
@@ -74,7 +75,7 @@ class PointwiseProgram:
         return [inputs[name] for name in self._names], [dim.value(sizes) for dim in self._dims]
 
     def _dim(self, dim: Dim) -> int:
-        """The position of a dim's value among the arguments."""
+        """Add a dim to the arguments; return the position of the dim's value among them."""
         self._dims.append(dim)
         return len(self._dims) - 1
 
@@ -100,9 +101,9 @@ class PointwiseProgram:
         )
 
     def _met(self, argument: int, reader: int) -> Step:
-        """Expand a value to the shape that its reader needs. If the reader computes a tile, a vector of one
-        value per head is spread over each head's columns, and a vector of one head's values is repeated for
-        all heads."""
+        """Return a function that gives the value ``argument`` in the shape that the node ``reader`` needs.
+        If the reader computes a tile, two kinds of vectors are expanded. A vector with one value per head is
+        spread over each head's columns. A vector as wide as one head is repeated for all heads."""
         kind: Any = self._types[argument]
         if self._types[reader].kind != "tile" or kind.kind not in ("spread", "repeated"):
             return lambda values, inputs, dims: values[argument]

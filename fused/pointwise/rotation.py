@@ -1,9 +1,10 @@
 """Rotate attention's gradients back in one pass, into the gradient of packed queries, keys and values.
 
-Attention returns three gradients in its own layout. One Triton kernel reads them in place, rotates them back
-and scales rows. The kernel also sums dz * z over each row, where z is the projection's result and dz is the
-gradient of z. The backward of the norm before the projection needs these sums. For the same work, Inductor
-generates two kernels, and its rotation reaches only a fifth of an H100's memory bandwidth.
+Attention returns the gradients of q, k and v in its own layout. One Triton kernel reads them in place,
+rotates the gradients of q and k back, and scales rows. The kernel also sums dz * z over each row, where z is
+the projection's result and dz is the gradient of z. The backward of the norm before the projection needs
+these sums. For the same work, Inductor generates two kernels, and Inductor's rotation reaches only a fifth of
+an H100's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def _part(  # type: ignore[no-untyped-def]
     ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate back and scale one row of the gradient of q, k or v. Return the sum over this row of the given
-    gradient times the value."""
+    """Rotate back and scale one row of the gradient of q, k or v. Return the sum over this row of
+    ``gradient`` times ``value``."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, heads * WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -103,22 +104,22 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def rotated_back(gradients: Three, values: Three, cos_sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of q, k and v before the rotation, side by side, and the row sums of dz * z.
+    """Return dz * rstd [tokens, (H + 2 G) W], and the row sums of dz * z, [tokens] in fp32. Here z is q, k
+    and v side by side, before the rotation, and dz is the gradient of z.
 
-    The returned gradient is dz * rstd [tokens, (H + 2 G) W]; the sums are [tokens] in fp32. z is q, k and v
-    before the rotation, as the projection computed them. ``gradients``: attention's gradients of q
-    [sequences, H, length, W], k and v [sequences, G, length, W]. ``values``: the rotated q and k, and v,
-    [tokens, heads * W] with rows of any stride. ``cos_sin``: [tokens, W], cosines and sines interleaved.
-    ``rstd``: [tokens]. On a GPU a Triton kernel computes the results, and elsewhere PyTorch.
+    ``gradients``: attention's gradients of q [sequences, H, length, W], k and v [sequences, G, length, W].
+    ``values``: the rotated q, the rotated k, and v, each [tokens, heads * W] with rows of any stride.
+    ``cos_sin``: [tokens, W], cosines and sines interleaved. ``rstd``: [tokens]. On a GPU a Triton kernel
+    computes the results, and elsewhere PyTorch.
     """
     return (in_one_pass if rstd.is_cuda else plainly)(gradients, values, cos_sin, rstd)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    """Compute the pointwise part of the backward of the rotated chain ``attention_in``. Return dz * rstd, and
-    a factor for each row. The gradient of the norm's input contains the input's row times this factor. The
-    incoming gradient ``d_qkv`` is one matrix, or three matrices for q, k and v. Return a result only if q, k
-    and v consist of whole heads and v has as many columns as k; otherwise return None."""
+    """Compute the pointwise part of the backward of the chain ``attention_in`` with rotation. Return dz *
+    rstd, and a factor for each row. The row of the norm's input, times this factor, is one term of the
+    gradient of this input. The incoming gradient ``d_qkv`` is one matrix, or three matrices for q, k and v.
+    Return None if q, k and v do not consist of whole heads, or if k and v differ in width."""
     d, z, rstd, table = (known[name] for name in ("d_qkv", "qkv", "rstd_in", "cos_sin"))
     width, turned = table.shape[1], int(known["turned"])
     rest = z.shape[1] - turned

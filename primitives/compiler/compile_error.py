@@ -1,6 +1,6 @@
 """Turn a compiler's failure into a message for the kernel's author: the reason, and the line of lowered code.
 
-A compiler's traceback shows the compiler's own frames and paths, which say nothing about the kernel.
+A compiler's traceback mostly shows the compiler's own frames and paths, which say nothing about the kernel.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def refusal(words: str) -> str:
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """Shorten a traceback to its last line of lowered code and the reason, which is the text after the last
-    frame. If the reason quotes the line, the line is not repeated. Only the last ``limit`` characters are
-    kept."""
+    """Shorten a traceback to its last line of lowered code, and the reason (the text after the last frame).
+    If the reason quotes the line, the line is not repeated. Only the last ``limit`` characters are kept."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]

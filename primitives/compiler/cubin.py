@@ -16,14 +16,14 @@ BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
 PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of an ordinary GEMM
 # bulk copies of a GEMM whose rows belong to experts; each expert has its own matrix
 GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")
-OWN = ("UTMALDG.4D", "UTMASTG.3D")  # bulk copies of one GEMM per expert, over that expert's rows
+OWN = ("UTMALDG.4D", "UTMASTG.3D")  # bulk copies of a kernel with one GEMM per expert, over the expert's rows
 
 
 @dataclass(frozen=True)
 class Resources:
     """A compiled kernel's resources: registers, stack bytes, spill loads and spill stores per thread, and
-    counts of Hopper-specific instructions. ``stages``: a GEMM's pipeline stages for operands, stores and
-    loads, which share the SM's memory. ``own_launch``: as in ``primitives.raw.Built``."""
+    counts of Hopper-specific instructions. ``stages``: the numbers of a GEMM's pipeline stages for operands,
+    for stores and for loads. ``own_launch``: as in ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -47,8 +47,8 @@ def inspect_cubin(
     seconds: float,
     copies: Collection[str] = PLAIN,
 ) -> Resources:
-    """Read registers and memory with cuobjdump, and count instructions in the SASS. Raises CompileError with
-    the code BULK for bulk copies that the GPU would refuse at run time."""
+    """Read a cubin's registers and memory with cuobjdump, and count instructions in its SASS. Raises
+    CompileError with the code BULK for bulk copies that the GPU would refuse at run time."""
     found = usage(cubin)
     # skip the data-flow analysis, because nothing here needs the targets of indirect branches
     sass = tool("nvdisasm", "-c", "-ndf", str(cubin))
@@ -73,11 +73,13 @@ def inspect_cubin(
 
 
 def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
-    """Raise CompileError for a bulk copy that is not ``allowed``. By default, copies of a matrix's tile are
-    allowed. QuACK describes a tensor without a batch axis as the rows of many problems, that is, with a third
-    axis and an address far from the tensor's own. If the kernel has no expert offsets, the GPU refuses a copy
-    with this description as an illegal instruction. A kernel with expert offsets needs stores with this
-    description, because no other store stops at the end of an expert's rows."""
+    """Raise CompileError for a bulk copy that is not ``allowed``. By default, only copies of a matrix's tile
+    are allowed.
+
+    QuACK describes a tensor without a batch axis to the GPU as the rows of many problems. This description
+    has a third axis, and an address far from the tensor's own. A kernel with expert offsets needs stores with
+    this description, because no other store stops at the end of an expert's rows. In a kernel without expert
+    offsets, the GPU refuses a copy with this description as an illegal instruction."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 

@@ -45,8 +45,8 @@ class StepWriter(Writer):
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
-        """The value of each node beyond a ragged edge, or None if the value is unknown. Beyond the edge, the
-        accumulator and TMA loads are zero."""
+        """The value of each node in lanes beyond a ragged edge of the matrix, or None if the value is
+        unknown. In these lanes, the accumulator and TMA loads are zero."""
         known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
             node = self.nodes[index]
@@ -64,7 +64,7 @@ class StepWriter(Writer):
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
         """Evaluate an operation on numbers. The result is None if an argument is unknown. The result is also
-        None for a spread vector, which may contain anything beyond the edge."""
+        None for a vector that is spread over a tile, because it may contain anything beyond the edge."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -138,7 +138,7 @@ class StepWriter(Writer):
         return f"    @cute.jit\n    def {head}:\n{body}\n"
 
     def sweep(self) -> Iterator[str]:
-        """The code that runs before the epilogue and computes the head statistics."""
+        """The code that runs before the epilogue and computes the statistics of heads, such as sums."""
         used = {a for i in self.step.sweep for a in self.nodes[i].args}
         for index in self.step.vectors:
             if index in used:
@@ -239,7 +239,7 @@ class StepWriter(Writer):
         for index in self.step.body:
             if not sums or index != sums[0]:
                 yield from self.compute(index, values)
-        # all ranges of a tile share the values that the loop writes for the first range
+        # A tile's ranges share one fragment. The loop writes it once, for the range whose role is "store".
         apart = {s.node for s in self.resources.stores if s.role == "range"}
         for index in (i for i in self.step.stores if i not in apart):
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
@@ -253,7 +253,7 @@ class StepWriter(Writer):
                 yield f"f{tile}_{part}[2 * i], f{tile}_{part}[2 * i + 1] = {first}, {second}"
 
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
-        """The code with which each thread reads the values at its own columns from memory, without TMA."""
+        """The code with which each thread itself reads the values at its columns from memory, without TMA."""
         count = int(2 * width)
         heads = f", {self.resources.heads(index)}" if how in ("tabled", "wrapped") else ""
         heads += ", self.cta_tile_shape_mnk[1]" if how == "wrapped" else ""
@@ -267,8 +267,8 @@ class StepWriter(Writer):
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """The code of a lane (see ``lane``), and of the map from the lane's GEMM column to a tile's column.
-        The map halves, keeps or doubles the column, and adds an offset."""
+        """The code of a lane (see ``lane``), and the code that maps the lane's column of the GEMM to a column
+        of a tile. The map halves, keeps or doubles the column, and adds an offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:
@@ -335,7 +335,7 @@ class StepWriter(Writer):
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
-        """The code that folds values directly into the running value, without a fragment."""
+        """The code that folds values directly into a reduction's running value, without a fragment."""
         how, count = self.reduction(index), len(values)
         assert how.fold is not None  # only blocked reductions lack a fold
         if self.masked(index):

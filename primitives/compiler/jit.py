@@ -26,8 +26,8 @@ REFUSED = ".refused"  # suffix of a file next to an object; it records that the 
 
 
 def import_quack() -> None:
-    """Import QuACK's GEMM but not QuACK's own operators, whose tuner would import TorchDynamo. The import of
-    TorchDynamo would take a third of the start-up time of a process that only compiles. A later import of
+    """Import QuACK's GEMM but not QuACK's own operators. The tuner of these operators would import
+    TorchDynamo, which takes a third of the start-up time of a process that only compiles. A later import of
     QuACK's operators works normally. Garbage collection pauses during the import, because nearly all new
     objects stay in use."""
     enabled = gc.isenabled()
@@ -57,8 +57,8 @@ def _import_quack() -> None:
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. Code that an author edited is never imported
-    here, because a confined child process compiles such code."""
+    """Import a lowered text, from a cached file that is named by the text's hash. Code that an author edited
+    is never imported here, because only a confined child process may compile such code."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.edited:
@@ -104,7 +104,7 @@ def numeric(dtype: str) -> Any:
 
 
 def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
-    """The key of an epilogue argument in QuACK's compile (``host_arg_key``)."""
+    """The key of an epilogue argument, in the form that QuACK's compile function takes (``host_arg_key``)."""
     dtype = _cute_dtype(argument)
     match argument.role:
         case "load" | "store" | "range":
@@ -130,7 +130,7 @@ def cached_gemm(
 
 
 def _compiler(kernel: GemmKernel) -> Callable[..., Any]:
-    """The cached function that compiles a step, given its ``_gemm_key``."""
+    """The function that compiles a step, given the step's ``_gemm_key``. QuACK's cache stores the results."""
     if kernel.own:
         return _cached("own", _compile_own)
     from quack.gemm_runtime.host import _compile_gemm_epi
@@ -187,7 +187,7 @@ def _attributes(
     """Attributes of the step's class that change its compiled object."""
     starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
     bounds = (("column_bounds", kernel.column_bounds(sizes)),) if kernel.bounds else ()
-    # A kernel that starts before its predecessor ends would read offsets that are not yet clamped.
+    # A kernel with offsets must not start before its predecessor ends: the predecessor clamps the offsets.
     alone = (("use_pdl", False),) if kernel.offsets is not None else ()
     return (
         *starts,
@@ -202,14 +202,15 @@ def _attributes(
 
 
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """Load the vector kernel between steps from QuACK's cache, or compile it into the cache."""
+    """Load a vector kernel, which runs between steps, from QuACK's cache, or compile it into the cache."""
     load_module(lowered)
     return _cached("vector", _compile_vector)(*_vector_key(lowered, kernel))
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """The compile arguments of a vector kernel. Strings are interned, because QuACK's cache hashes the
-    pickled key. Pickling one string object twice gives other bytes than pickling two equal string objects."""
+    """The arguments with which a vector kernel is compiled. QuACK's cache hashes the pickled arguments. Equal
+    strings must be interned, because pickling one string object twice gives other bytes than pickling two
+    equal objects."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 
@@ -220,8 +221,9 @@ def compile_object(
     """Look up in the cache whether a step compiles at one schedule. True: the cache has the step's objects
     and those of all vector kernels. False: the schedule was refused. None: the cache lacks an object.
 
-    A look-up avoids starting a worker, which takes longer than loading an object. For edited code the result
-    is always None, because a worker must inspect the stack of edited code every time.
+    If the result is not None, the caller need not start a worker, which would take longer than loading an
+    object. For edited code the result is always None, because a worker must inspect the stack of edited code
+    every time.
     """
     if lowered.edited:
         return None
@@ -236,7 +238,8 @@ def compile_object(
 
 
 def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
-    """Record next to a step's object that the step must not be timed at this schedule."""
+    """Write a file next to a step's object. The file records that the step must not be timed at this
+    schedule."""
     write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
 
 
@@ -254,7 +257,7 @@ def _objects(
 
 
 def objects() -> Path:
-    """The folder of QuACK's cache for the installed versions, which also holds QuACK's own objects."""
+    """The folder in QuACK's cache for the installed versions. The folder also holds QuACK's own objects."""
     from quack.cache import jit
 
     return jit.get_cache_path() / jit._compute_source_fingerprint()
@@ -347,8 +350,8 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """Within the ``with`` block, record how compiled mainloops divide an SM's shared memory. No tool can read
-    the division from a cubin."""
+    """Within the ``with`` block, record how many stages each compiled mainloop has, that is, how it divides
+    an SM's shared memory. No tool can read these numbers from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 

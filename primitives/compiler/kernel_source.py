@@ -18,8 +18,8 @@ class KernelSource:
     """The source of a kernel: its program and, if an author edited the lowered code, the edited code.
 
     ``schedules``: the chosen schedules by step; tuning chooses the schedules of all other steps. ``edited``:
-    CuTeDSL that runs in place of the program's lowering, and that a confined child process compiles. If
-    ``edited`` is None, the lowering runs.
+    CuTeDSL that replaces the code lowered from the program; a confined child process compiles it. If
+    ``edited`` is None, the lowered code runs.
     """
 
     program: Program
@@ -35,13 +35,13 @@ class KernelSource:
 
     @property
     def text(self) -> str:
-        """The CuTeDSL that an author starts to edit."""
+        """The CuTeDSL from which an author's next edit starts."""
         return editable(self.program) if self.edited is None else self.edited
 
     @property
     def fixed(self) -> dict[int, Schedule]:
-        """The schedules that are not tuned. The program's own schedules take precedence over chosen
-        schedules."""
+        """The schedules of the steps that need no tuning. If the program itself gives a step's schedule, this
+        schedule overrides the chosen one."""
         return {**self.schedules, **self.program.schedule}
 
     def on(self, schedules: Mapping[int, Schedule]) -> KernelSource:

@@ -1,7 +1,7 @@
-"""Lower a program to the text of one CuTeDSL module, and name the tensor of each argument.
+"""Lower a program to the text of one CuTeDSL module, and list each kernel's arguments.
 
 Each GEMM step becomes a class (``gemm_codegen``), and the vector arithmetic after a step becomes small
-kernels (``vector_codegen``). The lowering chooses all names in the text. Each constant is written so that
+kernels (``vector_codegen``). The lowering generates all names in the text. Each constant is written so that
 Python reads back exactly the same number.
 """
 
@@ -26,8 +26,9 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
 def lower(program: Program, *, early: bool = False) -> Lowered:
-    """Lower a checked program. ``early``: each kernel after a GEMM starts before the GEMM ends, then waits
-    for the GEMM's end. Raises ProgramError if QuACK's epilogue operators cannot express the program."""
+    """Lower a checked program. ``early``: launch the vector kernels after a GEMM while the GEMM still runs;
+    each of them then waits until the GEMM ends. Raises ProgramError if QuACK's epilogue operators cannot
+    express the program."""
     return _lowered(program, early=early)
 
 
@@ -41,7 +42,7 @@ def lower_edited(program: Program, text: str) -> Lowered:
 
 
 def editable(program: Program) -> str:
-    """Return the lowered text that an author may edit. The names in the text contain no hash."""
+    """Return the lowered text that an author may edit. The classes in this text have names without a hash."""
     return _lowered(program, hashed=False).text
 
 
@@ -63,9 +64,11 @@ def _lowered(program: Program, *, hashed: bool = True, early: bool = False) -> L
 def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...], early: bool
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
-    """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` are
-    used only in the cache's key. The hash tells apart programs that compare equal but differ in the sign of a
-    zero. The operations tell apart programs in which a proposed primitive gives a name another meaning."""
+    """The module's header, body and kernels, before a hash is appended to the kernels' names.
+
+    ``program_hash`` and ``operations`` are only parts of the cache's key. Two programs that differ only in
+    the sign of a zero compare equal, but have different hashes. A proposed primitive may redefine an
+    operation. Then the program and its hash stay the same, but ``operations`` differ."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)
@@ -116,8 +119,8 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """The source of a device module. The source enters hashes, because it is part of the lowered code's
-    meaning."""
+    """The source of a device module. The hash of lowered code covers this source, because lowered code
+    imports the module."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 

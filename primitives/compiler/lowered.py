@@ -1,4 +1,5 @@
-"""The result of lowering (code and its kernels' arguments), and the base class of both code generators."""
+"""The result of lowering (code, and the arguments of its kernels), and the base class of the code
+generators."""
 
 from __future__ import annotations
 
@@ -49,17 +50,19 @@ Role = Literal[
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor or number that a kernel takes: a node of the program, under a generated name.
+    """One tensor or number that a kernel takes. ``node``: the node of the program to which the argument
+    belongs. ``name``: a generated name.
 
-    The role says what the kernel does with it. ``load`` and ``store``: a tile that TMA moves. ``range``: a
-    column range of a tile that is stored together with another range of the tile, whose role is ``store``.
-    ``memory``: a tile that threads load and store themselves. ``table``: a tile that each head reads again.
+    The role says what the kernel does with the argument. ``load`` and ``store``: a tile that TMA moves.
+    ``range``: a column range of a tile, except for the tile's first range, which has the role ``store``; all
+    ranges of a tile are stored together. ``memory``: a tile that threads load and store without TMA.
+    ``table``: a tile that is read again for each head.
     ``row``, ``column``: a vector. ``index``: a vector of integers. ``head``: the width of heads. ``scalar``:
     a number. ``pointer``: a number in memory. ``extent``: a tile's number of columns. ``count``: a tile's
     number of rows. ``bounds``: clamped offsets, which rise from 0 to the number of rows.
 
     ``packed``: the tile has 16-bit values and twice the GEMM's columns, and is passed as 32-bit lanes.
-    ``part``: 0 or 1, the number of one of the two partial results for a tile with twice the GEMM's columns.
+    ``part``: the number (0 or 1) of a partial result; a tile with twice the GEMM's columns has two of them.
     ``period``: the width of heads.
     """
 
@@ -84,11 +87,11 @@ class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
     widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's number of columns,
-    including widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the first
-    columns of ranges, by name. ``bounds``: for each ``in_columns``, its first column and the column after its
-    last column. ``offsets``: the input with the experts' first rows, if rows belong to experts. ``own``:
-    whether there is one GEMM per expert, over that expert's rows. ``index``: the input with the numbers of
-    the rows that the GEMM gathers from ``a``."""
+    including widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the name and
+    the first column of each range. ``bounds``: for each ``in_columns``, its first column and the column after
+    its last column. ``offsets``: if rows belong to experts, the input that holds each expert's first row.
+    ``own``: whether there is one GEMM per expert, over that expert's rows. ``index``: the input that holds
+    the numbers of the rows that the GEMM gathers from ``a``."""
 
     step: int
     name: str
@@ -115,9 +118,9 @@ class GemmKernel:
         return not self.objection(schedule, sizes)
 
     def objection(self, schedule: Schedule, sizes: Mapping[str, int]) -> str:
-        """Why a schedule does not suit the step; "" if it does. The schedule's tile must contain whole heads
-        and whole pairs, and each range must begin at a subtile. Only a ``splittable`` step can run as two
-        launches. ``sizes`` contains the static dims."""
+        """Say why a schedule does not suit the step; return "" if the schedule suits it. The schedule's tile
+        must contain whole heads and whole pairs. Each range must begin where a subtile begins. Only a
+        ``splittable`` step can run as two launches. ``sizes`` contains the static dims."""
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         if self.index is not None and schedule.cluster_n > 1:
@@ -135,17 +138,20 @@ class GemmKernel:
         return self.offsets is None
 
     def torn(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> dict[int, int]:
-        """For each range that begins inside an epilogue subtile: its node and its first column. Such a range
-        cannot be stored. A bulk store skips columns past its tensor's end, but must not begin before the
-        tensor's first column. ``columns``: the subtile's width."""
+        """Map the node of each range that begins inside an epilogue subtile to the range's first column. Such
+        a range cannot be stored, because a bulk store can skip columns after its tensor's last column, but
+        not before its first column. ``columns``: the subtile's width."""
         firsts = {int(name[1:]): first for name, first in self.range_starts(sizes)}
         return {node: first for node, first in firsts.items() if first % columns}
 
     def narrow(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> bool:
         """Whether an epilogue would mix columns of several heads. ``columns``: the width of an epilogue
-        subtile. A thread holds two of every HEAD_GRAIN columns, and head statistics combine a subtile's
-        columns. If the head width is a multiple of SUBTILE, TMA loads a table one subtile's width at a
-        time."""
+        subtile.
+
+        Every head width must be a multiple of HEAD_GRAIN, because a thread holds two of every HEAD_GRAIN
+        columns. In two cases, the head width must also be a multiple of ``columns``. First, if heads have
+        statistics, which combine a subtile's columns. Second, if TMA loads a table, one subtile's width at a
+        time; TMA does so if the head width is a multiple of SUBTILE."""
         heads = [(a.role, a.period(sizes)) for a in self.arguments if a.period]
         whole = [width for role, width in heads if role == "head" or width % SUBTILE == 0]
         mixed = any(width % columns for width in whole)
@@ -193,7 +199,8 @@ class GemmKernel:
 
 @dataclass(frozen=True)
 class VectorKernel:
-    """The kernel that computes the vectors that are final after ``step`` (-1: before all steps)."""
+    """A kernel that runs after ``step`` (-1: before all steps), and computes the vectors that are final
+    then."""
 
     step: int
     name: str
@@ -203,9 +210,9 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered program: its code (``text``), and the kernels that a caller launches. How to call the kernels
-    follows from the program, not from the code. ``unedited``: the original lowering, if an author edited
-    ``text``. Edited code is untrusted."""
+    """A lowered program: its code (``text``), and the kernels that a caller launches. The program alone
+    determines how the kernels are called; an edit of the code cannot change this. ``unedited``: the original
+    lowering, if an author edited ``text``. Edited code is untrusted."""
 
     text: str
     hash: str
@@ -242,7 +249,7 @@ def literal(value: float) -> str:
 
 
 class Writer:
-    """The base of both code generators: the names of values, and the code of an operation."""
+    """The base class of the code generators. It looks up nodes' properties, and writes operations as code."""
 
     def __init__(self, program: Program, steps: Steps):
         self.program, self.nodes, self.steps = program, program.nodes, steps
@@ -258,7 +265,7 @@ class Writer:
         return float(str(self.nodes[index].attribute))
 
     def dtype(self, index: int) -> str:
-        """The dtype of a node in memory: fp32 except for inputs, outputs and tiles between steps."""
+        """The dtype of a node in memory. It is fp32, except for inputs, outputs and tiles between steps."""
         given = self.program.input_tensor(index)
         return given.dtype if given else self.steps.dtypes.get(index, "fp32")
 

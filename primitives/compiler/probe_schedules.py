@@ -1,9 +1,9 @@
-"""Choose schedules with which to try a program before tuning. These schedules must leave the mainloop enough
-shared memory.
+"""Choose the schedules at which a program is compiled before tuning, and predict which schedules fit.
 
-Epilogue and mainloop share an SM's memory, so tiles that a step loads and stores through TMA leave fewer
-pipeline stages for the operands. QuACK divides the memory only while it compiles. This module predicts the
-division with the same arithmetic as QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
+A schedule fits if it leaves the mainloop enough shared memory. The epilogue and the mainloop share an SM's
+shared memory. So each tile that a step loads or stores through TMA leaves fewer pipeline stages for the
+operands. QuACK divides the memory only while it compiles. This module predicts the division with the
+arithmetic of QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ PROBES = tuple(Schedule(*probe) for probe in TARGET.probes)
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
 ALIGNMENT = 1024  # bytes that the alignment of an epilogue's buffer may take from the operands
 ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
-LOAD_STAGES = (4, 2)  # QuACK's first choice; the second if the first leaves under three operand stages
-FEWEST = 2  # least operand stages: with one stage, the mainloop waits for its own loads
+# The most load stages: QuACK's own limit, and our limit if QuACK's leaves fewer than three operand stages.
+LOAD_STAGES = (4, 2)
+FEWEST = 2  # least number of operand stages: with one stage, the mainloop waits for itself forever
 
-Kind = Literal["once", "load", "store"]  # whether a buffer exists once, or once per load or store stage
+Kind = Literal["once", "load", "store"]  # a buffer exists once, or once per load stage or store stage
 
 
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """The ``given`` schedules that fit a step. If no given schedule fits, return only the first of
-    ``candidates`` that fits; if no candidate fits, return an empty list. ``sizes`` contains the static
-    dims."""
+    """Return the ``given`` schedules that fit a step. If no given schedule fits, return only the first of the
+    step's ``candidates`` that fits. If no candidate fits either, return an empty list. ``sizes`` contains at
+    least the static dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -46,9 +47,9 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """The schedules that tuning tries first: the tiles that the step accepts at these sizes, in clusters of
-    the default schedule's size. Each pingpong schedule is tried without and with ``deep``. If the output's
-    size is unknown, only large tiles are tried."""
+    """Return the schedules that tuning tries first. They have the tiles that the step accepts at these sizes,
+    in all clusters with as many CTAs as the default schedule's cluster. Each pingpong schedule occurs without
+    ``deep`` and with ``deep``. If the output's size is unknown, all schedules have large tiles."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -56,8 +57,9 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """Schedules with the large tiles, and with the default schedule's cluster size and rasterisation. Small
-    tiles are added if the output has fewer 128x128 tiles than the GPU has SMs."""
+    """Return a schedule for each large tile and each cluster with as many CTAs as the default cluster. All
+    other fields have their defaults. If the output has fewer 128x128 tiles than the GPU has SMs, also return
+    schedules for the small tiles. ``shape``: the output's rows and columns, if known."""
     usual = Schedule()
     clusters = [(m, n) for m, n in CLUSTERS if m * n == usual.cluster_m * usual.cluster_n]
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
@@ -68,26 +70,29 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """Combinations of one probe per step (see ``probes``). Each probe of each step occurs at least once."""
+    """Combine the probes of all steps (see ``probes``). A combination gives one probe for each step. Each
+    probe of each step occurs in at least one combination."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
 
 
 def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a schedule's tile contains whole heads and pairs, and leaves the mainloop enough memory."""
+    """Whether a step admits a schedule (see ``GemmKernel.objection``), and the schedule leaves the mainloop
+    enough shared memory."""
     return kernel.admits(schedule, sizes) and operand_stages(program, kernel, schedule, sizes) >= FEWEST
 
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    """The number of operand stages that a step's mainloop gets; 0 or less if the epilogue takes all memory. A
-    ``deep`` schedule may get one more stage."""
+    """Predict the number of operand stages of a step's mainloop. The number is 0 or less if the epilogue
+    takes all shared memory. A ``deep`` schedule may get one stage more than predicted."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
-    """A message for the author of a step that fits no tile, and the node of the largest tile that the step
-    loads or stores. Of several equally large tiles, the last node is returned."""
+    """Explain why a step fits no schedule: the tiles that its epilogue loads and stores take too much shared
+    memory. Return a message for the author, and the node of the largest of these tiles. If several tiles are
+    equally large, return the last node among them."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -126,8 +131,9 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """The epilogue's resources in shared memory. Each comes with the kind and the bytes of its buffer: in
-    total for "once", per stage for "load" and "store"."""
+    """Yield the epilogue's resources in shared memory. Each resource comes with the kind and the bytes of its
+    buffer. For the kind "once", these are all bytes of the buffer; for "load" and "store", the bytes of one
+    stage."""
     rows, columns = subtile(schedule, resources.d)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]

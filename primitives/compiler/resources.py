@@ -1,5 +1,5 @@
-"""Choose the resources of a step's epilogue besides its accumulator: TMA tiles, vectors, reductions, heads
-and memory."""
+"""Choose the resources of a step's epilogue. A resource is an object of the kernel that loads, stores or
+reduces one value, such as a tile that TMA moves, a vector or a reduction."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from coda_agent.primitives.lang.ir import Program, sizes_named
 from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.primitives.lang.steps import GemmStep, Steps
 
-HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile, by the tile's relative width
+HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile; keys are the tile's width relative to the GEMM
 
 
 class StepResources(Writer):
-    """A step's arguments by use, and the constructors of their resources (QuACK's and ours)."""
+    """The arguments of a step's kernel, grouped by use, and the code that constructs their resources. The
+    classes of the resources are QuACK's and ours."""
 
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
@@ -48,9 +49,10 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """Find an fp32 output that adds a value to an input and overwrites the input. Return three nodes: the
-        output, the input and the value. For such an output, the store adds in memory, so the input is not
-        loaded. QuACK has no such store for a GEMM with offsets."""
+        """Find an fp32 output that is the sum of an input and a tile, and that overwrites the input. Return
+        the nodes of the output, the input and the tile, or None if there is no such output. The store of such
+        an output adds the tile to the input in memory, so the step does not load the input. QuACK cannot
+        store in this way for a GEMM with offsets."""
         updates = {} if self.grouped else self.program.signature.updates
         for output, name in updates.items():
             index = self.program.outputs[output]
@@ -77,11 +79,11 @@ class StepResources(Writer):
 
     @property
     def memory(self) -> str:
-        """The resource for a matrix that threads load and store themselves, without TMA."""
+        """The class of the resource for a matrix that threads load and store themselves, without TMA."""
         return "Rows" if self.grouped else "Memory"
 
     def starts(self) -> tuple[tuple[str, Dim], ...]:
-        """The name and the first column of each range."""
+        """The name and the first column of each stored column range."""
         members = [i for shared in self.ranges.values() for i in shared]
         return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
 
@@ -108,8 +110,8 @@ class StepResources(Writer):
 
     @staticmethod
     def streams(width: float, dtype: str) -> bool:
-        """Whether TMA moves a tile of this width and dtype. A tile with another width than the GEMM's must
-        have 16-bit values, of which two share a lane."""
+        """Whether TMA can move a tile of this dtype and of this width, relative to the GEMM. A tile that is
+        not as wide as the GEMM must have 16-bit values, two to a lane."""
         return width == 1 or dtype in ("bf16", "fp16")
 
     def period(self, index: int) -> Dim:
@@ -121,18 +123,19 @@ class StepResources(Writer):
         return period * Dim.parse(HALF[self.width(index)])
 
     def heads(self, index: int) -> str:
-        """The code for the width of a node's heads, which is a compile-time number."""
+        """The code for the width of a node's heads. The width is a compile-time number."""
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Numbers that must divide a tile's number of columns: the widths of heads that are summed or that
-        TMA loads, and PAIR_GRAIN if a tile of half the GEMM's width is stored."""
+        """Numbers that must divide a schedule's ``tile_n``: the widths of heads that are reduced or that TMA
+        loads. If TMA stores a tile of half the GEMM's width, PAIR_GRAIN is another such number."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
 
     def all(self) -> Iterator[tuple[Argument, str]]:
-        """The arguments and constructors of all resources except C and D."""
+        """Yield the argument and the constructor's code of each resource, except C and D (the mainloop's own
+        load and store)."""
         for load in self.loads:
             if load is not self.c:
                 kind = "TileLoad" if load.role == "load" else self.memory
@@ -171,7 +174,7 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether a value that is repeated for each head is a tile and, after repetition, as wide as the
+        """Whether the node ``index`` repeats a tile for each head, and the repeated tile is as wide as the
         GEMM."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
@@ -188,6 +191,6 @@ class StepResources(Writer):
             chosen = self.nodes[index].args[1]
             yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            # If rows belong to experts, QuACK's tensors have no batch axis.
+            # For a GEMM with offsets, QuACK's tensors have no batch axis.
             rank = min(partial.rank, 2) if self.grouped else partial.rank
             yield replace(partial, rank=rank), how.resource.format(name=partial.name, index=given)

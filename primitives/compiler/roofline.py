@@ -1,10 +1,10 @@
-"""Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
+"""Compute a program's roofline at given sizes: its FLOPs, its compulsory memory traffic and its least time.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is not counted, because it can overlap with the tensor
-cores, and counting it could raise the bound above an achievable time. Bytes are the compulsory traffic: each
-step reads each of its input tensors once and writes each of its outputs once. A tensor that repeats over
-heads is also read once. A tensor between steps, and an updated buffer, count as both written and read. This
-module needs only the standard library.
+The FLOPs of a matmul are 2*M*N*K. Epilogue arithmetic is not counted, because it can overlap with the tensor
+cores' work. If it were counted, a kernel could be faster than the roofline. The traffic assumes that each
+step reads each of its input tensors once, and writes each of its output tensors once. A tensor that repeats
+over heads is also read once. A tensor between steps counts as written and as read. So does a buffer that the
+program updates. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "in
 PARTIAL_BYTES = 4  # partials are fp32
 # The largest tile size in each dimension gives the fewest partial results.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
-# a number of values, or of tiles if a tile size is named
+# a number of values; with the name of a tile size, the number of tiles that cover the values
 Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory. Each node is listed once, even if the epilogue reads an
-    operand again."""
+    """The nodes that a GEMM step reads from memory. A node is listed once, even if both the matmul and the
+    epilogue read it."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -46,33 +46,35 @@ def gemm_reads(program: Program, step: GemmStep) -> list[int]:
 
 
 def gemm_writes(step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step writes; ``~node`` stands for a reduction's partial results."""
+    """The nodes that a GEMM step writes. ``~node`` stands for the partial results of the reduction
+    ``node``."""
     return [*step.stores, *(~r for r in step.reductions)]
 
 
 def vector_reads(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps reads from memory, each listed once; ``~node`` stands for a
-    reduction's partial results."""
+    """The nodes that a vector kernel, which runs between steps, reads from memory. Each node is listed once.
+    ``~node`` stands for the partial results of the reduction ``node``."""
     given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
     return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
 
 def vector_writes(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps writes: its vectors, and the selections that it resets."""
+    """The nodes that a vector kernel writes: its vectors, and (as ``~node``) the buffers of selected values,
+    which it resets."""
     return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction selects one element per row. Such a reduction needs one buffer, instead of partial
-    results per tile."""
+    """Whether a reduction selects one element per row. Such a reduction has one buffer with a value per row,
+    instead of partial results per tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """The extents of a reduction's partial results. A row reduction has one result per row and tile along N.
-    A column reduction has one result per column and tile along M, or two results if the reduced tile is twice
-    as wide as the GEMM. A selection has one value per row."""
+    """The extents of a reduction's partial results. A row reduction has one result for each row and each tile
+    along N. A column reduction has one result for each column and each tile along M, or two results if the
+    reduced tile is twice as wide as the GEMM. A selection has one value per row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
     rows, columns = steps.types[step.gemm].shape
     how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
@@ -83,8 +85,10 @@ def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
 
 
 def value_names(program: Program, steps: Steps) -> dict[int, str]:
-    """Name all tensors in memory. Inputs and outputs keep their names; ``t0`` and ``v0`` are tiles and
-    vectors between steps; ``partials0`` and ``selected0`` (with keys ``~node``) belong to reductions."""
+    """Name all tensors in memory; return the names by node. Inputs and outputs keep their names. Tiles
+    between steps are named ``t0``, ``t1`` and so on; vectors between steps are named ``v0``, ``v1`` and so
+    on. A reduction's partial results are named ``partials0``, and its selected values ``selected0``. Their
+    key is ``~node``."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
     for name, index in sorted(program.outputs.items()):
         names.setdefault(index, name)
@@ -104,8 +108,8 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The traffic and the least time of one kernel, which is the GEMM of step ``step`` or the vector kernel
-    after this GEMM."""
+    """The traffic and the least time of one kernel. The kernel is the GEMM of step ``step``, or a vector
+    kernel that runs after this GEMM. A vector kernel of step -1 runs before all GEMMs."""
 
     step: int
     kind: Literal["gemm", "vector"]
@@ -138,12 +142,12 @@ class StepFloor:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Every kernel of a program at given sizes, in launch order, and the totals.
+    """The least times of all kernels of a program at given sizes, in launch order, and the totals.
 
-    ``seconds`` assumes that every tensor moves through memory. The L2 can save some of this traffic: a kernel
-    may read its predecessor's results from the L2, and the last results may still be there when the timing
-    ends. ``limit`` allows for both savings, so a time measured from a cold L2 is wrong if it is below
-    ``limit``.
+    ``seconds`` assumes that every tensor moves through memory. In fact, the L2 can save some of this traffic.
+    A kernel may read its predecessor's results from the L2. The last results may still be in the L2 when the
+    timing ends. ``limit`` leaves out the traffic that the L2 can save. So if a timing begins with a cold L2
+    and gives less than ``limit``, the measurement is wrong.
     """
 
     machine: Machine
@@ -165,7 +169,7 @@ class Roofline:
     @property
     def limit(self) -> float:
         """The longer of two times: the time of the matmuls, and the time to read the inputs and to write the
-        part of the outputs that exceeds the L2."""
+        outputs, without the part of the outputs that can stay in the L2."""
         read = {name: size for s in self.steps for name, size in s.reads.items()}
         written = {name: size for s in self.steps for name, size in s.writes.items()}
         fetched = sum(size for name, size in read.items() if name not in written)
@@ -188,10 +192,12 @@ class Roofline:
 
 
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
-    """The roofline of a checked program at ``sizes``. Raises ValueError unless every dim has a positive size.
+    """Compute the roofline of a checked program at ``sizes``. Raises ValueError if a dim has no positive
+    size.
 
-    Partial results are counted for the tiles of the program's own schedule. If the program has no schedule,
-    they are counted for the largest tiles, which give the fewest partial results.
+    The number of a step's partial results depends on the CTA tile. It is counted for the tile of the
+    program's own schedule for the step. Without such a schedule, it is counted for the largest tile, which
+    gives the fewest partial results.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:

@@ -1,10 +1,10 @@
 """Run a step as two launches, so that no SM is idle.
 
-Clusters of four read less from the L2, but an H100's GPCs can place such clusters on only 120 of the 132 SMs.
-The first launch uses these 120 SMs for most rows. The second launch uses the other SMs, in clusters of two.
-The launches overlap by programmatic dependent launch: the second launch may start once all blocks of the
-first launch have started. The next kernel on the stream waits for the second launch, which ends after the
-first launch.
+Clusters of four read less from the L2. But a cluster must lie within one GPC, so an H100 can place clusters
+of four on only 120 of its 132 SMs. The first launch uses these 120 SMs for most rows. The second launch uses
+the other SMs, in clusters of two. The launches overlap by programmatic dependent launch: the second launch
+may start once all blocks of the first launch have started. The next kernel on the stream waits for the second
+launch, which ends after the first launch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from coda_agent.primitives.lang.schedule import Schedule
 
 ORDER = 1  # version of the launch order in ``ordered``, a part of the compiled objects' cache keys
 
-_tracing = RLock()  # ``ordered`` patches the whole process
+_tracing = RLock()  # held by ``ordered``, because its patch affects the whole process
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
-    """The number of an output's rows that the first launch of a ``split`` schedule computes: whole tiles of
-    whole clusters, or all rows if the second launch cannot run. ``first`` and ``second``: how many clusters
-    of the first and of the second launch run concurrently."""
+    """Return how many of an output's rows the first launch of a ``split`` schedule computes. The number
+    minimises the waves of the longer launch. The rows fill whole clusters of tiles. If the second launch
+    cannot run, return all rows. ``first`` and ``second``: how many clusters of the first and of the second
+    launch can run at the same time."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
         return shape[0]
@@ -43,11 +44,11 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Within the ``with`` block, patch QuACK so that a kernel of a ``split`` schedule can be traced. Without
-    the patch, QuACK's GEMM waits for the previous kernel on the stream before the GEMM's first load. A block
-    without more tiles lets the next kernel start. With the patch, the first launch waits for the previous
-    kernel and then lets the second launch start at once. In the second launch, a block without more tiles
-    waits for the first launch."""
+    """Within the ``with`` block, if ``schedule`` is ``split``, patch the waits of the kernel that QuACK
+    traces. Without the patch, a GEMM waits for the previous kernel on the stream before its first load. Each
+    block of the GEMM lets the next kernel start when the block has no more tiles. With the patch, the first
+    launch waits for the previous kernel, and then lets the second launch start at once. In the second launch,
+    a block without more tiles waits for the end of the first launch."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield
 

@@ -1,5 +1,5 @@
-"""Generate the vector kernels, which run between GEMM steps. A vector kernel combines partial reductions in a
-fixed order, and then does the arithmetic on the resulting vectors."""
+"""Generate the vector kernels, which run between GEMM steps. A vector kernel combines the partial results of
+reductions in a fixed order, and then does the arithmetic on the resulting vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[
 
 
 def bounds_writers(program: Program, steps: Steps) -> list[BoundsWriter]:
-    """Return writers of the kernels that clamp offsets: one kernel for each input of offsets."""
+    """Return writers of the kernels that clamp experts' offsets: one kernel for each input that holds
+    offsets."""
     found: dict[int, BoundsWriter] = {}
     for step in steps.gemms:
         offsets = program.nodes[step.gemm].offsets
@@ -46,8 +47,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class BoundsWriter(Writer):
-    """Writes the kernel that clamps an input of offsets. The kernel runs before all steps, so that no offset
-    points outside the tensors."""
+    """Writes the kernel that clamps the offsets in one input, so that no offset points outside the tensors.
+    The kernel runs before all steps."""
 
     def __init__(self, program: Program, steps: Steps, offsets: int, rows: int):
         super().__init__(program, steps)
@@ -72,9 +73,9 @@ class FinishWriter(Writer):
     ``early``: launch the kernel by programmatic dependent launch. The kernel's blocks start when the GEMM's
     blocks have no more tiles. Each thread waits for the end of the GEMM before the thread touches memory. So
     this kernel ends after the GEMM, and after every kernel for which the GEMM waited. A successor of this
-    kernel therefore needs no wait for those earlier kernels. This kernel never signals its successor. So the
-    next kernel on the stream, such as the next call's GEMM, starts only when all blocks of this kernel have
-    ended. The next kernel therefore cannot overwrite partial results before this kernel reads them.
+    kernel therefore need not wait for those earlier kernels. This kernel never signals its successor. So the
+    next kernel on the stream, such as the next call's GEMM, starts only when this kernel has ended. The next
+    kernel therefore cannot overwrite partial results before this kernel reads them.
     """
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):

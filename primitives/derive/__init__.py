@@ -1,9 +1,10 @@
 """Derive backward programs from forward programs.
 
-``derive`` applies reverse-mode differentiation to a program; each primitive defines its own derivative. A
-backward consists of two programs. ``head`` is the pointwise part, which needs no matmul and is compiled by
-``torch.compile``. ``program`` contains the matmuls with their epilogues. ``choose`` finds the cheapest plan:
-which values the forward stores for the backward, and which values the backward recomputes.
+``derive`` applies reverse-mode differentiation to a program. Each primitive defines its own derivative. A
+backward has two parts, and each part is a program. ``head`` runs first: it is the pointwise part, which needs
+no matmul and is compiled by ``torch.compile``. ``program`` contains the matmuls with their epilogues.
+``choose`` finds the cheapest plan. A plan says which values the forward stores for the backward, and which
+values the backward recomputes.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ def derive(
 ) -> Derived:
     """Derive the backward of a checked program.
 
-    ``sizes``: the sizes of dims at which plans are compared. ``wrt``: inputs whose gradients are wanted; by
-    default all floating-point inputs. ``of``: outputs whose gradients the backward reads as inputs; by
-    default all outputs except head statistics and ranges of columns. ``behind``: an output whose gradient
-    the backward computes as the matmul of two inputs, ``d_next`` and ``w_next``. ``save_bytes``: the most
-    bytes per row that the forward may store for the backward, not counting the forward's inputs.
-    ``positive``: inputs that are never zero, so that the backward may divide by them. ``accumulate``: inputs
-    whose gradients the backward adds in place to fp32 buffers; the buffer of input X is ``sum_X``. ``save``:
-    outputs, or nodes such as ``node 3``, that must be stored. ``recompute``: outputs or nodes that must not
-    be stored.
+    ``sizes``: the sizes of the dims, for which the costs of plans are compared. ``wrt``: inputs whose
+    gradients are wanted; by default all floating-point inputs. ``of``: outputs whose gradients the backward
+    reads as inputs; by default all outputs except head statistics and ranges of columns. ``behind``: an
+    output whose gradient the backward computes as the matmul of two inputs, ``d_next`` and ``w_next``.
+    ``save_bytes``: the most bytes per row that the forward may store for the backward, not counting the
+    forward's inputs. ``positive``: inputs that are never zero, so that the backward may divide by them.
+    ``accumulate``: inputs whose gradients the backward adds in place to fp32 buffers; the buffer for the
+    gradient of X is ``sum_X``. ``save``: outputs, or nodes such as ``node 3``, that must be stored.
+    ``recompute``: outputs or nodes that must not be stored.
 
-    Outputs that are ranges of one tile, and together contain all of its columns, count as one output. For
-    example, q, k and v become ``q_k_v``. Raises ProgramError if no backward can be derived.
+    If several outputs are ranges of one tile and together contain all of its columns, they count as one
+    output. For example, q, k and v become ``q_k_v``. Raises ProgramError if no backward can be derived.
     """
     wanted, whole = _inputs_to_differentiate(program, wrt), joined(program)
     for name in accumulate:
@@ -84,7 +85,7 @@ def _inputs_to_differentiate(program: Program, wrt: Collection[str] | None) -> t
 
 
 def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:
-    """Check ``of`` and ``behind``. Return the outputs whose gradients the backward starts with."""
+    """Check ``of`` and ``behind``. Return the outputs from whose gradients the backward starts."""
     program, outputs = whole.program, whole.program.signature.outputs
     of = None if of is None else whole.named(of)
     for name in (*(of or ()), *([behind] if behind else [])):

@@ -1,4 +1,5 @@
-"""Build the backward of one plan: the program of matmuls, and the pointwise head that runs before it."""
+"""Build the backward of one plan: the program of matmuls, and the pointwise head that runs before this
+program."""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ class Derived(NamedTuple):
     """A derived backward, with facts about the backward.
 
     ``program``: the matmuls with their epilogues. ``head``: the pointwise part, which runs before
-    ``program``. ``same``: maps a gradient to the input or other gradient that it equals. ``folds``: maps an
-    unfinished gradient to an output of the backward. The caller must sum the output: over all elements for
-    the gradient of a scalar, otherwise over heads. ``stored``: the forward's inputs, outputs and saved values
-    that the backward reads. ``saves``: the saved values, which the forward does not return yet, with their
-    forward nodes. ``recomputed``: the forward's matmuls, sums and outputs that the backward computes again,
-    with their forward nodes. ``left``: inputs without a derived gradient, with reasons. ``notes``: operations
-    where gradients stop, or where the derivative is one choice of several. ``widths``: new dims, each for a
-    size of the forward, such as H*P, that the shapes of the backward's inputs do not determine. ``bound``:
-    for each kind of cost, the lowest value of all compared plans.
+    ``program``. ``same``: maps a gradient to the input or other gradient that it equals. ``folds``: the
+    gradients that the backward does not finish. Each is mapped to the output of the backward that the caller
+    must sum to get the gradient. The caller sums over all elements for the gradient of a scalar, otherwise
+    over heads. ``stored``: the forward's inputs, outputs and saved values that the backward reads. ``saves``:
+    maps each saved value to its forward node. The forward does not return saved values yet, and must be
+    changed to return them. ``recomputed``: the forward's matmuls, reductions and outputs that the backward
+    computes again, with their forward nodes. ``left``: maps each input without a derived gradient to the
+    reason. ``notes``: operations where gradients stop, or where the derivative is one choice of several.
+    ``widths``: maps new dims to sizes of the forward. A new dim replaces a size such as H*P, if the shapes of
+    the backward's inputs do not determine H and P. ``bound``: for each kind of cost, the lowest value of all
+    compared plans.
     """
 
     program: Program | None
@@ -50,8 +53,8 @@ class Derived(NamedTuple):
 
 
 class BackwardRequest(NamedTuple):
-    """A request for a backward. The fields have the meaning of the arguments of ``derive`` with the same
-    names."""
+    """A request for a backward. Each field means the same as the argument of ``derive`` with the same
+    name."""
 
     program: Program
     wrt: tuple[str, ...]
@@ -63,8 +66,8 @@ class BackwardRequest(NamedTuple):
 
 class BackwardPlan(NamedTuple):
     """A plan for a backward. ``stored``: the forward nodes whose values are in memory. ``moves``: whether
-    ``Simplifier`` moves row factors out of matmuls. ``turns``: whether ``Simplifier`` computes sums from
-    another matmul."""
+    ``Simplifier`` moves row factors out of matmuls. ``turns``: whether ``Simplifier`` computes sums over one
+    matmul's result from another matmul."""
 
     stored: frozenset[int]
     moves: bool = False
@@ -92,13 +95,13 @@ class PlannedBackward:
         self.wanted: set[int] = set()  # forward nodes whose values the backward needs
 
     def declare(self, name: str, index: int) -> str:
-        """Add to the backward an input with the shape of a forward value; return its name."""
+        """Add to the backward an input with the shape of a forward value; return the input's name."""
         kind = self.types[index]
         return self.announce(name, TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow))
 
     def announce(self, name: str, tensor: TensorType) -> str:
-        """Add an input to the backward, and return its name: ``name``, with underscores appended if it is
-        taken."""
+        """Add an input to the backward, and return the input's name. This is ``name``, with underscores
+        appended if another tensor has that name."""
         while name in self.inputs:
             name += "_"
         self.inputs[name] = tensor
@@ -248,7 +251,8 @@ class PlannedBackward:
         return late
 
     def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The nodes that depend on no matmul, and that are an output or the operand of a matmul."""
+        """Find nodes that the head can compute, because they depend on no matmul: outputs, and operands of
+        matmuls. Return the nodes' names by node."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         for index in self.reached(trace, outputs.values()):
             if trace.nodes[index].op == "gemm":
@@ -260,8 +264,9 @@ class PlannedBackward:
         return roots
 
     def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The nodes that depend on no matmul, and that are an output or a vector computed from reductions. A
-        vector is included only if some other kind of node reads it."""
+        """Find nodes that the head can compute, because they depend on no matmul: outputs, and vectors
+        computed from reductions. A vector is included only if a node of another kind reads it. Return the
+        nodes' names by node."""
         summed: list[bool] = []
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(summed[a] for a in node.args)
@@ -271,8 +276,9 @@ class PlannedBackward:
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
     def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
-        """The nodes that depend on no matmul, and that are an output or an argument of a node that depends on
-        a matmul."""
+        """Find nodes that the head can compute, because they depend on no matmul: outputs, and arguments of
+        nodes that depend on a matmul. An argument that the head cannot store is replaced by its own
+        arguments. Return the nodes' names by node."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
         pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
@@ -299,8 +305,9 @@ class PlannedBackward:
     def products(
         self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
     ) -> Program | None:
-        """The program of matmuls. It computes all outputs except ``roots``, which the head computes. Raises
-        ProgramError if no kernel can run the program."""
+        """The program of matmuls. It computes the ``outputs`` that are not in ``roots``. ``roots``: the nodes
+        that the head computes. Return None if the head computes all outputs. Raises ProgramError if no kernel
+        can run the program."""
         mine = {n: i for n, i in outputs.items() if i not in roots}
         program = self.part(trace, trace.signature.name, mine, roots)
         if program:
@@ -315,8 +322,8 @@ class PlannedBackward:
     def part(
         self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
     ) -> Program | None:
-        """The program that computes ``outputs``; None if ``outputs`` is empty. The program reads the nodes
-        ``inputs`` as inputs, and does not compute them."""
+        """The program that computes ``outputs``; None if ``outputs`` is empty. ``inputs``: nodes that the
+        program reads as inputs, instead of computing them."""
         if not outputs:
             return None
         nodes: list[Node] = []
@@ -362,9 +369,9 @@ class PlannedBackward:
         tensors: dict[str, TensorType],
         inner: set[str],
     ) -> dict[str, TensorType]:
-        """Replace each size in the shapes of ``tensors`` that the inputs' shapes do not determine, such as
-        2*H*P, by a new dim. A size stays if at most one of its dims is outside ``inner``, the dims that nodes
-        name."""
+        """Make the dims solvable from the inputs' shapes. If these shapes do not determine all dims, use new
+        dims for sizes such as 2*H*P in the shapes of ``tensors``. A size is replaced only if two or more of
+        its dims are outside ``inner``, the dims in the attributes of nodes."""
         shapes = {n: tensors[n].shape for n in read}
         known = {d for s in shapes.values() for dim in s for d in dim.names}
         try:

@@ -1,10 +1,11 @@
 """Define parts of a Transformer (chains) as graphs, from which backwards are derived.
 
-A chain is a part that begins and ends with a matmul, so that the epilogues of matmuls can compute the chain's
-gradients. The forward of a chain with a norm takes several kernels. Weights have the layout of
-``torch.nn.Linear``. Rows of the gate weight alternate with rows of the up weight, and the two rows of each
-rotated pair are adjacent. A chain returns its results, and also the values that the forward stores for the
-backward. A number such as ``eps`` is a scalar input, which the caller passes to each launch.
+A chain begins and ends with a matmul, so that the epilogues of matmuls can compute the chain's gradients. The
+forward of a chain with a norm takes several kernels. Weights have the layout of ``torch.nn.Linear``. In the
+weight of a gated MLP, rows of the gate alternate with rows of the up projection. In the weight of queries and
+keys, the two rows of each rotated pair are adjacent. A chain returns its results, and also the values that
+the forward stores for the backward. A number such as ``eps`` is a scalar input, which the caller passes to
+each launch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Chain(NamedTuple):
 
     def then(self, other: Chain, **linked: str) -> Chain:
         """Return this chain followed by ``other``. ``linked`` maps inputs of ``other`` to outputs of this
-        chain. Tensors with the same name in the two chains are one tensor."""
+        chain. If the two chains have an input of the same name, it is one input."""
 
         def body(**given: Any) -> dict[str, Any]:
             first = self.body(**{n: given[n] for n in self.inputs})
@@ -62,9 +63,9 @@ class Chain(NamedTuple):
         return Chain(self.inputs | later, self.outputs | other.outputs, body, static)
 
     def through(self, stream: str) -> Chain:
-        """Return this chain with one more output, ``through``, which is the input ``stream`` unchanged. So
-        the chain's backward can add the gradient from later uses of the input to the gradient from the
-        chain's own use."""
+        """Return this chain with one more output, ``through``, which is the input ``stream`` unchanged. The
+        gradient of ``through`` comes from later uses of the stream. The chain's backward adds this gradient
+        to the gradient from the chain's own use of the stream."""
 
         def body(**given: Any) -> dict[str, Any]:
             return self.body(**given) | {"through": given[stream]}
@@ -182,8 +183,8 @@ def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
 
 
 def loss() -> Chain:
-    """The cross-entropy of ``h``: the log-sum-exp of its logits, and the target's logit. The forward does not
-    store the logits."""
+    """The parts of the cross-entropy of ``h``: the log-sum-exp of its logits, and the target's logit. The
+    forward does not store the logits."""
 
     def body(h: Any, w: Any, target: Any) -> dict[str, Any]:
         logits = gemm(h, w.mT)
@@ -194,9 +195,9 @@ def loss() -> Chain:
 
 
 def next_norm() -> Chain:
-    """Begin the norm after the residual stream ``out``. ``next_hg`` is ``out`` times the norm's weight, and
-    ``next_rstd`` the norm's row scale. The next chain's first matmul reads ``next_hg``, and its epilogue
-    multiplies rows by ``next_rstd``."""
+    """Compute two values for the next chain, which begins with a norm of the residual stream ``out``.
+    ``next_hg`` is ``out`` times the norm's weight, and ``next_rstd`` is the norm's row scale. The next
+    chain's first matmul reads ``next_hg``. The epilogue of this matmul multiplies rows by ``next_rstd``."""
 
     def body(out: Any, next_gamma: Any, next_eps: Any) -> dict[str, Any]:
         return {"next_hg": out * per_column(next_gamma), "next_rstd": _normed(out, next_eps)}
@@ -206,9 +207,10 @@ def next_norm() -> Chain:
 
 
 def head(cap: bool = False) -> Chain:
-    """The final norm of the residual stream ``h``, then the cross-entropy: the logits' log-sum-exp and the
-    target's logit. ``cap``: soft-cap the logits. The forward does not store the logits. The backward
-    recomputes the logits from rstd and from hg, which is h times the norm's weight."""
+    """The end of a language model: the final norm of the residual stream ``h``, and the parts of the
+    cross-entropy. These are the logits' log-sum-exp and the target's logit. ``cap``: soft-cap the logits. The
+    forward does not store the logits. The backward recomputes the logits from rstd and from hg, which is h
+    times the norm's weight."""
 
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)

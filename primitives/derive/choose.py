@@ -1,8 +1,8 @@
-"""Choose a backward: which values to store or recompute, and from which matmul to compute each sum.
+"""Choose a plan for a backward: which values to store or recompute, and how to simplify its expressions.
 
-``Search.weighed`` gives a plan's costs at the requested sizes, most important first: bytes stored above the
-limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a time, and stops when
-no change makes the plan cheaper.
+``Search.weighed`` computes a plan's costs at the requested sizes. Plans are compared by these costs in order:
+bytes stored above the limit, FLOPs of matmuls, recomputed sums, all bytes. The search changes one choice at a
+time, and stops when no change makes the plan cheaper.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
 
 class Search:
     """Finds the cheapest plan. ``limit``: the most bytes per row that the forward may store for the backward,
-    not counting the forward's inputs. Without a limit, the forward stores only its outputs; it stores more
-    values only if no backward can be derived otherwise. ``fixed``: forward nodes that must (True) or must not
-    (False) be stored."""
+    not counting the forward's inputs. Without a limit, the forward stores only its outputs. If these do not
+    suffice to derive a backward, the forward stores more values. ``fixed``: forward nodes that must (True) or
+    must not (False) be stored."""
 
     def __init__(
         self, request: BackwardRequest, sizes: Mapping[str, int], limit: int | None, fixed: Mapping[int, bool]
@@ -53,8 +53,8 @@ class Search:
         self.refusals: list[ProgramError] = []
 
     def best(self) -> Derived:
-        """The backward of the cheapest plan. Raises ProgramError if no plan works, or if none keeps the
-        limit."""
+        """Return the backward of the cheapest plan. Raises ProgramError if no plan works, or if all plans
+        that work exceed the limit."""
         returned = {i for i in self.program.outputs.values() if self.types[i].kind in LEAVES}
         more = {*self.candidates()} - returned
         free = returned if self.limit is None else returned | more
@@ -80,7 +80,8 @@ class Search:
         return derived._replace(bound=Traffic(*map(min, zip(*self.traffic, strict=True))))
 
     def candidates(self) -> Iterator[int]:
-        """Nodes that may be worth storing: matmuls, their operands, and vectors spread over tiles."""
+        """Yield the nodes that may be worth storing: matmuls, their operands, and vectors spread over
+        tiles."""
         for index, node in enumerate(self.program.nodes):
             if node.op == "gemm":
                 yield index
@@ -93,9 +94,9 @@ class Search:
                 yield node.args[0]
 
     def descend(self, stored: set[int], free: set[int], largest: bool = False) -> BackwardPlan:
-        """Improve the plan that stores the nodes ``stored``, one change at a time. A change switches a
-        simplification on or off, or changes whether a node of ``free`` is stored. Nodes with small tensors
-        are tried first; with ``largest``, nodes with large tensors."""
+        """Start from the plan that stores the nodes ``stored``, and improve this plan one change at a time. A
+        change switches a simplification on or off, or changes whether a node of ``free`` is stored. Small
+        tensors are tried first; with ``largest``, large tensors are tried first."""
         always = {i for i, keep in self.fixed.items() if keep}
         start = {i for i in stored if self.fixed.get(i, True)} | always
         order = sorted(free - self.fixed.keys(), key=lambda i: (self.bytes(i), i), reverse=largest)
@@ -142,9 +143,9 @@ class Search:
         return self.tried[plan][0]
 
     def weighed(self, derived: Derived) -> Cost:
-        """The costs, most important first: bytes per row above the limit; FLOPs; number of recomputed row or
-        column sums; all bytes; number of nodes. Without a limit, the first cost is the bytes per row that the
-        forward stores only for the backward."""
+        """Return a backward's costs, the most important cost first: bytes per row above the limit; FLOPs;
+        number of recomputed row or column sums; all bytes; number of nodes. Without a limit, the first cost
+        is the bytes per row that the forward stores only for the backward."""
         traffic = ledger.count(derived.program, derived.head, all_sizes(derived, self.sizes))
         self.traffic.append(traffic)
         extra = self.stored_bytes(derived, derived.saves)
@@ -164,8 +165,9 @@ class Search:
 
 
 def forced(program: Program, save: Collection[str], recompute: Collection[str]) -> dict[int, bool]:
-    """The nodes that must (True) or must not (False) be stored. ``save`` and ``recompute`` name outputs, or
-    nodes such as ``node 3``. Raises ProgramError for an unknown name, or for a node that cannot be stored."""
+    """Map each node that ``save`` names to True (it must be stored), and each node that ``recompute`` names
+    to False (it must not be stored). The names are names of outputs, or nodes such as ``node 3``. Raises
+    ProgramError for an unknown name, or for a node that cannot be stored."""
     storage: dict[int, bool] = {}
     for names, keep in ((save, True), (recompute, False)):
         for name in names:

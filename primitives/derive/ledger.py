@@ -1,4 +1,5 @@
-"""Count the bytes and FLOPs of a backward: of its program of matmuls and of its pointwise head."""
+"""Count the FLOPs of a backward, and the bytes that it moves. A backward has a program of matmuls and a
+pointwise head."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from coda_agent.primitives.lang.signature import TensorType
 
 
 class Traffic(NamedTuple):
-    """The cost of a backward. ``moved``: the bytes if each step reads and writes its tensors once. ``least``:
-    the bytes if a single kernel did the whole backward, and read each input and wrote each output once."""
+    """The cost of a backward. ``moved``: the bytes if each step reads and writes each of its tensors once.
+    ``least``: the bytes if one kernel computed the whole backward. This kernel would read each input once and
+    write each output once."""
 
     moved: int
     least: int
@@ -26,8 +28,8 @@ def size(tensors: Collection[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program | None, head: Program | None, sizes: Mapping[str, int]) -> Traffic:
-    """The traffic of a backward. ``program``: the backward's matmuls. ``head``: its pointwise part, which
-    reads and writes its tensors once."""
+    """The traffic of a backward. ``program``: the backward's matmuls. ``head``: its pointwise part, which is
+    assumed to read and write each of its tensors once."""
     moved = flops = 0
     read: dict[str, TensorType] = {}
     written: dict[str, TensorType] = {}

@@ -21,8 +21,8 @@ INFIX = {
     "not_equal": "!=",
 }
 CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
-# Forms of a GEMM with offsets. ROWS: each expert's rows times that expert's matrix. OWN: for each expert, the
-# product of its rows of one operand with its rows of the other operand.
+# PyTorch texts of a GEMM with offsets. ROWS multiplies each expert's rows by that expert's matrix. OWN
+# computes one product per expert: the expert's columns of the first operand times its rows of the second.
 ROWS = "cat([a @ b for a, b in zip({0}{rows}.split({2}.diff().tolist()), {1})])"
 OWN = "stack([a @ b for a, b in zip({0}.split({2}.diff().tolist(), 1), {1}.split({2}.diff().tolist()))])"
 FORMS = {
@@ -81,8 +81,8 @@ def reference(program: Program, cast: bool = False) -> str:
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:
-    """The text of a value of type ``given``, as an argument of an operation with a result of type ``wanted``.
-    If the result is a tile, values per head are repeated over the tile's columns."""
+    """The text of an argument of type ``given``, for an operation whose result has the type ``wanted``. If
+    the result is a tile, values per head are repeated over the tile's columns."""
     if wanted.kind != "tile" or given.period is None:
         return name
     if given.kind == "spread":

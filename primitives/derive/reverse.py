@@ -19,9 +19,9 @@ SUMS = ("add", "subtract", "join")
 class Reverse:
     """Adds forward values and gradients to one trace.
 
-    ``stored``: maps forward nodes whose values are in memory to the names of the inputs that hold the values.
-    ``known``: maps forward nodes to nodes of the trace. ``stopped``: maps forward nodes with an incomplete
-    gradient to the reason. ``notes``: caveats of operations that a gradient passes through.
+    ``stored``: maps each forward node whose value is in memory to the name of the input that holds the value.
+    ``known``: maps forward nodes to nodes of the trace. ``stopped``: maps each forward node with an
+    incomplete gradient to the reason. ``notes``: caveats of operations that a gradient passes through.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Reverse:
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """Recover a value from a stored value, by removing a term, a factor or a sign. Return None if no
-        stored value allows this."""
+        """Recover a value from a stored value, by removing a term, a factor or a sign. For example, recover x
+        from x + y. Return None if no stored value allows this."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -86,7 +86,7 @@ class Reverse:
         return None
 
     def nonzero(self, index: int) -> bool:
-        """Whether a value is known never to be zero."""
+        """Whether a value is certainly never zero."""
         node = self.nodes[index]
         if node.op == "constant":
             return node.attribute != 0
@@ -101,8 +101,8 @@ class Reverse:
     # Gradients
 
     def gradients(self, given: Mapping[int, int], wrt: Collection[str]) -> dict[str, int]:
-        """The gradients of the inputs ``wrt``, by name, without incomplete gradients. ``given``: maps forward
-        nodes to known gradients."""
+        """Return the gradients of the inputs ``wrt`` by name. Incomplete gradients are left out. ``given``:
+        maps forward nodes to their known gradients."""
         active, self.given = self.active(wrt), given.keys()
         found: dict[int, dict[Type, int]] = {i: {} for i in range(len(self.nodes))}
         for index, gradient in given.items():
@@ -135,7 +135,8 @@ class Reverse:
         found[index][kind] = gradient if before is None else self.trace.add(Node("add", (before, gradient)))
 
     def pass_on(self, index: int, total: int, active: set[int], found: dict[int, dict[Type, int]]) -> None:
-        """Apply a node's derivative rule to its gradient, and add the results to its arguments' gradients."""
+        """Apply a node's derivative rule to the node's total gradient, and add the results to its arguments'
+        gradients."""
         node = self.nodes[index]
         rule = OPERATIONS[node.op].derivative
         if node.op == "per_row" and (early := self.early(index, found)) is not None:
@@ -165,10 +166,11 @@ class Reverse:
     # Scales of rows
 
     def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
-        """Compute the gradient of a row scale from stored values that are homogeneous in the scale. Return
-        None if there are no such values, or if the ordinary rule needs no recomputed matmul or reduction. By
-        Euler's theorem, if a value has degree k in the scale, k times the value equals the scale times the
-        value's derivative by the scale."""
+        """Compute the gradient of a row scale from stored values, instead of recomputing other values. The
+        stored values must be homogeneous in the scale. Then Euler's theorem holds: for a value of degree k in
+        the scale, the scale times the value's derivative by the scale equals k times the value. Return None
+        if there are no such stored values, or if the ordinary rule needs no recomputed matmul or
+        reduction."""
         if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
             return None
         (scale,) = self.nodes[index].args
@@ -189,8 +191,9 @@ class Reverse:
         return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
 
     def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
-        """For each path from a row scale to a given gradient, the first stored value and its degree in the
-        scale. None if a path has no stored value, or has a value that is not homogeneous in the scale."""
+        """Follow all paths from a row scale towards the nodes with given gradients. Return the first stored
+        value on each path, and this value's degree in the scale. Return None if a path has no stored value.
+        Also return None if a value before the stored one is not homogeneous in the scale."""
         degrees, ends = {index: 1}, dict[int, int]()
         for reader in range(index + 1, len(self.nodes)):
             node = self.nodes[reader]
@@ -204,8 +207,8 @@ class Reverse:
         return ends
 
     def degree(self, node: Node, given: list[int]) -> int | None:
-        """The degree of a node's value in a row scale; None if the value is not homogeneous in the scale.
-        ``given``: the degrees of the node's arguments."""
+        """Return the degree of a node's value in a row scale; None if the value may not be homogeneous in the
+        scale. ``given``: the degrees of the node's arguments."""
         if node.op in ALIKE:
             return given[0]
         if node.op in SUMS and given[0] == given[1]:
@@ -219,7 +222,8 @@ class Reverse:
         return None
 
     def stop(self, arguments: list[int], why: str, active: set[int]) -> None:
-        """Record that the gradients of these nodes, and of all nodes on which they depend, are incomplete."""
+        """Record that the gradients of the nodes ``arguments`` are incomplete, and so are the gradients of
+        all nodes on which these nodes depend."""
         pending = list(arguments)
         while pending:
             index = pending.pop()

@@ -1,9 +1,9 @@
-"""A trace that simplifies expressions as it grows. The rules hold for all expressions, not only for
+"""Simplify expressions while they are added to a trace. The rules hold for all expressions, not only for
 derivatives.
 
-Some rules do arithmetic on vectors before the vectors are spread over tiles. Other rules move factors that
-are constant along a row or column out of sums and matmuls, or cancel a ``join`` that ``pairs`` splits again.
-Each rule is exact for real numbers, at every size.
+Each rule is exact for real numbers, at every size. Some rules do arithmetic on vectors before the vectors are
+spread over tiles. Other rules apply a factor after a sum or matmul instead of before it, if the factor is
+constant along a row or column. Another rule replaces ``pairs(join(a, b))`` by ``a`` and ``b``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FOLDED: dict[str, Callable[..., float]] = {
     "multiply": lambda a, b: a * b,
     "negative": lambda a: -a,
 }
-# the right argument that leaves the left argument unchanged
+# for each operation, the right argument that leaves the left argument unchanged
 UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A value as a product: ``core`` times the factors ``above``, divided by the factors ``below``. Each
+    """A value in three parts: ``core`` times the factors ``above``, divided by the factors ``below``. Each
     factor is a vector or scalar. ``core`` is a tile, or None if the value has only factors."""
 
     core: int | None
@@ -40,12 +40,12 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """A trace that adds a simpler equivalent node where a rule finds one.
+    """A trace that adds a simpler equivalent node in place of a given node, if a rule finds one.
 
-    ``moves``: whether row factors of a matmul's left operand are moved out of the matmul or to the right
-    operand. ``products``: the matmuls that the backward computes anyway, by their operands. ``turned``
-    computes sums over other matmuls from ``products``. ``used``: the optional simplifications ("moves",
-    "turns") that had an effect.
+    ``moves``: whether a row factor of a matmul's left operand may move. The factor moves to the matmul's
+    result or, if the operand is a transpose, to the right operand. ``products``: the matmuls that the
+    backward computes anyway, by their operands. ``turned`` uses these matmuls to compute sums over the
+    results of other matmuls. ``used``: the optional simplifications ("moves", "turns") that had an effect.
     """
 
     def __init__(self, signature: Signature, moves: bool = False):
@@ -62,7 +62,7 @@ class Simplifier(Trace):
         return super().add(node) if simpler is None else simpler
 
     def simpler(self, node: Node) -> int | None:
-        """A simpler node with the same value; None if no rule finds one."""
+        """Return a simpler node with the same value; None if no rule applies."""
         op = node.op
         if op in ("even", "odd"):
             source = self.nodes[node.args[0]]
@@ -85,8 +85,8 @@ class Simplifier(Trace):
         return None
 
     def chosen(self, node: Node) -> Node:
-        """Simplify the branches of ``where(a > b, ...)``: maximum(a, b) is a in the first branch, and b in
-        the second. The same holds for a < b and minimum(a, b)."""
+        """Simplify the branches of ``where(a > b, x, y)``: within x, replace maximum(a, b) by a; within y,
+        replace it by b. If the condition is a < b, replace minimum(a, b) in the same way."""
         condition, *branches = node.args
         compared = self.nodes[condition]
         extremum = EXTREMA.get(compared.op)
@@ -124,8 +124,8 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile with the shape of the tile ``index``, if possible an input. The returned tile can replace
-        ``index`` where an operation uses only the shape."""
+        """Return a tile with the shape of the tile ``index``, for an operation that uses only the shape. If
+        an input has this shape, return the input, because an input needs no computation."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -182,7 +182,7 @@ class Simplifier(Trace):
         return b if node.op == "multiply" and self.constant(a) == 1 else None
 
     def bare(self, node: Node) -> int | None:
-        """Remove ``as_tile`` from arguments if another argument is a tile."""
+        """Remove ``as_tile`` from arguments if another argument is already a tile."""
         tiles = [a for a in node.args if self.types[a].kind == "tile" and self.nodes[a].op != "as_tile"]
         if not tiles or not any(self.nodes[a].op == "as_tile" for a in node.args):
             return None
@@ -210,7 +210,8 @@ class Simplifier(Trace):
         return self.add(Node("add", (terms[terms[0] == b], twice)))
 
     def scaled_spread(self, scalar: int, tile: int) -> int | None:
-        """Rewrite scalar * (spread vector * tile): multiply the vector by the scalar, not the tile."""
+        """Rewrite scalar * (spread vector * tile) as (scalar * spread vector) * tile. The scalar then
+        multiplies the vector, which has fewer elements than the tile."""
         node = self.nodes[tile]
         for place, argument in enumerate(node.args if node.op == "multiply" else ()):
             if self.nodes[argument].op in SPREADS.values():
@@ -220,7 +221,7 @@ class Simplifier(Trace):
 
     def monomial(self, node: Node) -> int | None:
         """Cancel factors in products and quotients of vectors. The result is a number times factors, divided
-        by other factors. None if the number is 0, or if all vectors would cancel."""
+        by other factors. Return None if the number is 0, or if no vector would remain."""
         number, powers = self.powers(node)
         above = [f for f, power in powers.items() for _ in range(power)]
         below = [f for f, power in powers.items() for _ in range(-power)]
@@ -240,7 +241,8 @@ class Simplifier(Trace):
         return product
 
     def powers(self, node: Node) -> tuple[float, dict[int, int]]:
-        """Split a product of vectors and scalars into its constant and the powers of its other factors."""
+        """Split a product or quotient of vectors and scalars into its constant and the powers of its other
+        factors."""
         number, totals = -1.0 if node.op == "negative" else 1.0, dict[int, int]()
         for place, argument in enumerate(node.args):
             own, sign = self.nodes[argument], -1 if node.op == "divide" and place else 1
@@ -287,8 +289,8 @@ class Simplifier(Trace):
         return left.times(right, core)
 
     def gathered(self, factors: Factors) -> tuple[int | None, int | None]:
-        """Cancel common factors. Return the product of the factors above and the product of the factors
-        below. A product is None if no factor remains."""
+        """Cancel each factor that is both above and below. Return the product of the remaining factors above,
+        and the product of the remaining factors below. A product is None if no factor remains."""
         above, below = list(factors.above), list(factors.below)
         for factor in factors.above:
             if factor in below:
@@ -318,15 +320,18 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int, *offsets: int) -> int | None:
-        """Move row and column factors out of a matmul's operands, and return the new value; None if no factor
-        moves. In a matmul with offsets, only row factors of the left operand move."""
+        """Rewrite a matmul whose operand has row or column factors, so that the factors multiply the result
+        or the other operand. Return the new value; None if no factor can move. In a matmul with offsets, only
+        row factors of the left operand can move."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")
         if found.core not in (None, right) and not offsets:
             core = self.add(Node("transpose", (found.core,))) if turned else found.core
             return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
-        if not self.moves or len(offsets) > 1:  # with an index, the result has other rows than ``a``
+        # With an index, the rows of the result are gathered from ``a``.
+        # So a row factor of ``a`` does not have one value for each of these rows.
+        if not self.moves or len(offsets) > 1:
             return None
         turned = self.nodes[a].op == "transpose"
         left = self.nodes[a].args[0] if turned else a
@@ -342,8 +347,9 @@ class Simplifier(Trace):
         return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"), *offsets)))
 
     def turn(self, *groups: Mapping[Any, int]) -> Iterator[dict[Any, int]]:
-        """Rebuild the nodes in each of ``groups``, which are dicts of nodes. Where possible, compute sums
-        over a matmul's result from another matmul (see ``turned``)."""
+        """Rebuild the nodes that are the values of the dicts ``groups``, and return dicts with the new nodes.
+        Where possible, the new nodes compute sums over a matmul's result from another matmul (see
+        ``turned``)."""
         needed, pending = set[int](), [i for group in groups for i in group.values()]
         while pending:
             index = pending.pop()
@@ -380,7 +386,7 @@ class Simplifier(Trace):
             if (pair := (*pair, *offsets)) in self.products:
                 along = kind if not turned else {"row": "column", "column": "row"}[kind]
                 self.used.add("turns")
-                # without ``products``, this rule cannot turn the new sum back into the old one
+                # hide ``products``, because this rule would otherwise turn the new sum into the old sum
                 known, self.products = self.products, {}
                 product = self.add(Node("multiply", (known[pair], kept)))
                 sums = self.add(Node(f"{along}_sums", (product,)))

@@ -1,9 +1,9 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
 The *home* of a tile expression is the last GEMM whose result the expression needs. The expression is
-*pending* if it also reads a reduced vector that is complete only after the home. Only the epilogue of a later
-GEMM can compute a pending expression. This module needs only the standard library, because the jail (the
-process that traces a kernel file) imports it.
+*pending* if it also reads a reduced vector that is complete only after the home GEMM has ended. Only the
+epilogue of a later GEMM can compute a pending expression. This module needs only the standard library,
+because the jail (the process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from coda_agent.primitives.lang.signature import Type
 
 
 class Placement(NamedTuple):
-    """The step in which each node is computed. ``gemms``: the GEMMs in step order. ``home``: for each node,
-    the last step whose accumulator the node needs. ``after``: for each node, the last step whose reductions
-    must be final before the node is computed. -1 means no step."""
+    """The steps in which nodes are computed. ``gemms``: the GEMMs in step order. ``home``: for each node, the
+    last step whose accumulator the node needs. ``after``: for each node, the last step whose reductions must
+    be final before the node is computed. In ``home`` and ``after``, -1 means no step."""
 
     gemms: list[int]
     home: list[int]
@@ -37,8 +37,8 @@ def untransposed(program: Program, operand: int) -> int:
 
 
 def rows_by_expert(program: Program, gemm: int) -> int:
-    """The tensor whose rows a GEMM's offsets divide among experts: the row index if there is one, otherwise
-    the first operand."""
+    """Return the tensor whose rows a GEMM's offsets divide among experts. This is the row index if the GEMM
+    has one, otherwise the first operand."""
     node = program.nodes[gemm]
     return untransposed(program, node.args[0]) if node.row_index is None else node.row_index
 
@@ -50,8 +50,8 @@ class _Placer:
         self.step_of = {g: k for k, g in enumerate(self.gemms)}
 
     def gemms_in_order(self) -> list[int]:
-        """Order the GEMMs. Each GEMM comes after the GEMMs that its operands need. Where possible, it also
-        comes after the GEMMs whose reductions its epilogue reads."""
+        """Order the GEMMs. Each GEMM comes after the GEMMs that its operands need. Where possible, a GEMM
+        also comes after the GEMMs whose reductions its epilogue reads."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -60,8 +60,8 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Return two sets for each GEMM: the GEMMs that its operands need, and all other GEMMs whose
-        reductions its epilogue reads."""
+        """Return two dicts. The first dict maps each GEMM to the GEMMs that its operands need. The second
+        dict maps each GEMM to all other GEMMs whose reductions its epilogue reads."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
         tiles: list[set[int]] = []  # for each node, the accumulators that it reads
@@ -83,8 +83,8 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Find the home of each node, in node order. A tile may need no accumulator, but must be stored or
-        reduced. The home of such a tile is the first GEMM whose epilogue loads all of the tile's inputs
+        """Find the home of each node, in node order. Some tiles need no accumulator, but must be stored or
+        reduced. The home of such a tile is the first step whose epilogue loads all of the tile's inputs
         anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
@@ -108,8 +108,9 @@ class _Placer:
         return Placement(self.gemms, homes, afters)
 
     def roots(self) -> dict[int, int]:
-        """The tiles that must be stored or reduced, each with the number of steps that precede its first
-        use."""
+        """Map each tile that must be stored or reduced to a number of steps. If the tile is an operand, it is
+        the number of steps before the first GEMM that reads the tile. Otherwise, it is the number of all
+        steps."""
         found = {n.args[0]: len(self.gemms) for n in self.nodes if reduction(n)}
         found |= {i: len(self.gemms) for i in self.program.outputs.values()}
         for step, gemm in enumerate(self.gemms):

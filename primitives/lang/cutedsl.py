@@ -1,8 +1,9 @@
-"""Types for the CuTeDSL code of primitives for which an expression over registers is not enough.
+"""Types that describe the CuTeDSL code of reductions, head statistics and spread vectors. For these
+primitives, an expression over registers is not enough.
 
-Each primitive's file declares its code templates, which ``gemm_codegen`` and ``vector_codegen`` use. A
-``resource`` is a template for the constructor call of an epilogue's helper object, with ``{name}`` for the
-object's name. The object's class is from QuACK or from ``primitives.device``. This module needs only the
+The file of a primitive declares the primitive's code templates, which ``gemm_codegen`` and ``vector_codegen``
+use. A ``resource`` is a template for the constructor call of an epilogue's helper object, with ``{name}`` for
+the object's name. The object's class is from QuACK or from ``primitives.device``. This module needs only the
 standard library, because the jail (the process that traces a kernel file) imports it.
 """
 
@@ -17,7 +18,7 @@ class Reduction(NamedTuple):
     value per column, [N].
 
     ``fold``: a function that takes the code of a lane's running value and the code of new values, and returns
-    the code of the next running value. It is None if the resource takes a subtile's whole fragment.
+    the code of the next running value. ``fold`` is None if the resource takes a subtile's whole fragment.
     ``spoils``: whether the resource overwrites the fragment. ``identity``: the value that stands for a lane
     beyond a ragged edge. ``finish``: the code that combines the partial results of all CTA tiles into one
     value. In ``finish``, ``{partial}`` is the name of the first buffer of partial results. ``{partials}``
@@ -25,10 +26,10 @@ class Reduction(NamedTuple):
     tile is half as wide as its GEMM, otherwise False. ``said``: a description of ``finish`` for people, with
     ``{kept}`` for the partial results.
 
-    A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
-    Its code also uses ``{index}`` and ``{extent}`` (the tile's number of columns). ``own_width``: for a
-    reduction that takes only tiles as wide as their GEMM, two suggestions to the author. The first is for a
-    tile of half that width, the second for a tile of twice that width.
+    ``selects``: whether the reduction takes one index per row as its second argument, and returns one value
+    per row. The code of such a reduction also uses ``{index}`` and ``{extent}`` (the tile's number of
+    columns). ``own_width``: two suggestions to the author, if the reduction takes only tiles as wide as their
+    GEMM. The first suggestion is for a tile of half that width, the second for a tile of twice that width.
     """
 
     axis: Literal["row", "column"]
@@ -43,8 +44,9 @@ class Reduction(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A primitive that computes one value per head in a sweep over the accumulator before the epilogue. The
-    kernel passes the width of heads to the resource. ``own_width``: as in Reduction."""
+    """A primitive that computes one value per head. The values are computed in a sweep over the accumulator
+    before the epilogue. ``resource``: a template as in Reduction; the kernel passes the width of heads to the
+    object. ``own_width``: as in Reduction."""
 
     resource: str
     own_width: tuple[str, str]
@@ -52,8 +54,8 @@ class Statistic(NamedTuple):
 
 class Spread(NamedTuple):
     """A primitive that spreads a vector over a tile. ``role``: the role of the vector's kernel argument.
-    ``lanes``: the code of the vector's values in a pair of lanes, or one code for both lanes. ``{name}``
-    stands for the resource."""
+    ``lanes``: the code of the vector's value in each of two adjacent lanes, or one code that serves both
+    lanes. In this code, ``{name}`` is the name of the resource."""
 
     role: Literal["row", "column"]
     resource: str

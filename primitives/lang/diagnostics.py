@@ -1,8 +1,8 @@
 """Suggestions for a rejected kernel: what to write instead, or what to change outside the kernel.
 
-``tests/primitives/lang/test_remedies.py`` has a rejected program for each suggestion, and runs the program
-that follows the suggestion. This module needs only the standard library, because the jail (the process that
-traces a kernel file) imports it.
+For each suggestion, ``tests/primitives/lang/test_remedies.py`` has a rejected program, and a corrected
+program that does what the suggestion says. The test runs the corrected program. This module needs only the
+standard library, because the jail (the process that traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FINITE = "a finite number, such as -3.4e38 for masked values"
 
 
 def these(vocabulary: Collection[str]) -> str:
-    """The whole vocabulary, with a note that nothing else exists."""
+    """Text that lists the whole vocabulary and says that there is nothing else."""
     return f"{', '.join(sorted(vocabulary))}; compose everything else from these"
 
 
@@ -117,7 +117,7 @@ WIDE_REPEAT = (
     "columns, as join(a * per_head(v), b * per_head(u))"
 )
 TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is a separate value"
-GROUPED: Mapping[str, str] = {  # suggestions by what the epilogue of a gemm with offsets must not contain
+GROUPED: Mapping[str, str] = {  # suggestions, by what the epilogue of a gemm with offsets must not have
     "columns": "a sum over rows would add rows of several experts. Return the tile, and sum it in a "
     "PyTorch op",
     "heads": "its rows have no heads. Use per_column(v) of a vector with one entry per column",
@@ -132,7 +132,7 @@ REPEATED = (
     "spread only where this kernel's head_sums made it; use a PyTorch op to spread such an input"
 )
 
-SWEEP: Mapping[str, str] = {  # suggestions by the kind of value that a head statistic must not read
+SWEEP: Mapping[str, str] = {  # suggestions, by a kind of value that a head statistic must not read
     "loaded": "no kernel has statistics of loaded heads. Compute them, and the values that use them, in a "
     "PyTorch op before or after the kernel",
     "statistic": "compute it from sums of the accumulator, as a variance from head_sums(t * t, W) / W and "

@@ -1,8 +1,9 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
-Types are compared by polynomials, because two different sizes may be the same number by chance. For example,
-a tile ``[M, 2*F]`` is twice as wide as a tile ``[M, F]`` for all M and F. This module needs only the standard
-library, because the jail (the process that traces a kernel file) imports it.
+Types are compared by their polynomials and not by numbers, because two different sizes may be the same number
+by chance. Polynomials also show that a tile ``[M, 2*F]`` is twice as wide as a tile ``[M, F]`` for all M and
+F. This module needs only the standard library, because the jail (the process that traces a kernel file)
+imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Monomial = tuple[str, ...]
 
 
 class Dim:
-    """An integer polynomial as sorted (monomial, coefficient) pairs. It is immutable and hashable."""
+    """An integer polynomial, stored as sorted (monomial, coefficient) pairs. It is immutable and hashable."""
 
     __slots__ = ("names", "terms")
 
@@ -47,7 +48,7 @@ class Dim:
                 f"{text!r} is no size; write a dim, an integer or a product such as 2*F"
             ) from None
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
-            # longer text could not be read back
+            # ``parse`` could not read a longer text back
             raise ValueError(f"{text!r} multiplies out to too long a size")
         return made
 
@@ -78,8 +79,8 @@ class Dim:
         return total
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
-        """The ratio (p, q) in lowest terms such that q * self == p * other at all sizes; None if no ratio
-        fits."""
+        """Return (p, q) in lowest terms such that q * self == p * other at all sizes; None if there is no
+        such pair."""
         if not self.terms or len(self.terms) != len(other.terms):
             return None
         pairs = list(zip(self.terms, other.terms, strict=True))
@@ -87,7 +88,8 @@ class Dim:
         return quotients.pop() if len(quotients) == 1 else None
 
     def never_negative(self) -> bool:
-        """Whether the terms show that the polynomial is never negative if all dims are at least 1."""
+        """Whether the polynomial is never negative if all dims are at least 1. The test is cautious: it may
+        return False for a polynomial that is never negative."""
         total = Dim({})
         for monomial, coefficient in self.terms:
             product = Dim({(): coefficient})
@@ -161,8 +163,8 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """Some dims are not determined by any axis. ``dims``: all such dims. ``dim``: the first in alphabetical
-    order."""
+    """The error that is raised if no axis determines some dims. ``dims``: all of these dims. ``dim``: the
+    first of these dims in alphabetical order."""
 
     def __init__(self, dims: Collection[str]):
         self.dims, self.dim = frozenset(dims), min(dims)
@@ -175,9 +177,9 @@ Shapes = Mapping[str, Sequence[Dim]]
 def solving_order(
     shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """An order in which to solve for dims, as a list of (dim, tensor, axis). The extent of the axis, the
-    ``given`` dims and the earlier dims of the list determine the dim. Raises Unsolvable if no such order
-    exists."""
+    """Return an order in which to solve for dims, as a list of (dim, tensor, axis). Each dim follows from
+    three things: the extent of its axis, the ``given`` dims, and the dims that are earlier in the list.
+    Raises Unsolvable if there is no such order."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
     known = set(given)
@@ -191,7 +193,8 @@ def solving_order(
 
 
 def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str]) -> tuple[str, ...]:
-    """The static dims that no shape determines, such as H and G if all shapes are [(H + 2*G)*W, K]."""
+    """Return the static dims that callers must give by name, because no shape determines these dims. For
+    example, these are H and G if all shapes are [(H + 2*G)*W, K]."""
     try:
         solving_order(shapes, dims)
     except Unsolvable as error:
@@ -200,7 +203,8 @@ def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str
 
 
 def _only_unknown(formula: Dim, known: set[str]) -> str | None:
-    """The only unknown dim of a formula if the formula is linear in it; otherwise None."""
+    """Return the unknown dim of a formula if there is exactly one, and the formula is linear in this dim.
+    Otherwise, return None."""
     unknown = formula.names - known
     linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
     return next(iter(unknown)) if len(unknown) == 1 and linear else None
@@ -212,8 +216,8 @@ def solve(
     extents: Mapping[str, Sequence[int]],
     given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Solve for all dims from the ``given`` dims and the tensors' extents. Extents may be symbols of
-    torch.compile; dims are then symbols too. Raises ValueError if extents do not fit; the message names an
+    """Solve for all dims from the ``given`` dims and the extents of the tensors' axes. If extents are symbols
+    of torch.compile, the dims are symbols too. Raises ValueError if extents do not fit; the message names an
     input at fault."""
     sizes = dict(given)
     for dim, name, axis in solving_order(shapes, dims, given):

@@ -1,4 +1,4 @@
-"""Errors of kernels, for their authors. Standard library only."""
+"""Errors of kernels, for their authors. This module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ LONGEST_MESSAGE = 2000
 
 
 class ProgramError(Exception):
-    """A fault in a program or kernel file: a reason code, a message for its author, and the line if known."""
+    """A fault in a program or kernel file: a reason code, a message for the author, and the line if it is
+    known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):
         if len(message) > LONGEST_MESSAGE:  # the message may quote a megabyte of text

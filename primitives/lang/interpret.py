@@ -74,11 +74,13 @@ def interpret(
     wide: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes. Return the outputs in their declared
-    dtypes. ``wide``: inputs declared as 16-bit are given in fp32, and nothing is rounded.
+    dtypes. ``wide``: inputs declared as 16-bit are given in fp32, nothing is rounded, and all outputs are
+    fp32.
 
-    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with (node,
-    arguments, value) for each computed operation or size. The run continues with the value that ``watch``
-    returns. ``sizes`` gives the dims that no shape determines. Raises ValueError if shapes do not fit.
+    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with the node, the
+    arguments and the value of each computed operation or size. The interpreter continues with the value that
+    ``watch`` returns. ``sizes`` gives the dims that no shape determines. Raises ValueError if shapes do not
+    fit.
     """
     run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
@@ -138,7 +140,8 @@ class _Run:
         return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A value as the node ``reader`` sees it: values per head are expanded to the columns of a tile."""
+        """Return a value in the form that the node ``reader`` needs. If the reader is a tile, values per head
+        are expanded to the tile's columns."""
         value, kind = values[index], self.types[index].kind
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
@@ -175,8 +178,8 @@ class _Run:
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Compute a value of the epilogue, or of the sweep (the pass over the accumulator before the
-        epilogue, which computes head statistics). Skip a value that ``values`` already contains."""
+        """Compute one value of the epilogue or of the sweep. The sweep is the pass over the accumulator that
+        computes head statistics before the epilogue. Skip a value that ``values`` already contains."""
         import torch
 
         node = self.nodes[index]
@@ -204,7 +207,7 @@ class _Run:
         return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
 
     def finish(self, stage: int) -> None:
-        """Compute the vectors that are stored after step ``stage``."""
+        """Compute the vectors that are stored after step ``stage`` (before all steps if ``stage`` is -1)."""
         wanted = self.steps.finishes.get(stage, ())
         values = self.scalars | self.reduced
         values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}

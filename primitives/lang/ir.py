@@ -1,10 +1,10 @@
 """Programs: kernels as data. A program is a flat typed graph that serialises to JSON.
 
 A node is an operation over earlier nodes. The operation's typing rule derives a node's type from its
-arguments' types, so building a program from untrusted JSON also checks the program. The partition into steps
-is computed and not stored. This module needs only the standard library, because the jail (the process that
-traces a kernel file) imports it. The module defines named tuples, because dataclasses would take a third of
-the jail's time.
+arguments' types, so building a program from untrusted JSON also checks the program. A program does not
+contain its partition into steps; ``partition`` computes it. This module needs only the standard library,
+because the jail (the process that traces a kernel file) imports it. The classes are named tuples, because
+dataclasses would take a third of the jail's time.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Node(NamedTuple):
 
     @property
     def offsets(self) -> int | None:
-        """The argument of a GEMM that holds the experts' offsets; None if there are no offsets."""
+        """The argument of a GEMM that holds the experts' offsets. None if the node has no offsets."""
         return self.args[2] if self.op == "gemm" and len(self.args) > 2 else None
 
     @property
     def row_index(self) -> int | None:
-        """The argument of a GEMM that holds the numbers of the rows to gather; None if there is no such
+        """The argument of a GEMM that holds the numbers of the rows to gather. None if the node has no such
         argument."""
         return self.args[3] if self.op == "gemm" and len(self.args) > 3 else None
 
@@ -64,20 +64,20 @@ class Operation(NamedTuple):
 
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a code template over fp32
     register values ``{0}``, ``{1}``. ``fast`` is a less exact template, for values on which only bf16 and fp8
-    outputs depend. ``lanes`` replaces ``cute`` for an operation that needs no instruction. It takes the code
-    of each argument's lanes and returns the code of the result's lanes. ``at``: a code template that computes
-    the value from a lane's position in the tile. ``reads``: the operation uses the values of its first
-    ``reads`` arguments, and only the shapes of the other arguments. If ``reads`` is None, the operation uses
-    all values. ``sizes``: the number of sizes in the attribute.
+    outputs depend. ``lanes`` replaces ``cute`` for an operation that needs no instruction. The function
+    ``lanes`` takes the code of each argument's lanes and returns the code of the result's lanes. ``at``: a
+    code template that computes the value from a lane's position in the tile. ``reads``: the operation uses
+    the values of its first ``reads`` arguments, and only the shapes of the other arguments. If ``reads`` is
+    None, the operation uses all values. ``sizes``: the number of sizes in the attribute.
 
     ``sides`` is for an operation that chooses between two values, such as ``maximum``. It takes (torch,
-    *values) and returns two pairs of a mask and a value. A mask marks where its value is chosen. ``limit`` is
-    for a function that approaches a simpler function far from zero, as tanh approaches the sign. It takes
-    (torch, value) and returns the value of the simpler function. ``derivative`` takes traced values: the
-    result's gradient, the result and the arguments. It returns the gradient of each argument, or None for a
-    gradient that is zero everywhere. If the operation broadcasts an argument, the argument's gradient may
-    have the result's shape. An operation without a derivative stops gradients. ``caveat``: why there is no
-    derivative, or where the derivative is one choice of several.
+    *values) and returns two pairs of a mask and a value. A mask marks the elements where the pair's value is
+    chosen. ``limit`` is for a function that approaches a simpler function far from zero, as tanh approaches
+    the sign. It takes (torch, value) and returns the value of the simpler function. ``derivative`` takes
+    traced values: the result's gradient, the result and the arguments. It returns the gradient of each
+    argument, or None for a gradient that is zero everywhere. If the operation broadcasts an argument, the
+    argument's gradient may have the result's shape. An operation without a derivative stops gradients.
+    ``caveat``: why there is no derivative, or where the derivative is one choice of several.
     """
 
     name: str
@@ -107,7 +107,7 @@ IN_STEP = ("tile", "range", "experts", "head", "spread", "repeated")
 
 
 def reduction(node: Node) -> Reduction | None:
-    """How a node reduces a tile to a vector; None if the node is not a reduction."""
+    """Return how a node reduces a tile to a vector; None if the node is not a reduction."""
     return OPERATIONS[node.op].reduction
 
 
@@ -125,7 +125,8 @@ def register(operation: Operation) -> Operation:
 
 
 class Program(NamedTuple):
-    """A kernel: its signature, nodes in topological order, outputs by name, and schedules of some steps."""
+    """A kernel: its signature, its nodes in topological order, the nodes of its outputs by name, and the
+    schedules of some steps."""
 
     signature: Signature
     nodes: tuple[Node, ...]
@@ -217,7 +218,8 @@ class Program(NamedTuple):
             fixed.add(index)
 
     def _check_use(self) -> None:
-        """Check that some output depends on each node. An unused gemm would become a step without purpose."""
+        """Check that some output depends on each node, because an unused gemm would become a step without
+        purpose."""
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:

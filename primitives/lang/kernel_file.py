@@ -32,7 +32,7 @@ BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "revers
 
 
 def trace_source(source: str, signature: Signature) -> Program:
-    """Trace a kernel file as ``trace_lines`` does. Return the program, without the lines."""
+    """Trace a kernel file as ``trace_lines`` does, but return only the program."""
     return trace_lines(source, signature)[0]
 
 
@@ -44,7 +44,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     no import machinery, and may import only names in ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # the line to report for an error without a line
+    at: int | None = None  # the line to report if an error has no line of its own
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
@@ -144,8 +144,8 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the return statement of the function ``name``. If the statement returns a dict literal,
-    also the line of each entry."""
+    """Return the line of the return statement of the function ``name``, or the line of the function if it has
+    no return statement. If the statement returns a dict literal, also return the line of each entry."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:
@@ -155,7 +155,8 @@ def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
 
 
 def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
-    """The nodes of the outputs. Raises ProgramError, with the entry's line, for a value of the wrong type."""
+    """Return the nodes of the outputs. If a value has the wrong type, raise ProgramError with the line of its
+    dict entry."""
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
     check_output_names(given, trace.signature)
@@ -169,8 +170,8 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
-    """Return the program and each node's line. The program keeps only nodes on which outputs depend, numbered
-    depth first. So variable names and the order of statements do not affect the program."""
+    """Return the program and each node's line. The program keeps only nodes on which outputs depend, and
+    numbers them depth first. So variable names and the order of statements do not affect the program."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
         stack = [(root, False)]

@@ -1,10 +1,10 @@
 """Partition a program into steps. A step is one GEMM with the tile expressions of its epilogue. The step also
 includes the vector arithmetic that becomes possible once the step's reductions are final.
 
-``assign_steps`` finds the step of each tile. If a later step needs the tile, the tile's step stores it once,
-and the later step reads it back. This module refuses programs that no kernel can run, and names the line of
-the kernel file. The module needs only the standard library, because the jail (the process that traces a
-kernel file) imports it.
+``assign_steps`` finds the step of each tile. If a later step needs the tile, the tile's own step stores the
+tile once, and the later step loads it. This module refuses programs that no kernel can run. Its errors name
+the line of the kernel file. The module needs only the standard library, because the jail (the process that
+traces a kernel file) imports it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # a tile's width relative to i
 
 @functools.lru_cache(maxsize=64)
 def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
-    """Partition a checked program into steps. Raises ProgramError, with the line if known, if no steps can
-    compute it."""
+    """Partition a checked program into steps. Raises ProgramError if the program cannot be partitioned. The
+    error has the line in the kernel file, if known."""
     return _Cutter(program, lines).cut()
 
 
@@ -72,7 +72,7 @@ class _Cutter:
                     # The vector kernel after the step clears the buffer of partial results, so later readers
                     # must read the vector instead.
                     self.finish(index)
-        # Later steps first, because an earlier step must store the tiles that a later step reads back.
+        # Later steps first, because they decide which tiles an earlier step must store.
         for step in reversed(self.steps):
             self.collect(step)
             self.check_grouped(step)
@@ -93,7 +93,7 @@ class _Cutter:
     # Values that leave a step
 
     def check_outputs(self) -> None:
-        """Check that the outputs are distinct values, and that none of them is just an input."""
+        """Check that the outputs are distinct values, and that no output is just an input."""
         seen: dict[int, str] = {}
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
@@ -113,8 +113,8 @@ class _Cutter:
             seen[index] = name
 
     def ready(self, index: int, use: diagnostics.Use, reader: int | None = None) -> int:
-        """The step that computes a tile for a ``use`` outside the step. Raises ProgramError if no step can
-        compute the tile."""
+        """Return the step that computes a tile. ``use`` is a use of the tile outside this step, for example
+        as an output. Raises ProgramError if no step can compute the tile."""
         home, after = self.placed.home[index], self.placed.after[index]
         if home < 0:
             raise self.homeless(use, index, reader)
@@ -144,7 +144,8 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """Store a vector that will be read from memory. An input is already in memory."""
+        """Record that a vector must be stored, because it will be read from memory. An input is already in
+        memory."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -181,8 +182,8 @@ class _Cutter:
             )
 
     def any_operand(self) -> str:
-        """The dtype for stored tiles without a declared dtype: the dtype of the first GEMM operand that is an
-        input and not fp8, or else bf16."""
+        """Return the dtype for stored tiles without a declared dtype. It is the dtype of the first GEMM
+        operand that is an input and not fp8. If there is no such operand, it is bf16."""
         for gemm in self.placed.gemms:
             for operand in self.nodes[gemm].args[:2]:
                 given = self.program.input_tensor(untransposed(self.program, operand))
@@ -214,7 +215,7 @@ class _Cutter:
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
         """Check the sweep, the pass over the accumulator before the epilogue. The sweep must not read a
         loaded tile or another head statistic. It must not use a column's number either, because only the
-        epilogue knows the columns of its values."""
+        epilogue knows the column of each value."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
             "loaded": loads,
@@ -275,7 +276,8 @@ class _Cutter:
                 wanted.update(visit(index))
 
     def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
-        """Decide whether a step loads or computes a value; return the arguments of a computed value."""
+        """Record that a step loads a value or computes it. If the step computes the value, return the
+        arguments that the step needs; otherwise, return an empty tuple."""
         node, kind = self.nodes[index], self.types[index].kind
         if node.op == "constant":
             return ()
@@ -326,7 +328,7 @@ class _Cutter:
                 raise self.fail("static", f"{op} of {size}: the spec must declare {names} static", index)
 
     def check_range(self, index: int, step: GemmStep) -> None:
-        """Check that a tile with a stored range of columns is as wide as the accumulator."""
+        """Check that the tile of a ``column_range`` is as wide as the accumulator."""
         if self.relative(self.nodes[index].args[0], step, reader=index) != 1:
             raise self.fail(
                 "width", f"column_range takes a tile as wide as its gemm: {diagnostics.RANGE}", index
@@ -334,8 +336,8 @@ class _Cutter:
         self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a step loads a tile. A step loads inputs, and tiles that an earlier step computes and
-        stores."""
+        """Whether a step loads a tile. A step loads inputs, and tiles that an earlier step computes. In the
+        second case, make the earlier step store the tile."""
         if self.nodes[index].op == "input":
             return True
         home = self.placed.home[index]
@@ -352,7 +354,8 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """Give a value that is repeated for each head the width of the tile that reads the value."""
+        """Record the width of a value that is repeated for each head. It is the width of the tile that reads
+        the value."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )

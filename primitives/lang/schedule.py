@@ -1,4 +1,5 @@
-"""Schedules of a step, and the tiles that the mainloop supports. Standard library only."""
+"""Schedules of a step, and the tiles that the mainloop supports. This module needs only the standard
+library."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ _TILE_M, _TILE_N, _PINGPONG, _CLUSTER_M, _CLUSTER_N = TARGET.probes[0]
 
 
 class Schedule(NamedTuple):
-    """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
+    """A step's schedule: CTA tile, cluster, pingpong, rasterisation group (``swizzle``), L2 eviction hints.
 
     ``deep``: take shared memory from the epilogue if that gives the mainloop another stage. ``split``: run
-    the step as two launches. The first launch's clusters of four leave some of an H100's SMs idle. The second
-    launch, in clusters of two, computes part of the rows on the idle SMs (``primitives.compiler.split``).
+    the step as two launches. The first launch, in clusters of four, leaves some of an H100's SMs idle. The
+    second launch, in clusters of two, computes part of the rows on these SMs (``primitives.compiler.split``).
     """
 
     tile_m: int = _TILE_M
@@ -72,7 +73,7 @@ def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
 
 
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
-    """For each step, the distinct schedules in these tunings."""
+    """Collect the distinct schedules of each step. ``tunings``: dicts from steps to schedules."""
     found: dict[int, dict[Schedule, None]] = {}
     for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
         found.setdefault(step, {})[schedule] = None

@@ -16,10 +16,10 @@ from coda_agent.primitives.lang.dims import Dim, named_by_callers
 from coda_agent.primitives.lang.errors import ProgramError
 
 DTYPES = ("bf16", "fp16", "fp32")
-# stored tiles saturate: a value beyond the range becomes the nearest end of the range
+# fp8 dtypes of output tiles; a value beyond the dtype's range is stored as the nearest end of the range
 EIGHTS = ("fp8_e4m3", "fp8_e5m2")
-OPERANDS = ("fp8_e4m3",)  # only gemm reads these
-INDICES = ("int32", "int64")  # for vectors of targets and positions
+OPERANDS = ("fp8_e4m3",)  # fp8 dtypes of inputs; only gemm reads such an input
+INDICES = ("int32", "int64")  # dtypes of vectors of targets and positions
 # dtypes of inputs, by rank
 READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS, 3: DTYPES[:2]}
 WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS, 3: DTYPES}  # dtypes of outputs, by rank
@@ -33,11 +33,13 @@ Kind = Literal[
 
 
 class Type(NamedTuple):
-    """The type of a node. These are the kinds: a ``tile`` [M, N]; a ``range`` of a tile's columns; an
-    ``operand`` x.mT of gemm; a matrix for each of the ``experts`` [E, N, K]; a ``vector`` [M]; a vector
-    spread over a tile by per_row (``row``) or per_column (``column``); a ``scalar``. Three more kinds have
-    heads of ``period`` columns: ``head`` is a statistic [M, heads]. ``spread`` is a statistic spread over the
-    heads' columns. ``repeated`` is a vector [period] or tile [M, period] that is repeated for each head."""
+    """The type of a node. The kinds are: ``tile``, a matrix [M, N]; ``range``, some columns of a tile;
+    ``operand``, a transpose x.mT for gemm; ``experts``, one matrix per expert [E, N, K]; ``vector``, [M];
+    ``row``, a vector that per_row spreads over a tile; ``column``, a vector that per_column spreads over a
+    tile; ``scalar``, a number. Three more kinds are for tiles whose columns form heads of ``period`` columns
+    each: ``head``, a number per row and head [M, heads], also called a statistic; ``spread``, a statistic
+    that per_head spreads over the heads' columns; ``repeated``, a vector [period] or tile [M, period] that
+    per_head repeats for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
@@ -58,12 +60,12 @@ class Type(NamedTuple):
 
 
 class TensorType(NamedTuple):
-    """The symbolic shape (rank 0 to 3) and dtype of a tensor outside the kernel.
+    """The symbolic shape (rank 0 to 3) and dtype of a kernel's input or output.
 
     Inputs and outputs may be bf16, fp16 or fp32. A matrix that only gemm reads may also be fp8_e4m3. An
     output tile may also be fp8_e4m3 or fp8_e5m2. A vector of targets or positions is int32 or int64. A scalar
-    is fp32. A tensor of rank 3 has one matrix for each expert. As an input, it is bf16 or fp16, and only gemm
-    reads it.
+    is fp32. A tensor of rank 3 has one matrix for each expert. An input of rank 3 is bf16 or fp16, and only
+    gemm reads such an input.
     """
 
     shape: tuple[Dim, ...]
@@ -150,12 +152,13 @@ class Signature(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[Dim, ...]]:
-        """The inputs' shapes, which determine dims."""
+        """The inputs' shapes by name. The shapes of tensors determine the sizes of dims."""
         return {name: tensor.shape for name, tensor in self.inputs.items()}
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The static dims that no input's shape determines, so that callers must pass them by name."""
+        """The static dims that no input's shape determines. Callers must pass the sizes of these dims by
+        name."""
         return named_by_callers(self.shapes, self.dims, self.static)
 
     def _updatable(self, output: str) -> bool:

@@ -16,25 +16,27 @@ NOT_ELEMENTWISE = ("gemm", "transpose", "per_row", "per_column", "per_head")
 
 
 class GemmStep:
-    """One fused GEMM: the program's nodes, grouped by their use in the kernel."""
+    """One GEMM with its epilogue. Each list below holds the indices of the nodes that have one role in the
+    step's kernel."""
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
-        self.stores: list[int] = []  # tiles and head statistics
+        self.stores: list[int] = []  # tiles and head statistics that the step stores
         self.reductions: list[int] = []
-        self.statistics: list[int] = []  # head statistics, computed in a sweep before the epilogue
+        self.statistics: list[int] = []  # head statistics, computed in a pass before the epilogue
         self.loads: list[int] = []
-        self.repeats: list[int] = []  # per_head of vectors and tiles in memory
-        self.vectors: list[int] = []  # row and column nodes: vectors that the step spreads
+        self.repeats: list[int] = []  # per_head nodes of vectors and tiles in memory
+        self.vectors: list[int] = []  # per_row and per_column nodes, which spread a vector over a tile
         self.scalars: list[int] = []
-        self.sweep: list[int] = []  # all tile nodes that statistics need, in order
+        self.sweep: list[int] = []  # all tile nodes of the pass that computes statistics, in order
         self.body: list[int] = []  # all tile nodes of the epilogue, in order
 
 
 class Steps(NamedTuple):
-    """The steps of a program. ``gemms``: the GEMM steps in order. ``finishes[k]``: the vectors to store after
-    step k (-1: before all steps). ``width``: the width of a tile by (step, node), as a multiple (0.5, 1 or 2)
-    of the step's N. ``dtypes``: the dtypes of values that leave their step."""
+    """The steps of a program. ``gemms``: the GEMM steps in order. ``finishes[k]``: the vectors that are
+    stored after step k, or before all steps if k is -1. ``width``: for a step and a node, the width of the
+    node's tile, as a multiple (0.5, 1 or 2) of the step's N. ``types``: the type of each node. ``dtypes``:
+    the dtype of each node whose value is stored."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
@@ -44,14 +46,14 @@ class Steps(NamedTuple):
 
     @property
     def vectors(self) -> set[int]:
-        """All vectors that are stored."""
+        """The nodes of all vectors that are stored."""
         return {i for roots in self.finishes.values() for i in roots}
 
 
 def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: str, name: str) -> int | None:
-    """Find a node that must not read the input ``name``, because ``output`` overwrites the input. Such a node
-    reads the input in a kernel that does not compute ``output``, or does not read it element by element.
-    Return None if there is no such node."""
+    """Find a node whose read of the input ``name`` is unsafe, because ``output`` overwrites the input. A read
+    is unsafe if it is not element by element, or if its kernel is not the one that computes ``output``.
+    Return None if all reads are safe."""
     for index, node in enumerate(program.nodes):
         if node.op in NOT_ELEMENTWISE and any(_is_input(program, a, name) for a in node.args):
             return index
@@ -64,8 +66,8 @@ def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: st
 
 
 def _finish_reads(program: Program, steps: Steps, root: int, name: str) -> bool:
-    """Whether the kernel that computes a vector reads this input directly, and not through a stored
-    vector."""
+    """Whether the kernel that computes the vector ``root`` reads the input ``name`` itself. Reads of a stored
+    vector that depends on the input do not count."""
     seen, pending = set(steps.vectors), [root]
     while pending:
         index = pending.pop()

@@ -29,13 +29,14 @@ class KernelFunction:
 
 
 def kernel(function: Callable[..., Any]) -> KernelFunction:
-    """Mark the kernel function of a kernel file. The function's parameters are the spec's inputs, constants
-    and static dims by name, and it returns a dict of the spec's outputs."""
+    """Mark the kernel function of a kernel file. The function's parameters have the names of the spec's
+    inputs, constants and static dims. The function returns a dict of the spec's outputs."""
     return KernelFunction(function)
 
 
 class Trace:
-    """The graph under construction. Equal operations on equal arguments share a node."""
+    """The graph of a kernel function, built while the function runs. Equal operations on equal arguments
+    share a node."""
 
     def __init__(self, signature: Signature):
         self.signature = signature
@@ -66,7 +67,8 @@ _current: Trace | None = None
 
 
 def _kernel_line() -> int | None:
-    """The line of the kernel file that is executing, found from the file's innermost stack frame."""
+    """The current line of the kernel file, from the file's innermost stack frame. None if no code of the file
+    is running."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == FILENAME:
@@ -86,7 +88,8 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 
 def apply(op: str, *args: Any, attribute: Attribute = None) -> Tensor:
-    """Add an operation over tensors and Python numbers to the graph being traced."""
+    """Add an operation on tensors and Python numbers to the current trace, and return the operation's
+    result."""
     if _current is None:
         raise ProgramError("trace", f"{op}() was called outside a @kernel function")
     indices = tuple(lift(a, op)._index for a in args)
@@ -114,7 +117,7 @@ def vocabulary() -> list[str]:
 
 
 class Tensor:
-    """A value of a kernel: a tile, a vector, a scalar, or a spread vector."""
+    """A symbolic value of a kernel: a tile, a vector, a scalar, or a vector that is spread over a tile."""
 
     __slots__ = ("_index",)
     __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors cannot be keys
@@ -246,8 +249,8 @@ for _name, _symbol in (
 
 
 def size_of(value: Any) -> str:
-    """The text of a size. ``value``: an integer, a static dim, or an expression of integers and static dims
-    with + and *."""
+    """Return a size as text. ``value``: an integer, a static dim, or an expression of integers and static
+    dims with + and *."""
     if _current is not None and isinstance(value, Tensor | int) and not isinstance(value, bool):
         found = _size(_current.nodes, lift(value, "a size")._index)
         if found is not None:
@@ -259,7 +262,8 @@ def size_of(value: Any) -> str:
 
 
 def _size(nodes: list[Node], index: int) -> Dim | None:
-    """The polynomial over dims that a scalar node computes; None if it computes something else."""
+    """Return the polynomial over dims that a scalar node computes; None if the node computes something
+    else."""
     node = nodes[index]
     if node.op == "dim":
         return Dim.parse(str(node.attribute))

@@ -1,11 +1,11 @@
-"""Compile CuTeDSL that an author edited, which is untrusted code, into a checked object.
+"""Compile edited CuTeDSL, which is untrusted code, into a checked object file.
 
 Edited code runs in one kind of process only: a confined child (``primitives.raw.confine``). The child's
-parent is a process that compiles and uses no GPU. The child is confined before it reads the code. The child
-checks the code's language (``primitives.raw.language``), then imports and compiles the code. The result is an
-object file, which ``primitives.raw.objects`` checks as hostile bytes. The checked file is cached under a hash
-of the code and of everything else on which the object depends. ``load`` returns the object's function. No
-other process imports the code.
+parent is a process that compiles and uses no GPU. The child gives up its rights before it reads the code.
+Then the child checks the code's language (``primitives.raw.language``), and imports and compiles the code.
+The result is an object file, which ``primitives.raw.objects`` checks as hostile bytes. The checked file is
+cached under a hash of the code and of everything else on which the object depends. ``load`` returns the
+object's function. No other process imports the code.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Within = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of edited code to compile. Only a GEMM has a ``schedule``. ``sizes`` determine the widths of
-    heads."""
+    """A kernel of edited code to compile. ``schedule`` is None for a vector kernel. ``sizes`` determine the
+    widths of heads."""
 
     lowered: Lowered
     kernel: GemmKernel | VectorKernel
@@ -54,8 +54,8 @@ class Wanted:
     sizes: Mapping[str, int]
 
     def path(self) -> Path:
-        """The kernel's object file. Schedules that differ only in the rasterisation group share the file,
-        because the group is a launch argument."""
+        """The kernel's object file. Schedules that differ only in the size of the rasterisation group share
+        the file, because this size is a launch argument."""
         schedule = self.schedule._replace(swizzle=8).to_json() if self.schedule else None
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
@@ -71,9 +71,10 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A checked object. ``stages`` and ``seconds`` are notes of the confined child. ``own_launch``: whether
-    the object's launch code equals the launch code of the unedited kernel. Edited resources, edited launches
-    or a forged object change the launch code."""
+    """The result of compiling a kernel. ``stages``: the pipeline stages of the kernel's mainloop.
+    ``seconds``: the compile time. The confined child reports both numbers, so they may be false.
+    ``own_launch``: whether the object's launch code equals the launch code of the unedited kernel. The two
+    launch codes differ if an edit changes resources or launches, or if the object is forged."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
@@ -102,8 +103,9 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of edited code on this machine, with their notes. Another machine can store them
-    (``unpack``) instead of compiling the code. The result maps file names to zlib data in base64."""
+    """Return the cached object files of edited code, and each object's file of notes (see ``Built``). Another
+    machine can store these files with ``unpack``, instead of compiling the code. The result maps file names
+    to the files' contents, compressed by zlib and encoded in base64."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.read_untrusted(path), 9)).decode()
@@ -113,7 +115,7 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
     """Check the files that ``packed`` returned on another machine, and store them on this machine. Notes are
-    stored last, because the notes of an object mean that the object is complete. Raises CompileError."""
+    stored last, because an object counts as complete once its notes exist. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -135,7 +137,7 @@ _NAME = re.compile(r"\w{1,64}-[0-9a-f]{32}\.(o|json)")
 
 
 def _build(wanted: Wanted) -> bool:
-    """Build one object, in a worker process. Return whether it compiles."""
+    """Build one object, in a worker process. Return whether the code compiles."""
     try:
         build(wanted, Path(os.environ["CUTE_DSL_DUMP_DIR"]))
     except CompileError:
@@ -176,8 +178,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
-    """Check an object's notes: stages, seconds, and whether the launch code is the compiler's own. Raises
-    ValueError for anything else."""
+    """Check the notes of an object, and return its ``stages``, ``seconds`` and ``own_launch`` (see
+    ``Built``). Raises ValueError for invalid notes."""
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
@@ -185,8 +187,9 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """Compile as ``build`` does, but without the cache. Return the cubin and the path of the code's file. The
-    compilation runs inside the context that ``within`` returns for that path. Raises CompileError."""
+    """Compile as ``build`` does, but without the cache. Return the cubin, and the path of the file that holds
+    the edited code. The compilation runs inside the context that ``within`` returns for this path. Raises
+    CompileError."""
     try:
         _, data = _compile_confined(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
@@ -273,7 +276,7 @@ def _same_base(lowered: Lowered, kernel: GemmKernel | VectorKernel, base: type) 
 
 
 def _import_compilers() -> None:
-    """Import everything that compiling needs before the fork: imports take seconds, and the confined child
+    """Import, before the fork, everything that compiling needs. Imports take seconds, and the confined child
     can read few files."""
     import_quack()
     for module in ("finish", "gathered", "grouped", "heads", "lanes", "mainloop", "tables"):

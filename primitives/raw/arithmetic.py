@@ -1,10 +1,10 @@
-"""Evaluate an author's device functions without a GPU, by reading their code instead of running it.
+"""Evaluate an author's device functions without a GPU, by interpreting their syntax trees.
 
-CuTeDSL runs only on GPUs, but straight-line arithmetic can be evaluated from its syntax tree
+CuTeDSL runs only on GPUs, but the syntax tree of straight-line arithmetic is enough to compute the results
 (``primitives.raw.interpreter``). A confined child process (``primitives.raw.confine``) evaluates the
-functions. The GPU's library functions are less exact than the library functions of the child; only a GPU can
-show the difference. An operation that the child cannot compute is refused, because nothing else shows without
-a GPU that the function is correct.
+functions. The child's library functions are more exact than the GPU's, and only a GPU can show the
+difference. The child refuses any operation that it cannot compute, because without a GPU there is no other
+test of the function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of an author's valid device functions. ``page``: the docstring of the function NAME.
+    """The child's answer about valid device functions. ``page``: the docstring of the function NAME.
     ``fast``: whether the author also wrote NAME_fast, a less exact variant. ``values``: the result of each
     call."""
 
@@ -89,7 +89,8 @@ def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _refused(words: str, line: int | None) -> RawError:
-    """The error for an operation that cannot be computed; it says what to write instead."""
+    """Return the error for an operation that cannot be computed. The error's message says what to write
+    instead."""
     return RawError(
         "arithmetic",
         f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "
@@ -99,7 +100,7 @@ def _refused(words: str, line: int | None) -> RawError:
 
 
 def _read(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request; runs in the confined child."""
+    """Answer a request. Only the confined child calls this function."""
     import numpy as np
 
     read = Functions.read(request["source"], request["name"], request["arity"])

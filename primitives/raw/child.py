@@ -1,4 +1,5 @@
-"""Run a confined child that handles edited code, limit it, and read its untrusted results."""
+"""Run a confined child process on edited code, limit the child's resources, and read the child's untrusted
+results."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ SECONDS = 120.0  # per compilation, which usually takes 2 s
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
 MOST_FILES = 256 << 20  # limit on the bytes in the child's files
 MOST_WORDS = 2000  # limit on the characters of a compiler's message
-LAYERS = frozenset({"seccomp", "landlock"})  # restrictions without which no edited code is read
+LAYERS = frozenset({"seccomp", "landlock"})  # restrictions that must precede reading edited code
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
     """Run ``work`` in a forked, confined child. Return the child's result, or its refusal as a dict. Raises
-    RawError if the child gives no valid answer in time. Afterwards, the child and its processes are gone."""
+    RawError if the child gives no valid answer in time. In every case, the child and its processes have ended
+    before this function does."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -69,8 +71,9 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """The error in a confined child's answer if the child refused ``text``; otherwise None. Parts of the
-    message may come from the edited code, so types are checked and terminal controls are removed."""
+    """Return the error if a confined child's answer says that the child refused ``text``; otherwise None. The
+    edited code may have written parts of the answer. So types are checked, and terminal control sequences are
+    removed."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
@@ -87,7 +90,8 @@ def _printable(words: str) -> str:
 
 
 def demand(layers: Collection[str], missing: Collection[str]) -> None:
-    """Raise RawError if a process is not confined well enough to read edited code."""
+    """Raise RawError if a process is not confined well enough to read edited code. ``layers``: the
+    restrictions in force. ``missing``: the restrictions that the system lacks."""
     if not set(layers) >= LAYERS:
         raise RawError(
             "weak_jail",
@@ -97,12 +101,12 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
 
 
 def refusal_fields(error: RawError) -> dict[str, Any]:
-    """The fields of a refusal, as ``refusal`` reads them."""
+    """Return an error's fields as a dict, from which ``refusal`` makes the error again."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
 
 def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
-    """The message of a compiler's exception, and the line of edited code that caused it."""
+    """The message of a compiler's exception, and the line of edited code that caused the exception."""
     line, seen = None, error
     while line is None:
         frames = traceback.extract_tb(seen.__traceback__)

@@ -1,10 +1,10 @@
-"""Confine a process that compiles edited CuTeDSL: it may compute, read the compiler's files, and write to a
-scratch folder.
+"""Confine a process that compiles edited CuTeDSL. The process may only compute, read the compiler's files,
+and write to a scratch folder.
 
-An edited module is Python, and the compiler executes any code in it. So the child gives up the network, other
-processes and programs, and all inherited resources, and reads the module only afterwards. The child can read
-only the installed packages, the system's libraries and its scratch folder. Executable memory remains allowed,
-because the compiler's engine links the host code that the engine exports.
+An edited module is Python, and the compiler executes any code in the module. So before the child reads the
+module, the child gives up the network, other processes and programs, and all inherited resources. The child
+can read only the installed packages, the system's libraries and its scratch folder. Executable memory remains
+allowed, because the compiler's engine needs such memory to link the host code that the engine exports.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# The allowed system calls: the calls in traces of compilations, the variants of these calls that glibc uses
-# on other systems, and the calls of an aborting process. chmod, chown, utime, link and truncate by path are
-# left out, because Landlock does not cover them.
+# The allowed system calls. Compilations made most of these calls when we traced them. The other calls are
+# variants that glibc uses on other systems, or are made by a process that aborts. chmod, chown, utime, link
+# and truncate by path are left out, because Landlock does not cover them.
 CALLS = {
     "x86_64": {
         "gettid": 186, **sandbox.CALLS["x86_64"],
@@ -90,11 +90,11 @@ def confine(
     """Permanently give up all rights that compiling does not need. Call this in a single-threaded forked
     child.
 
-    ``parent``: the id of the parent process. The child dies when the thread that forked it dies. Descriptors
-    0, 1 and 2 lead to /dev/null, unless they are in ``keep``. All other descriptors except those in ``keep``
-    are closed. The working directory, HOME and TMPDIR become ``scratch``, an existing directory. Returns the
-    names of the restrictions in force, and the names of the restrictions that this system lacks. An edited
-    module may run only if ``landlock`` and ``seccomp`` are in force.
+    ``parent``: the id of the parent process. The child dies when the thread that forked the child dies.
+    Descriptors in ``keep`` stay open. Descriptors 0, 1 and 2 lead to /dev/null if they are not in ``keep``;
+    all other descriptors are closed. The working directory, HOME and TMPDIR become ``scratch``, an existing
+    directory. Returns the names of the restrictions in force, and the names of the restrictions that this
+    system lacks. An edited module may run only if ``landlock`` and ``seccomp`` are in force.
     """
     home = str(scratch.resolve())
     _leave(home, keep)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class RawError(Exception):
-    """Edited code or its object is refused. The error has a code, a message with the remedy, and the line if
-    known."""
+    """Edited code or its object file is refused. ``code``: the kind of fault. ``message``: the fault and its
+    remedy. ``line``: the line of the edited code, if known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):
         super().__init__(message if line is None else f"line {line}: {message}")

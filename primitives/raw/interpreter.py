@@ -1,7 +1,7 @@
-"""Interpret straight-line arithmetic of fp32 values from its syntax tree.
+"""Interpret the syntax tree of straight-line arithmetic on fp32 values.
 
 ``Functions`` checks the form of an author's functions, and ``Interpreter`` evaluates calls of the functions.
-Library functions are exact up to one rounding.
+Library functions compute in fp64 and round once to fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Beyond(Exception):
 
 @dataclass
 class Functions:
-    """The functions and constants of an answer (an author's source code), by name."""
+    """The functions and constants in an author's source code (the answer), by name. ``name``: the function
+    that the author was asked to write. ``arity``: how many arguments this function takes."""
 
     name: str
     arity: int
@@ -37,7 +38,7 @@ class Functions:
 
     @classmethod
     def read(cls, source: str, name: str, arity: int) -> Functions:
-        """Parse an answer. Raises RawError if it has the wrong form."""
+        """Parse an answer. Raises RawError if the answer has the wrong form."""
         made = cls(name, arity, {}, {})
         if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise RawError("form", f"the answer is over {MAX_BYTES} bytes: shorten it")
@@ -55,7 +56,7 @@ class Functions:
         made._check(name)
         if made.fast:
             made._check(f"{name}_fast")
-        made.page  # noqa: B018  (for its errors)
+        made.page  # noqa: B018  (raises RawError for a bad docstring)
         return made
 
     @property
@@ -115,8 +116,8 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Interpreter:
-    """Calls an author's functions on fp32 arrays. A value that is a Python number while CuTeDSL traces a
-    function is a Python number here too."""
+    """Calls an author's functions on fp32 arrays. Where CuTeDSL's tracing would compute with a Python number,
+    the interpreter does so too."""
 
     def __init__(self, read: Functions):
         self._read = read
@@ -239,7 +240,8 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Prepare two operands. If one is an array and the other is a Python number, round the number to fp32."""
+    """Return the two operands of an operation. If one is an array and the other is a Python number, round the
+    number to fp32."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]
@@ -251,8 +253,8 @@ def _matched(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def known_functions() -> dict[str, Callable[..., Any]]:
-    """The fp32 equivalents of functions in ``cute`` and ``primitives.device.values``, by name. Functions that
-    numpy cannot vectorise run element by element."""
+    """Return functions on fp32 arrays, by the names of their counterparts in ``cute`` and
+    ``primitives.device.values``. A function that numpy cannot vectorise runs element by element."""
     import numpy as np
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:

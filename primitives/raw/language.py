@@ -2,10 +2,10 @@
 Python.
 
 The check gives authors errors with a line and a remedy. If the check misses something, confinement
-(``primitives.raw.confine``) still protects the machine. These are the rules: names come from listed modules;
-attributes are read and never set; no attribute leads from a value to its internals. Host code of a compiled
-kernel has all rights of the launching process, so authors may write only arithmetic there. Violations raise
-RawError.
+(``primitives.raw.confine``) still protects the machine. There are three rules: a module may import names from
+listed modules only; it may read attributes, but not set them; no attribute may lead from a value to the
+value's internals. The host code of a compiled kernel (which runs on the CPU) has all rights of the launching
+process. So authors may write only arithmetic in host code. Violations raise RawError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _parse(text: str) -> ast.Module:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
         data = text.encode()
-        # Python obeys an encoding declaration. In another encoding, an apparent comment may be code.
+        # Refuse encodings other than UTF-8. Python obeys an encoding declaration, and a text that looks like
+        # a comment in UTF-8 may be code in another encoding.
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
             raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
         return ast.parse(data)
@@ -56,7 +57,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class _EditChecker(Reader):
-    """Checks a module and its classes. Code for the host may contain only arithmetic and a launch."""
+    """Checks a module and its classes. Host code may contain only arithmetic and a launch."""
 
     # The module
 
@@ -177,8 +178,8 @@ class _EditChecker(Reader):
             self._refuse(f"{name}: the host reads this name, so an edit may not define it", "host")
 
     def _replaceable(self, name: str, base: type) -> None:
-        """Check that a class replaces only plain values of its base, and no methods, classes or
-        properties."""
+        """Check that the base's attribute ``name`` is a plain value, which a class may replace. A class may
+        not replace a method, class or property of its base."""
         if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
             self._refuse(
                 f"{name} is a method or class of {base.__name__}, not a value: a class may set only "
@@ -202,7 +203,8 @@ class _EditChecker(Reader):
             self._method = False
 
     def _setting(self, node: ast.expr) -> None:
-        """Check a value in a class: a simple value, or a resource with simple values as arguments."""
+        """Check the value of a class attribute. The value is a simple value, or a call that makes a resource
+        (an ``EpiOp``, or ``arguments()``) from such values."""
         self._at(node)
         match node:
             case ast.Tuple(elts=parts) if any(isinstance(p, ast.Call) for p in parts):

@@ -11,7 +11,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Modules whose public names are allowed, each with the other modules from which it may re-export names.
+# Modules whose public names are allowed. The tuple after a module lists other modules, from which the module
+# may re-export names.
 _NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
 _CUTE = tuple(
     f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
@@ -51,8 +52,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.tables": (),
     "primitives.device.values": ("quack.activation",),
 }
-# Modules of which only the listed names are allowed. The modules' other names compile, print, load libraries,
-# or reach the compiler's internals.
+# Modules of which only the listed names are allowed. Other names in these modules compile, print, load
+# libraries, or reach the compiler's internals.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
@@ -73,15 +74,15 @@ BUILTINS = _names(
     "abs all any bool dict enumerate float int isinstance len list max min range reversed round sorted sum "
     "tuple zip slice"
 )
-# Attributes that lead from an object to its interpreter, its compiler or another function's internals.
+# Attributes that lead from an object to the interpreter, to the compiler or to a function's internals.
 BANNED = _names(
     "mro format format_map func launch compile compile_to export_to_c ir_value value owner operation context "
     "location jit_engine"
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Methods that are traced inside the kernel. Observed compilations showed which methods run inside the kernel,
-# and which methods run on the host to launch the kernel.
+# Methods that an edited step may define, because CuTeDSL traces them inside the kernel. Other methods run on
+# the host to launch the kernel. We found the two groups by observing compilations.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "

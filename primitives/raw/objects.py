@@ -3,7 +3,7 @@
 The loader resolves symbols, relocates, and runs registered functions. So an object may contain only those
 kinds of sections, symbols and relocations that the compiler's own objects contain. The ELF parser in this
 module checks this rule, and trusts no offset. But no parser can tell whether the host code does what the
-launcher asks. Therefore GPU workers are disposable processes.
+launcher asks. So the GPU workers of the gates are disposable processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST_BYTES = 16 << 20
 MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # the compiler's objects have 15 sections and about 600 relocations
 MOST_ZEROS = 1 << 16  # limit on the bytes of a zero-filled section; the compiler's objects have 16
 
-# Functions that the compiler's launch code calls: the CUDA runtime through CuTe's library, and TVM's FFI.
+# The external functions that the compiler's launch code may call. They belong to TVM's FFI, and to CuTe's
+# library, which calls the CUDA runtime.
 UNDEFINED = frozenset(
     {
         "CuteDSLRT_TVMFFISetRaisedCudaError", "TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr",
@@ -48,9 +49,9 @@ _SECTIONS = re.compile(
 
 
 class ElfMachine(NamedTuple):
-    """A CPU architecture. ``number``: its number in an ELF header. ``relocations``: maps each allowed
-    relocation type to the number of bytes that it writes. ``traps``: byte patterns of instructions that enter
-    the operating system's kernel. Instructions start at multiples of ``alignment``."""
+    """A CPU architecture. ``number``: the architecture's number in an ELF header. ``relocations``: maps each
+    allowed relocation type to the number of bytes that it writes. ``traps``: byte patterns of instructions
+    that enter the operating system's kernel. Instructions start at multiples of ``alignment``."""
 
     number: int
     relocations: Mapping[int, int]
@@ -135,8 +136,8 @@ def same_host(data: bytes, honest: bytes) -> bool:
     same kernel, schedule, module and class names.
 
     Two differences are allowed: the cubins, and the number of shared-memory bytes that the launch requests
-    (at a known location in the code). So if only device code was edited, the launcher runs no new code.
-    Raises RawError as ``inspect`` does.
+    (at a known location in the code). If the result is true, the launcher runs no new host code. Raises
+    RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
     return rest == others and _but_for_shared_memory(code, known) == known
@@ -152,8 +153,8 @@ _LAUNCH = re.compile(
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
     """Return ``code`` with its number of shared-memory bytes replaced by the number in ``known``. Return
-    ``code`` unchanged if the number's location in ``known`` is ambiguous, or if ``code`` has no possible
-    number of shared-memory bytes there."""
+    ``code`` unchanged if ``known`` has no such number or several of them, or if ``code`` has no plausible
+    number at the same place."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -324,7 +325,7 @@ class _Object:
             # an address may be relative to the next instruction
             if not -8 <= symbol.value + addend <= size + 8:
                 _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
-        elif not -8 <= addend <= 16:  # an instruction addresses the global offset table relative to itself
+        elif not -8 <= addend <= 16:  # for a relative address of the global offset table
             _refuse(f"{place}: it points {addend} bytes from {symbol.name!r}")
 
     def cubin(self) -> bytes:
@@ -339,8 +340,8 @@ class _Object:
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:
-        """The object's code and everything else that is loaded or run, in a form that does not depend on the
-        cubin's size."""
+        """Return the object's host code, and everything else that is loaded or run except the cubin. The
+        result does not depend on the cubin's size."""
         binary, code = self._binary(), b""
         rest: list[object] = []
         end = binary.value + binary.size
@@ -375,8 +376,8 @@ _FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The only image in a fat binary. A fat binary is a header of 16 bytes, followed by entries. Each entry
-    has its own header."""
+    """Return the cubin from a fat binary, which must contain no other image. A fat binary is a header of 16
+    bytes, followed by entries. Each entry has its own header."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):

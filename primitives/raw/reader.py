@@ -62,7 +62,7 @@ class Reader:
         self._constants: set[str] = set()
         self._classes: dict[str, type | None] = {}  # nearest imported base class of each class
         self._bound = set(_bindings(tree))
-        self._given: set[str] = set()  # parameters of the method that runs on the host
+        self._given: set[str] = set()  # if the visited method runs on the host: its parameters
         self._method = False  # whether the visited node is inside a method, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
@@ -154,8 +154,8 @@ class Reader:
                 self._visit(statement)
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return its name; None if
-        the function has no decorator."""
+        """Check a function's decorator, which may be cute's ``jit`` or ``kernel``. Return the decorator's
+        name; None if the function has no decorator."""
         match node.decorator_list:
             case []:
                 return None
@@ -225,7 +225,8 @@ class Reader:
                 self._refuse("super() is for methods")
 
     def _value_attribute(self, node: ast.Attribute) -> None:
-        """Check an attribute of a value: it may only be read."""
+        """Check an expression that uses an attribute of a value. The expression must read the attribute, and
+        the attribute's name must be permitted."""
         self._at(node)
         name = node.attr
         self._identifier(name)
@@ -237,8 +238,8 @@ class Reader:
             self._refuse(f".{name} is private: use public names, also for your own methods")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object that a dotted name refers to; None if its last part is an attribute of a value. The name
-        begins with a module."""
+        """Return the object that a dotted name refers to. The name begins with a module, as in
+        ``cute.arch.fmax``. Return None if the name's last part is an attribute of a value."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)
@@ -297,7 +298,7 @@ def is_docstring(node: ast.stmt) -> bool:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name that the module binds, except by import."""
+    """Yield every name that the module binds, except imported names."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

@@ -1,7 +1,7 @@
 """Generate a plan's calls as straight-line Python functions, as Inductor does for a graph.
 
-A generated function contains allocations, views and launches, one after another. Because it has no loops or
-lookups, a call takes half the host time.
+A generated function contains allocations, views and launches, one after another. A call takes half as much
+host time as it would with loops and lookups.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class CallWriter:
-    """Generates Python functions that take ``number`` tensors. In their code, ``x0``, ``x1``, ... are the
-    tensors passed to a call, and ``c0``, ``c1``, ... are constants. No name of a program occurs in the code.
-    ``known``: further names that the code may use, with their values."""
+    """Generates Python functions that take ``number`` tensors. In the generated code, ``x0``, ``x1``, ... are
+    the tensors passed to a call, and ``c0``, ``c1``, ... are constants. The code contains no names from a
+    program. ``known``: further names that the code may use, with their values."""
 
     def __init__(self, number: int, known: Mapping[str, Any]):
         self.given = [f"x{i}" for i in range(number)]
@@ -27,8 +27,8 @@ class CallWriter:
         return name
 
     def view(self, value: str, change: str) -> str:
-        """The code of a view of a value. ``change``: a code template such as ``{}.mT``. A view of a constant
-        is computed once, by this method. A view of any other value is computed in each call."""
+        """The code of a view of a value. ``change``: a code template such as ``{}.mT``. This method computes
+        a view of a constant, once. Each call computes the views of all other values."""
         text = change.format(value)
         if value not in self._constants:
             return text
@@ -37,8 +37,8 @@ class CallWriter:
         return self._views[text]
 
     def function(self, parameters: Sequence[str], lines: Iterable[str]) -> Callable[..., Any]:
-        """A function with these parameters that runs these lines of code."""
+        """Return a function that has these parameters, and these lines of code as its body."""
         text = "\n    ".join([f"def call({', '.join(parameters)}):", *lines])
         names = dict(self._constants)
         exec(compile(text, "<calls of a plan>", "exec"), names)
-        return names.pop("call")  # otherwise the function would keep itself, and the workspace, alive
+        return names.pop("call")  # or its globals would keep the function, and so the workspace, alive

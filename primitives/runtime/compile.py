@@ -76,8 +76,8 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's resources from its
     cubin.
 
-    ``sizes``: the static dims. Each step is compiled for all ``schedules`` that fit the step. If none of them
-    fits, the step is compiled for the first schedule that fits among tuning's candidates
+    ``sizes``: the static dims. Each step is compiled for all ``schedules`` that fit the step. If none of
+    these ``schedules`` fits, the step is compiled for the first of tuning's candidates that fits
     (``probe_schedules``). Compilation runs in a child process, because a compiler can crash. Edited code
     compiles in a confined child of that process. Results are cached by content. Raises CacheError and
     CompileError. The code of a CompileError is CROWDED if a step fits no tile.
@@ -96,8 +96,9 @@ def report(
 def _schedules_to_compile(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """For each step, the schedules for which to compile it; an empty list for a step whose heads fit no tile.
-    Raises CompileError for a step whose epilogue leaves too little shared memory on every tile."""
+    """For each step, return the schedules for which to compile the step. The list is empty if no tile suits
+    the width of the step's heads. Raises CompileError if the step's epilogue leaves too little shared memory
+    on every tile."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -129,7 +130,8 @@ def _run_child(request: str) -> str:
 
 
 def _child() -> _Child:
-    """The running child. If no child is running, or the running child is not usable, start a new child."""
+    """Return a usable child. If no child is running, or if the running child is not usable, start a new
+    child."""
     global _running
     if _running is None or not _running.usable():
         if _running is not None:
@@ -155,8 +157,8 @@ class _Child:
 
     @staticmethod
     def _settings() -> tuple[object, ...]:
-        """The parent process and the settings that a child inherits from it. A child that was started with
-        other settings is not usable."""
+        """The id of this process, and the settings that a child inherits from this process. A child is usable
+        only while these values are the same as when the child started."""
         paths = (os.environ.get("PYTHONPATH"), cache_dir())
         return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
 
@@ -179,7 +181,7 @@ class _Child:
         )
 
     def end(self) -> None:
-        if self.origin[0] != os.getpid():  # this process is a fork, and another process started the child
+        if self.origin[0] != os.getpid():  # another process started the child, and this process is its fork
             return
         subprocesses.hang_up(self.process)
         self.errors.close()
@@ -204,7 +206,7 @@ def _serve(scratch: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answers
     import_quack()
-    gc.freeze()  # the compiler's modules stay in memory, so collections need not look at their objects
+    gc.freeze()  # the compiler's modules stay in memory, so garbage collections can skip their objects
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)

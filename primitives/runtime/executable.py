@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 NUMBERS = ("scalar", "extent", "count")  # roles of arguments that are numbers
-GAP = 4096  # unused bytes around each tensor of a workspace, in which a check looks for stray writes
+GAP = 4096  # unused bytes before and after each tensor of a workspace; a check finds stray writes there
 HERE = nullcontext()
 
 
@@ -56,7 +56,7 @@ def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 
 
 def _strided(shape: list[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """The size, strides and dtype of a fresh tensor."""
+    """The size, strides and dtype of a new contiguous tensor with this shape."""
     import torch
 
     like = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
@@ -69,30 +69,30 @@ def _span(axis: int, first: int, past: int) -> str:
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function (size, strides, dtype) that allocates an uninitialised tensor on the current device of the
-    same type as ``device``. The function takes half the host time of ``torch.empty``. Inductor's generated
-    code also calls it."""
+    """Return a function (size, strides, dtype) that allocates an uninitialised tensor. The tensor is on the
+    current device of the same type as ``device``. The function takes half the host time of ``torch.empty``.
+    Inductor's generated code also calls this function."""
     from torch._C._dynamo import guards
 
     return getattr(guards, f"_empty_strided_{device.type}")  # the type stubs lack this function
 
 
-# a part of a program: a step's GEMM, or the vector kernels after it
+# a part of a program: the GEMM of a step, or the vector kernels after a step
 Part = tuple[Literal["gemm", "vector"], int]
 
 
 class Plan:
-    """A kernel with a schedule for each of its steps, bound to sizes and a device.
+    """A compiled kernel with a schedule for each of its steps, for one device and one set of sizes.
 
     ``plan.call(*inputs)`` takes inputs in the signature's order, allocates outputs, and returns them by name.
     An output that updates an input is stored in that input's tensor. ``plan.run(inputs, outputs)`` writes
     into the given outputs. ``call`` and ``run`` launch on the current stream. Tensors must have the shapes,
     dtypes and device of the plan.
 
-    All calls share the workspace, a tensor of bytes. The plan allocates a workspace if the caller gives none,
-    or gives one that is too small. Several threads and streams may call one plan, because ``Turns`` makes its
-    calls run one after another on the GPU. Calls of different plans do not wait for each other, even if the
-    plans share a workspace.
+    All calls share the workspace, a tensor of bytes. If the caller gives no workspace, or a workspace that is
+    too small, the plan allocates one. Several threads and streams may call one plan, because ``Turns`` makes
+    the plan's calls run one after another on the GPU. Calls of different plans do not wait for each other,
+    even if the plans share a workspace.
 
     ``parts``: the parts of the program, in launch order. ``kept``: the tensors and numbers that calls share,
     by role and node. ``gaps``: the unused bytes of the workspace.
@@ -148,8 +148,8 @@ class Plan:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
-        """The shape of a reduction's partial results: [1, M, tiles along N] if it reduces along rows, [1,
-        tiles along M, N] if it reduces along columns."""
+        """The shape of a reduction's partial results: [1, M, tiles along N] for a reduction along rows, [1,
+        tiles along M, N] for a reduction along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
         schedule = self.schedules[gemm.step]
         if self._along_columns(reduced):
@@ -192,8 +192,8 @@ class Plan:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
         # The buffer of a ``row_select`` must hold -inf before each call; the vector kernel after the step
-        # resets it. The buffer is separate from the workspace, because another plan may write other values to
-        # the workspace.
+        # resets the buffer. The buffer is separate from the workspace, because another plan may write other
+        # values to the workspace.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -209,8 +209,9 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The value of an argument that is a number. The role ``scalar`` means the size that the node names,
-        ``extent`` the node's number of columns, and ``count`` the node's number of rows."""
+        """The value of an argument that is a number. For the role ``scalar``, the value is the size that the
+        node names. For ``extent``, it is the node's number of columns; for ``count``, the node's number of
+        rows."""
         from cutlass import Float32, Int32
 
         if role == "count":
@@ -225,7 +226,7 @@ class Plan:
         return self._values[self._names.get(node) or ("value", node)]
 
     def _argument(self, argument: Argument | None, pointer: str = "{}.data_ptr()") -> str:
-        """The Python code of a kernel's argument. ``pointer``: a template that turns a tensor with one
+        """The Python code of a kernel's argument. ``pointer``: a code template that turns a tensor with one
         element into a kernel's argument."""
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return "None"
@@ -262,7 +263,7 @@ class Plan:
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> str:
         """The code that launches a step. ``rows`` (first, past) restricts the launch to these rows.
-        ``clusters``: the most clusters that run at a time."""
+        ``clusters``: the number of clusters that can run at the same time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         constant, view = self._calls.constant, self._calls.view
@@ -288,8 +289,8 @@ class Plan:
         return f"{constant(compiled)}({', '.join(arguments)})"
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
-        """The code of an argument. If the launch computes only some ``rows``, the code of the slice that
-        holds these rows."""
+        """The code of a launch's argument. If the launch computes only some ``rows``, this is the code of the
+        argument's slice for these rows."""
         value = self._argument(argument)
         if argument is None or rows is None:
             return value
@@ -306,8 +307,8 @@ class Plan:
         return value
 
     def _epilogue_arguments(self, step: int) -> Any:
-        """The class of a step's epilogue arguments. For edited code it is the class of the unedited code,
-        because this process must not import edited code."""
+        """The class of a step's epilogue arguments. For an edited step, this is the class in the unedited
+        code, because this process must not import edited code."""
         lowered = lower(self.program) if self.lowered.edited else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
@@ -317,7 +318,8 @@ class Plan:
         return f"{compiled}({', '.join(self._argument(a, '{}.view(1)') for a in kernel.arguments)})"
 
     def _launching(self, wanted: Collection[Part]) -> list[str]:
-        """The code that takes a turn (``Turns``) and launches the ``wanted`` parts."""
+        """The lines of code that wait for the previous call (``Turns.take``) and launch the ``wanted``
+        parts."""
         launches = (f"    {text}" for part, text in self._launches if part in wanted)
         return ["with lock:", "    take()", *launches]
 
@@ -347,7 +349,7 @@ class Plan:
         return self.call(*self._in_order(inputs))
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Fresh, uninitialised tensors for all outputs, including those that update an input."""
+        """Fresh, uninitialised tensors for all outputs, including outputs that update an input."""
         return {name: self._empty(*like) for name, like in self._like.items()}
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Recognize arguments that are like those of a recent call, and so need no checks."""
+"""Recognize calls whose arguments are like the arguments of a recent call, and so need no checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 8  # number of calls to remember
 
 
 def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[..., bool]:
-    """A function that returns whether its arguments are like the ``passed`` arguments, which passed all
+    """Return a function that tells whether its arguments are like the ``passed`` arguments, which passed all
     checks. Tensors must have the same metadata, and integers the same value; floats may differ. A call of the
     function takes half a microsecond. ``written``: the positions of tensors that the kernel overwrites. Such
     a tensor must overlap no other tensor.
@@ -64,6 +64,6 @@ class FamiliarPlans:
     def add(self, given: Sequence[Any], passed: Sequence[Any], plan: Plan) -> None:
         """Remember the plan of a call. ``given``: the caller's arguments. ``passed``: the same arguments with
         the strides that passed the checks. The plan is remembered only if the recognizer of ``passed``
-        accepts ``given``. A recognizer refuses other strides."""
+        accepts ``given``: for example, both must have the same strides."""
         if (recognizes := recognizer(passed, self._written))(*given):
             self._last = ((recognizes, plan), *self._last[: MOST - 1])

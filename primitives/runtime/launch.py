@@ -38,12 +38,12 @@ ACCEPTED = Path(__file__).resolve().parents[2] / "generated_kernels"
 class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("gemm_swiglu")(x=x, w=w)``.
 
-    A call launches on the current stream of the tensors' device. The first call with new shapes plans and
-    tunes, which takes seconds to minutes; the result is cached on disk. Later calls only launch. If the
-    source gives a step's schedule, the step is not tuned. ``known``: good schedules by step. Tuning then
-    times the known schedules, and others only if the known schedules cover too few tiles
-    (``tune.search_again``). Edited code is timed only on ``known`` schedules, because its results on other
-    schedules are unchecked.
+    A call launches on the current stream of the tensors' device. The first call with new shapes tunes the
+    kernel and builds a plan, which takes seconds to minutes. The tuned schedules are cached on disk. Later
+    calls only launch. If the source gives a step's schedule, the step is not tuned. ``known``: good schedules
+    by step. Tuning then times these schedules, and times other schedules only if the known schedules cover
+    too few tiles (``tune.search_again``). Edited code is timed only on ``known`` schedules, because its
+    results on other schedules are unchecked.
 
     Several threads and CUDA streams may call a Kernel at once. Calls with the same shapes share a workspace,
     so they run one after another on the GPU: a stream waits for the stream of the previous call. Create one
@@ -52,11 +52,12 @@ class Kernel:
     A call that is captured into a CUDA graph does not wait for other calls, and the graph's replays do not
     wait either. So the user must keep a replay from overlapping another replay or call. No other thread may
     call the Kernel during a capture. A stream that PyTorch did not create must stay alive until the next call
-    from another stream, because that call waits for it. A copied or unpickled Kernel builds its plans again.
+    from another stream, because that next call waits for the stream. A copied or unpickled Kernel builds its
+    plans again.
 
-    A call whose arguments are unlike those of recent calls reads the offsets of experts' rows, and refuses
-    wrong offsets. Other calls skip this check, because reading offsets waits for the GPU. Wrong offsets then
-    give wrong results, but the kernel accesses no memory outside its tensors.
+    A call whose arguments are unlike the arguments of recent calls reads the offsets of experts' rows, and
+    refuses wrong offsets. Other calls skip this check, because reading offsets waits for the GPU. If a call
+    skips the check, wrong offsets give wrong results, but the kernel accesses no memory outside its tensors.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Kernel:
         self._planning = threading.Lock()
         signature = self.program.signature
         self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        # it returns a tuple, because a GEMM has at least two inputs
+        # the itemgetter returns a tuple, because a GEMM has at least two inputs
         self._in_order = itemgetter(*signature.inputs, *signature.named)
         self._familiar = FamiliarPlans([[*signature.inputs].index(n) for n in signature.updates.values()])
 
@@ -82,11 +83,12 @@ class Kernel:
         schedules: Mapping[int, Schedule] | None = None,
         edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json: that of an accepted kernel by its NAME, any other by its path.
+        """Load a program from a file NAME.program.json. ``kernel``: the NAME of an accepted kernel, or the
+        path of any such file.
 
-        ``edited``: a NAME.raw.py, which replaces the program's lowered code; a confined child process
-        compiles it. Without ``schedules``, edited code runs only on the schedules in the report beside the
-        NAME.raw.py. Raises OSError, or ProgramError for an invalid program.
+        ``edited``: the path of a NAME.raw.py, whose code replaces the program's lowered code. A confined
+        child process compiles this code. Without ``schedules``, edited code runs only on the schedules in the
+        report beside the NAME.raw.py. Raises OSError, or ProgramError for an invalid program.
         """
         path = ACCEPTED / f"{kernel}.program.json"
         program = Program.from_json((path if path.exists() else Path(kernel)).read_text(encoding="utf-8"))
@@ -109,7 +111,7 @@ class Kernel:
         return plan
 
     def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Jobs that compile the kernel's schedules at these sizes. For a step without a schedule, they
+        """Jobs that compile the kernel's schedules at these sizes. For a step without a schedule, the jobs
         compile the schedules that tuning would time first."""
         fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
         for gemm in lower(self.program).gemms:
@@ -148,7 +150,7 @@ class Kernel:
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run the kernel; return its outputs by name. ``inputs``: tensors, and integers for the static dims
         that no shape determines. If an output updates an input, the kernel overwrites the input's tensor and
-        returns it as the output. Raises LaunchError if the kernel cannot run on the inputs."""
+        returns this tensor as the output. Raises LaunchError if the kernel cannot run on the inputs."""
         try:
             arguments = self._in_order(inputs)
         except KeyError:
@@ -162,8 +164,8 @@ class Kernel:
         return outputs
 
     def _checked_plan(self, inputs: Mapping[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
-        """Check the inputs. Return their plan, and the inputs in order with the strides that the plan
-        needs."""
+        """Check the inputs. Return the plan for the inputs. Also return the inputs in order, as tensors with
+        the strides that the plan needs."""
         named = self.program.signature.named
         given = {dim: inputs[dim] for dim in named if dim in inputs}
         passed = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
@@ -176,8 +178,8 @@ class Kernel:
 
 
 def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
-    """The schedules, by step, at which this edited code was measured, according to the report next to the
-    file. Empty if the folder has no report of this code."""
+    """The schedules, by step, at which this edited code was measured. They come from the report next to the
+    file. The result is empty if the folder has no report of this code."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}

@@ -20,7 +20,7 @@ from coda_agent.primitives.lang.signature import Signature
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # in bytes; bulk copies need addresses and row strides to be multiples of it
+ALIGNMENT = 16  # in bytes; for bulk copies, addresses and row strides must be multiples of this
 
 
 class LaunchError(Exception):
@@ -28,7 +28,7 @@ class LaunchError(Exception):
 
 
 def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
-    """One message per tensor whose rows are not multiples of 16 bytes at these sizes."""
+    """One message for each tensor whose row size, at these sizes, is not a multiple of 16 bytes."""
     signature, types = program.signature, program.types()
     tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
     for index, dtype in cut(program).dtypes.items():
@@ -101,7 +101,7 @@ def check_tensors(
 
 
 def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """Each input that holds offsets of experts' rows, with the number of rows that its offsets divide among
+    """Each input that holds offsets of experts' rows, and the number of rows that these offsets divide among
     experts."""
     types = program.types()
     for gemm, node in enumerate(program.nodes):
@@ -111,7 +111,7 @@ def sorted_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 
 
 def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
-    """Each input that holds indices of rows, with the number of rows that an index can choose from."""
+    """Each input that holds indices of rows, and the number of rows that an index can choose from."""
     types = program.types()
     for node in program.nodes:
         if node.row_index is not None:
@@ -121,8 +121,8 @@ def gathered_rows(program: Program) -> Iterator[tuple[str, Dim]]:
 def check_offsets(
     program: Program, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raise LaunchError if offsets do not rise from 0 to the number of rows, or if an index contains an
-    invalid row. Reading offsets and indices waits for the GPU. A kernel clamps offsets and indices instead of
+    """Raise LaunchError if offsets do not rise from 0 to the number of rows, or if a row index is out of
+    range. Reading offsets and indices waits for the GPU. A kernel clamps offsets and indices instead of
     checking them, so that it accesses no memory outside its tensors."""
     checks = [(name, rows, lambda t, n: rising(t.tolist(), n)) for name, rows in sorted_rows(program)]
     checks += [(name, rows, check_index) for name, rows in gathered_rows(program)]
@@ -135,8 +135,9 @@ def check_offsets(
 
 
 def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise LaunchError if an input that the kernel overwrites shares memory with another input. Otherwise
-    overwriting is safe, because tracing checks that each element is read only where it is written."""
+    """Raise LaunchError if an input that the kernel overwrites shares memory with another input. No other
+    check is needed here, because tracing already checked that the kernel reads each element only where it
+    overwrites the element."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]

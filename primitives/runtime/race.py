@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 FINAL_ROUNDS = 40  # rounds of the last, most careful comparison
 FEWEST = 4  # least number of rounds, used for long calls; the last comparison has at least 13
 PER_ROUND = 3.5  # milliseconds; a longer call gets proportionally fewer rounds
-WARM_UP = 0.7  # seconds of load before timing, until clock rates settle
+WARM_UP = 0.7  # seconds of load before timing, so that clock rates settle
 LAST_WARM_UP = 2.0  # seconds before the last comparison, to get as near the power limit as a benchmark does
 COOLING = 2.0  # one second of rest cancels the effect of this many seconds of load
 HEAD_START = 1_000_000  # cycles that the GPU idles before a short call, to hide the call's launch time
-SHORT = 0.2  # milliseconds; the GPU does not idle between longer calls
+SHORT = 0.2  # milliseconds; the GPU does not idle if all calls are longer
 
 Choice = TypeVar("Choice")
 
@@ -25,7 +25,8 @@ Choice = TypeVar("Choice")
 def race_calls(
     calls: Sequence[tuple[Choice, Callable[[], object]]], rounds: int
 ) -> list[tuple[Choice, float]]:
-    """The median milliseconds of each call, fastest first, after a warm-up. A call that fails is left out."""
+    """Warm the GPU up, then time the calls. Return each choice with its call's median milliseconds, fastest
+    first. A call that fails is left out."""
     import torch
 
     running = []
@@ -48,7 +49,7 @@ def race_calls(
 
 
 class Load:
-    """The recent load on this process's GPU, which shortens the next warm-up."""
+    """The recent load on this process's GPU. After recent load, the next warm-up can be shorter."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -72,8 +73,8 @@ def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Seq
     """The median milliseconds of each call. ``before``: the calls' milliseconds in an earlier round. If any
     call is short, the GPU idles before each call, so that the launch time is hidden.
 
-    The GPU must not idle between long calls. An idle GPU saves power, and its clock rate then rises above the
-    rate in a benchmark. But the best tile depends on the clock rate.
+    The GPU must not idle between long calls. An idle GPU saves power, so its clock rate afterwards would be
+    higher than in a benchmark, and the best tile depends on the clock rate.
     """
     import torch
 

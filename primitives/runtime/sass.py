@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
+        """The instruction's kind, one of KINDS."""
         opcode = re.sub(r"^@!?U?P\w+\s+", "", self.text)
         name = re.match(r"\w+", opcode)
         return _KIND.get(name[0], OTHER) if name else OTHER
@@ -81,8 +81,8 @@ class Instruction:
 @dataclass(frozen=True)
 class Listing:
     """A kernel's instructions, in order of address. ``schedule``: None for a vector kernel. ``source``: the
-    lines of the kernel's class in the lowered code, by line number. ``part``: the number of this launch, from
-    1, and the step's number of launches (two for a ``split`` step)."""
+    lines of the kernel's class in the lowered code, by line number. ``part``: which of the step's launches
+    this is, from 1, and how many launches the step has (two for a ``split`` step)."""
 
     kernel: str
     schedule: Schedule | None
@@ -99,8 +99,8 @@ class Listing:
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """For each other file, the number of instructions of each kind; the file with the most instructions
-        comes first. Other files contain the mainloop, the scheduler and the TMA stores."""
+        """For each file except the lowered code, the number of instructions of each kind. The file with the
+        most instructions comes first. These files contain the mainloop, the scheduler and the TMA stores."""
         counts = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(counts.items(), key=lambda item: -item[1].total()))
 
@@ -113,8 +113,8 @@ def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
 
 
 def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions. A step with two
-    launches gives two listings, in order.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read each kernel's instructions. A
+    step with two launches gives two listings, in order.
 
     ``sizes``: the sizes of the static dims. A step without a schedule uses its first probe schedule
     (``probe_schedules``). Compilation runs in a child process; edited code compiles in a confined child of
@@ -123,7 +123,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
-    # the key also has the program's hash, because the lowered code does not state the tiles' dtypes
+    # the program's hash is part of the key, because the lowered code does not state the tiles' dtypes
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     request = kernel.to_json() | {"sizes": static, "schedules": chosen}
@@ -183,7 +183,7 @@ def _cubin(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> tuple[bytes, str]:
-    """A kernel's cubin, and the path that its line information gives for the lowered code."""
+    """Return a kernel's cubin, and the path of the lowered code in the cubin's line information."""
     if lowered.edited:
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
@@ -218,7 +218,8 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """The fields of the Listing of one launch. ``launch``: the number of the launch in ``step``, from 0."""
+    """The fields of the Listing of one launch. ``launch``: the number of the launch in the schedule ``step``,
+    from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -238,8 +239,8 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
-    """Parse the output of ``nvdisasm -c -g``. ``lowered``: the path of the lowered code. In the results,
-    addresses replace labels."""
+    """Parse the output of ``nvdisasm -c -g``. ``lowered``: the path of the lowered code. In the instructions'
+    texts, addresses replace labels."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
     instructions: list[Instruction] = []
@@ -269,6 +270,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a compiler's prints do not mix with the answer
     import_quack()
-    gc.freeze()  # the compiler's modules stay: no collection needs to look at their objects
+    gc.freeze()  # the compiler's modules stay in memory, so garbage collections can skip their objects
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()

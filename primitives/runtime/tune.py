@@ -1,7 +1,7 @@
 """Find the fastest schedule of each step at given sizes, on this GPU.
 
 A search has three rounds. The first round times every tile, in clusters of two with the default
-rasterisation; pingpong tiles are also timed with a deep mainloop. For a small output, small tiles are also
+rasterisation; pingpong tiles are also timed with ``deep`` schedules. For a small output, small tiles are also
 timed. The second round times the best three tiles with several rasterisation groups and L2 eviction hints. It
 also times the best tile in clusters of four. Timings in the first two rounds are noisy, so the last round
 times the best schedules again, with more repetitions.
@@ -48,7 +48,7 @@ ROUNDS = 9  # repetitions in the first and second round
 FINALISTS = 3  # tiles of the first round that the second round refines
 LAST_TILES = 5  # tiles of the first round that the last round times again
 FINAL = 6  # schedules of the second round that the last round times again
-SPLIT = 2  # number of the best tiles that are also timed in two launches
+SPLIT = 2  # how many of the best tiles are also timed in two launches
 SPLIT_GROUPS = (4, 8, 16)  # rasterisation groups to try with two launches, if good schedules are known
 MOST_STACK = 512  # bytes per thread; the fastest schedules so far had at most 192 (with 456 spilled loads)
 
@@ -102,8 +102,9 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(gemm: GemmKernel, ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """Schedules that run the best tiles in two launches. Empty if the step is not ``splittable``. Also empty
-    if the first round has small tiles, because the output is then less than one wave of large tiles."""
+    """Schedules that run the best tiles in two launches. There are none if the step is not ``splittable``.
+    There are also none if the first round has small tiles, because the output is then less than one wave of
+    large tiles."""
     best = leaders(ranked)[:SPLIT] if gemm.splittable and not any(map(_small, start)) else []
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -127,8 +128,8 @@ def ranking(
     *,
     edited: bool,
 ) -> list[tuple[Tile, float]]:
-    """The result of ``search``, or of ``search_again`` if good schedules are ``known``. Code that an author
-    ``edited`` is timed only on the known schedules, because the author saw no other schedules."""
+    """Return the result of ``search``, or of ``search_again`` if good schedules are ``known``. Edited code
+    (``edited``) is timed only on the known schedules, because the author saw no other schedules."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
@@ -143,14 +144,15 @@ def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list
 
 
 def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
-    """Whether no first round is needed. The known schedules must have at least ``FINALISTS`` tiles, and must
-    include small tiles exactly if the first round (``start``) includes small tiles."""
+    """Whether the known schedules make a first round unnecessary. For that, they must have at least
+    ``FINALISTS`` tiles. They must include small tiles if the first round (``start``) would include small
+    tiles, and only then."""
     return len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest schedule of each of the best few tiles. Tiles are ranked by their fastest schedules,
-    because a wide tile saves memory traffic only with the right rasterisation group."""
+    """For each of the best few tiles, return the tile's fastest schedule. Tiles are ranked by their fastest
+    schedules, because a wide tile saves memory traffic only with the right rasterisation group."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -170,9 +172,9 @@ def revisited(
     *,
     edited: bool = False,
 ) -> list[Schedule]:
-    """The schedules to time if good schedules are known. These are the known schedules that fit the sizes
-    and, for unedited code, the best tiles in two launches, because older tunings did not try two launches.
-    ``start``: the schedules of the first round."""
+    """The schedules to time if good schedules are known. These include the known schedules that fit the
+    sizes. For unedited code, they also include the best tiles in two launches, because older tunings did not
+    try two launches. ``start``: the schedules of the first round."""
     fit = [s for s in known if gemm.admits(s, sizes)]
     split = [] if edited else _split(gemm, fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
@@ -264,8 +266,9 @@ def _search_and_cache(
 def cached(
     kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
-    """The cached result of ``tuned_schedules``, or None. For edited code, also None if a cached schedule is
-    not ``known``, because an earlier tuning may have timed other schedules."""
+    """Return the cached result of ``tuned_schedules``, or None if nothing is cached. For edited code with
+    ``known`` schedules, also return None if a cached schedule is not a known schedule, because an earlier
+    tuning may have timed other schedules."""
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
@@ -275,16 +278,16 @@ def cached(
 
 
 def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
-    """The schedules in the last round of a cached tuning, by step, fastest first. Empty if no tuning is
-    cached."""
+    """The schedules in the last round of a cached tuning, by step, fastest first. The result is empty if no
+    tuning is cached."""
     record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
     raced = record["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
-    """The file of a tuning. Its name depends on the program, the lowered code, the sizes and the GPU. The
-    hash of the lowered code covers the compilers' versions."""
+    """The file of a tuning. The file's name depends on the program, the lowered code, the sizes and the GPU.
+    The hash of the lowered code covers the compilers' versions."""
     import torch
 
     code = [FORMAT, kernel.program.hash, kernel.lowered.hash]
@@ -328,7 +331,7 @@ def _tasks(
 
 
 def _uncompiled(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
-    """The tasks whose results neither this process nor the cache knows."""
+    """The tasks that must still be compiled, because neither this process nor the cache has their results."""
     lowered = kernel.lowered
     gemms = {g.step: g for g in lowered.gemms}
     unknown = [task for task in dict.fromkeys(wanted) if task not in _compiled]
@@ -393,7 +396,8 @@ def _race(
     fine = compile_all(kernel, sizes, [(gemm.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
-    # All plans share the first plan's workspace. The narrowest tiles need the largest, so they come first.
+    # All plans share the first plan's workspace. The plan with the narrowest tiles needs the largest
+    # workspace, so this plan comes first.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(kernel.on({**kernel.schedules, gemm.step: s}), sizes, device, shared)))
@@ -402,6 +406,6 @@ def _race(
     for schedule, plan in plans:
         # the schedule may need more resources than an SM has
         with contextlib.suppress(RuntimeError, ValueError):
-            plan.run(inputs, outputs)  # compute the earlier steps' results, which this step reads
+            plan.run(inputs, outputs)  # computes the results of earlier steps, which this step reads
             running.append((schedule, partial(plan.run_step, gemm.step, inputs, outputs)))
     return race_calls(running, rounds)

@@ -48,13 +48,13 @@ class Turns:
     """Orders the calls that share tensors. A call holds ``lock`` while it calls ``take()`` and enqueues its
     launches, so threads enqueue one after another.
 
-    ``take()`` makes the current stream wait for the previous call's stream, if that is another stream. A
+    ``take()`` makes the current stream wait for the previous call's stream, if the two streams differ. A
     stream that is being captured into a CUDA graph cannot wait, so the user must order the graph's replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams``: None on a device without streams. The current stream must be the stream that created
-        the ``tensors``, because the first call waits for the stream that is current now."""
+        """``streams``: None on a device without streams. Create this object on the stream that created the
+        ``tensors``, because the first call waits for the stream that is current now."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None
@@ -70,7 +70,7 @@ class Turns:
             return
         stream = streams.current()
         stream.wait_stream(self._last)
-        # PyTorch must not reuse the tensors' memory before this stream has finished with it.
+        # PyTorch must not reuse the tensors' memory before this stream has finished using the tensors.
         for tensor in self._tensors:
             tensor.record_stream(stream)
         self._last, self._handle = stream, handle

@@ -20,7 +20,7 @@ def become(parent: int, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # remains in force after exec
     if os.getppid() != parent:
         os._exit(1)  # the parent had already ended, so no signal would come
-    # Python ignores these two signals, and the command would inherit this setting
+    # Python ignores these two signals; without a reset, the command would ignore them too
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:

@@ -1,5 +1,5 @@
-"""One deadline for all waits within a ``with`` block, at any depth of calls. If the deadline ends a wait for
-a child process, the waiting code must also kill the child.
+"""One deadline for all waits within a ``with`` block, including waits in called functions. If the deadline
+ends a wait for a child process, the waiting code must also kill the child.
 
 This module imports only the standard library.
 """

@@ -21,7 +21,8 @@ class CacheError(OSError):
 
 
 def usable_cache() -> Path:
-    """``cache_dir``, created if missing. Raises CacheError if it is not writable."""
+    """Return ``cache_dir()``, and create the folder if it is missing. Raises CacheError if the folder is not
+    writable."""
     path = cache_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ def usable_cache() -> Path:
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse untrusted JSON. Raises ValueError for any fault."""
+    """Parse untrusted JSON. Raises ValueError for invalid JSON, or JSON that is nested too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -44,7 +45,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a cache file; None if it is missing or damaged."""
+    """Parse a JSON file of the cache. Return None if the file is missing or damaged."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -52,8 +53,8 @@ def read_json(path: Path) -> Any:
 
 
 def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """The cached JSON value of this kind and key. If it is missing or damaged, ``make`` computes it. Raises
-    CacheError, and the exceptions of ``make``."""
+    """Return the cached JSON value of this kind and key. If the value is missing or damaged, compute it with
+    ``make`` and cache it. Raises CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = read_json(path)
     if found is None:
@@ -66,8 +67,8 @@ def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) atomically and durably.
 
-    Creates the directory if it is missing. If writing fails, or if the path is a device or a pipe, raises
-    OSError and leaves the old contents.
+    Creates the file's directory if it is missing. If writing fails, or if the path is a device or a pipe,
+    raises OSError and leaves the old contents.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))

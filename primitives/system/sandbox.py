@@ -2,8 +2,8 @@
 
 ``apply()`` permanently removes the process's rights to start processes, to use files, sockets and executable
 memory, and to reach other processes. Call it after all imports, and after all files are open. The default
-layers are for tracing a kernel; ``primitives.raw.confine`` chooses the layers for compiling edited code. A
-layer is reported as missing if the system is not Linux, or if a container forbids the layer. This module
+layers are for tracing a kernel file; ``primitives.raw.confine`` chooses the layers for compiling edited code.
+A layer is reported as missing if the system is not Linux, or if a container forbids the layer. This module
 imports only the standard library, because the jail's child process imports it.
 """
 
@@ -31,8 +31,8 @@ Layers = tuple[tuple[str, Callable[[], None]], ...]
 
 
 def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Apply every layer, weakest first. ``parent``: the id of a process; when it ends, this process ends too.
-    ``wanted`` replaces the default layers.
+    """Apply every layer, weakest first. ``parent``: the id of the parent process. When the parent ends, this
+    process ends too. ``wanted``: layers that replace the default layers.
 
     Returns the names of the layers in force, and the names of the missing layers.
     """
@@ -79,7 +79,8 @@ TRACING_LIMITS = {
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """Lower these limits; never raise one. The names are those of the RLIMIT constants of ``resource``."""
+    """Lower these limits of this process, and never raise a limit. A limit's name is that of a constant of
+    ``resource``, without RLIMIT_."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
     if refused:  # for example, macOS has no limit on address space; the other limits still apply
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
@@ -103,8 +104,8 @@ def _limit(name: str, limit: int) -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
-# The rights that each version of Landlock's ABI knows. Linux rejects rights that it does not know, so this
-# process requests only the rights of Linux's own version.
+# The rights that each version of Landlock's ABI knows. Linux rejects a right that its version does not know,
+# so this process requests only the rights of that version.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits, by ABI version
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
@@ -116,8 +117,8 @@ _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
     """Restrict the process with Landlock. The process may read under the ``readable`` paths, and read and
-    write under the ``writable`` directories. Landlock denies every other right that it knows. A missing path
-    grants nothing."""
+    write under the ``writable`` directories. Landlock denies every other right that Landlock knows. A missing
+    path grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
     # Linux accepts unknown fields if they are zero
@@ -168,9 +169,10 @@ _SECCOMP_MODE_FILTER = 2
 
 
 class Rule(NamedTuple):
-    """A condition on an argument of an allowed system call, and the error if the condition does not hold. The
-    argument's low half must contain no bit of ``none_of``. If ``any_of`` is not 0, the half must contain a
-    bit of ``any_of``. If ``values`` is not None, the half must be one of the ``values``."""
+    """A condition on one argument of an allowed system call, and the error if the condition does not hold.
+    ``argument``: the argument's position. The condition is on the low 32 bits: they must contain no bit of
+    ``none_of``. If ``any_of`` is not 0, they must contain a bit of ``any_of``. If ``values`` is not None,
+    they must equal one of the ``values``."""
 
     argument: int = 0
     none_of: int = 0
@@ -189,9 +191,9 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """Filter system calls with seccomp. A call outside ``calls`` fails with EPERM. ``calls``: for each
-    machine, the numbers of the allowed calls by name, with the most frequent call first. A call that breaks
-    its rule fails with the rule's error.
+    """Filter system calls with seccomp. ``calls``: for each machine, the numbers of the allowed calls by
+    name, with the most frequent call first. Any other call fails with EPERM. ``rules``: conditions on the
+    allowed calls. A call that breaks its rule fails with the rule's error.
 
     A forbidden call fails instead of killing the process, so that the kernel's author gets an exception to
     read.
@@ -249,7 +251,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _called(function: str, *arguments: object) -> int:
-    """Call a libc function. Raises OSError if it fails or is missing."""
+    """Call a libc function. Raises OSError if the function fails, or if this system is not Linux."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"{function}: not on {sys.platform}")
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments))

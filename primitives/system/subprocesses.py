@@ -1,8 +1,8 @@
-"""Start child processes that cannot outlive their parent, with limits on time and memory.
+"""Start child processes that end with their parent, and limit their time and memory.
 
-A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
-with it. Before a child's program starts, the child asks Linux to kill it when its parent ends. This module
-imports only the standard library.
+A compiler can crash, hang or exhaust memory. Each child leads a process group, and ``end`` kills the whole
+group, including the child's own children. If the parent ends first, Linux kills the child, because the child
+requests this before its program starts. This module imports only the standard library.
 
 Two kinds of children that run untrusted code do not use ``start``, but use other functions of this module.
 The jail (``verifier.sandbox.jail``) is a bare Python that confines itself. ``start`` would first run another
@@ -34,11 +34,12 @@ from coda_agent.primitives.target import TARGET
 # (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
-PATIENCE = 200  # milliseconds; how often to check whether a silent child has exited
+PATIENCE = 200  # milliseconds between checks whether a silent child has exited
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command that leads a process group and dies with this process. ``options``: arguments of Popen.
+    """Start a command in a process that leads a process group and dies with this process. ``options``:
+    arguments of Popen.
 
     A command that cannot start exits with ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell, and says
     why on standard error.
@@ -63,7 +64,7 @@ def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[b
     ``hang_up``."""
     pipe = subprocess.PIPE
     process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
-    # so that a write does not wait for a child that hangs
+    # so that a write to a child that hangs does not wait
     os.set_blocking(_pipes(process)[0].fileno(), False)
     return process
 
@@ -72,8 +73,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """The environment for a child that compiles for Hopper. It contains no API keys or other secrets, because
-    the child may compile untrusted code."""
+    """The environment for a child that compiles for Hopper. The environment contains no API keys or other
+    secrets, because the child may compile untrusted code."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | TARGET.environment | {"PYTHONPATH": path()}
 
@@ -87,11 +88,11 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a process: send it ``text`` and wait until it exits. ``begin`` starts the process, with the files
-    for standard input, output and error as arguments of Popen. The process must lead a process group.
+    """Run a process: send it ``text`` and wait until it exits. ``begin`` starts the process, and takes the
+    arguments ``stdin``, ``stdout`` and ``stderr`` of Popen. The process must lead a process group.
 
-    Returns the process's status (None if it took longer than ``seconds``), its output, and the end of its
-    standard error. On return, all processes of the group have ended.
+    Returns the process's exit status (None if the process took longer than ``seconds``), its output, and the
+    end of its standard error. On return, all processes of the group have ended.
     """
     # Files are used instead of pipes, because a grandchild could keep a dead child's pipes open. The files
     # are in memory, because a disk may be full.
@@ -115,7 +116,7 @@ def memory_file(contents: bytes = b"") -> IO[bytes]:
 
 
 def tail(file: IO[bytes]) -> str:
-    """The end of a file's contents."""
+    """Return the last WORDS_BYTES bytes of a file as text."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - WORDS_BYTES))
     return file.read().decode("utf-8", "replace")
 
@@ -150,9 +151,9 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
 def read_answer(
     descriptor: int, deadline: float, most: int, watch: Callable[[], None] = lambda: None
 ) -> tuple[bytes, bool]:
-    """Read an untrusted child's pipe to its end, but at most ``most`` bytes and until the ``deadline``.
-    Return the bytes, and whether the deadline came first. ``watch`` is called at least once every PATIENCE
-    milliseconds, and may raise an exception."""
+    """Read an untrusted child's pipe until it ends, until it has given over ``most`` bytes, or until the
+    ``deadline``. Return the bytes, and whether the deadline came first. ``watch`` is called at least once
+    every PATIENCE milliseconds, and may raise an exception."""
     output, poll = bytearray(), select.poll()  # select() refuses descriptors over 1023
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -167,7 +168,7 @@ def read_answer(
 
 
 def hang_up(process: subprocess.Popen[bytes]) -> int:
-    """End a child that ``converse`` started, and close its pipes; return its status."""
+    """End a child that ``converse`` started, and close its pipes; return the child's exit status."""
     status = end(process)
     for pipe in _pipes(process):
         pipe.close()
@@ -201,8 +202,8 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """Kill the child and all processes of its group, and reap the child; return its status (negative for a
-    signal)."""
+    """Kill the child and all processes of its group, and reap the child; return the child's exit status,
+    which is negative if a signal ended the child."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
 """Compile in parallel worker processes, which are started on demand, reused, and replaced when they die.
 
-Python's multiprocessing is not used, because its spawn would import the user's script again, and a crashed
-compiler would break its whole pool. A worker runs this module with ``python -m``. It reads one task per line
-and writes one answer per line, within the time and memory limits of ``primitives.system.subprocesses``.
+Python's multiprocessing does not fit: its spawned processes would import the user's script again, and a
+crashed compiler would break the whole pool of processes. A worker runs this module with ``python -m``. The
+worker reads one task per line and writes one answer per line, within the time and memory limits of
+``primitives.system.subprocesses``.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) 
 
 
 def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
-    """Run each task on its argument in a worker process; return results in order. A result is False if the
-    task returned False, or if its worker died or was killed after ``seconds`` (default SECONDS).
+    """Run each task on its argument in a worker process; return results in order. A task's result is False if
+    the task returned False, if its worker died, or if the task took longer than ``seconds`` (default
+    SECONDS).
 
-    A task must be a top-level function of a module. An exception in a task ends its worker, which counts as a
-    death.
+    A task must be a top-level function of a module. An exception in a task ends the worker, so the task's
+    result is False.
     """
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    # Ctrl-C does not reach the workers, because they have their own process groups; the threads wait for them
+    # Ctrl-C does not reach the workers, because each leads its own process group. If they were not
+    # interrupted, this process would wait for their tasks.
     except BaseException:
         for worker in _workers:
             worker.interrupt()
@@ -102,7 +105,8 @@ class _Worker:
 
     @staticmethod
     def start(cubins: str) -> subprocess.Popen[bytes]:
-        """Start the process. ``cubins``: the folder for the compiler's cubins, which a task inspects."""
+        """Start a worker's process. ``cubins``: the folder into which the compiler writes cubins, for tasks
+        to inspect."""
         return subprocesses.converse(
             "coda_agent.primitives.system.workers",
             stderr=subprocess.DEVNULL,  # drops the compiler's messages about refused configurations

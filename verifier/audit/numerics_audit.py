@@ -25,8 +25,8 @@ _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Errors(BaseModel):
-    """The ratios of one output's error to the error of the yardstick (the reference in fp32). Each is the
-    largest ratio over all families of inputs and all schedules."""
+    """The ratios of one output's error to the error of the yardstick (the reference in fp32). Each number is
+    the largest ratio over all families of inputs and all schedules."""
 
     rms_ratio: _Statistic
     tile_ratio: _Statistic
@@ -34,7 +34,7 @@ class _Errors(BaseModel):
 
 
 class _Proved(BaseModel):
-    """One case's figures in the numerics gate."""
+    """One case's figures in the numerics gate. ``plans``: the number of tried choices of schedules."""
 
     outputs: dict[str, _Errors]
     families: tuple[str, ...]
@@ -42,15 +42,18 @@ class _Proved(BaseModel):
 
 
 class _Steady(BaseModel):
-    """One case's figures in the stability gate."""
+    """One case's figures in the stability gate. ``repeats``: how often the gate repeated the kernel.
+    ``plans``: the number of tried choices of schedules."""
 
     repeats: int
     plans: int
 
 
 def proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that numerics and stability cover every case and the hidden (random) sizes, with the families of
-    inputs, schedules and repeats that the gates use."""
+    """Return the faults in the figures of the numerics and stability gates. Both gates must have run on every
+    case and on the hidden (random) sizes. The numerics gate must have used all required families of inputs.
+    The stability gate must have made all required repeats, on as many choices of schedules as the numerics
+    gate."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]
@@ -102,7 +105,7 @@ def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read
 
 
 def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The families of inputs that the protocol runs on a case; a large case or a single row has fewer
+    """The families of inputs on which the numerics gate runs a case. A large case or a single row has fewer
     families."""
     from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -124,7 +127,9 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
 
 
 def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
-    """The error gate's limits (see ``error_gate.compare``), with slack for the few elements of the output's
+    """The error gate's limits for one output, by name of the ratio (see ``error_gate.compare``). An error
+    over few elements scatters, so each limit has slack that depends on the number of elements. A report does
+    not say which tile had the worst ratio. So the limit on ``tile_ratio`` has the slack of the output's
     smallest tile."""
     from coda_agent.verifier.numerics.error_gate import FEW
     from coda_agent.verifier.numerics.limits import ErrorLimits

@@ -1,9 +1,9 @@
 """Check that a committed kernel's evidence covers the committed files.
 
-The kernel is traced and lowered again, and every hash is compared. So edits after the measurement, in the
-kernel, program, lowered code or spec, are detected. ``report_audit`` checks a report's figures against each
-other. This check needs the jail (the process that traces a kernel file), but no GPU, because nothing is timed
-again.
+The kernel is traced and lowered again, and every hash is compared. So this audit detects any edit of the
+kernel, program, lowered code or spec after the measurement. ``report_audit`` checks a report's figures
+against each other. The audit needs the jail (the process that traces a kernel file). It needs no GPU, because
+it times nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> 
 
 
 def _text(path: Path) -> str:
-    # keep line ends as they are, because they are hashed
+    # do not convert line ends, because the hashes cover them
     with path.open(encoding="utf-8", newline="") as file:
         return file.read()
 
@@ -106,8 +106,8 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
 
 
 def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
-    """Check that the edited code belongs to the kernel's own program (schedules may differ), and that it was
-    measured."""
+    """Check that the report is for this edited code, and that the edited code belongs to the kernel's own
+    program (schedules may differ)."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
         found.append(f"{name}.program.json is not the kernel's own program: optimize it again")

@@ -35,8 +35,9 @@ TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 
 
 class _Control(BaseModel):
-    """One process's controls: the ratio between two timings of the candidate, without and with a planted
-    delay."""
+    """The controls in one attempt of a timing process. ``same``: the ratio between two timings of the
+    candidate. ``planted``: the same ratio when one timing has a planted delay. ``faults``: the faults that
+    the process found."""
 
     process: int
     case: str
@@ -84,8 +85,8 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Check that each measured case was timed once, at its sizes, against every arm, and that its figures
-    follow from its samples."""
+    """Check that each measured case was timed once, at its sizes, against every arm, and that the timing's
+    figures follow from its samples."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
@@ -247,8 +248,9 @@ def _encloses(i: Interval) -> bool:
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
-    """Check that the process has a timing stage for each case, in which clocks and power were read in every
-    round. For the case with controls, the stage's name ends in ``controlled.N`` for attempt N."""
+    """Check that the process read clocks and power in every round of each case. The report holds these
+    readings under the name ``score/PROCESS/CASE``. For the case with controls, ``/controlled.N`` follows,
+    where N is the number of the attempt."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
@@ -272,8 +274,8 @@ def _unread(seen: Any, rounds: int | None) -> str:
 
 
 def _rounds(report: Accepted, case: str, process: int) -> int | None:
-    """The number of a process's rounds on a case. None if there are no samples, because another check reports
-    that fault."""
+    """The number of a process's rounds on a case. None if samples are missing; another check reports that
+    fault."""
     rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
     return len(rows[process]) if process < len(rows) else None
 

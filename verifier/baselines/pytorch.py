@@ -1,4 +1,5 @@
-"""PyTorch baselines: the plain formulation of a spec, compiled and eager, and cuBLAS's bare matmuls.
+"""PyTorch baselines: the plain PyTorch code of a spec (its ``formulation``), compiled and eager; and only the
+matmuls of this code, in cuBLAS.
 
 ``BASELINES`` maps names to builders. A builder takes (spec, sets of inputs, sizes) and returns one call per
 set. The call takes no arguments and launches the work on the current stream. QuACK's kernels need a search
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torch.compile's "max-autotune" replays CUDA graphs, which first copy every input into the graph's own
-# memory. Users who keep inputs in place do not pay for that copy. Graphs also save the host's launch time,
-# but our timing does not include that time.
+# memory. Users who keep inputs in place do not pay for that copy. CUDA graphs also save launch time on the
+# host, but our timings do not include launch time.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
@@ -46,8 +47,8 @@ def compiled(
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
     """Wrap a function in ``torch.compile``, with fullgraph and static shapes. The function gets its own code
-    object, because Dynamo caches at most eight results per code object. Otherwise all specs and sizes would
-    share these eight results. Raises ValueError for a mode outside ``MODES``."""
+    object, because Dynamo caches at most eight results per code object. With one code object, all specs and
+    sizes would share these eight results. Raises ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
@@ -75,14 +76,15 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
     to collect the matmuls.
 
     ``torch.mm`` takes no fp8 operands, so fp8 matmuls use ``torch._scaled_mm`` with the formulation's scales,
-    output dtype and accumulation mode. cuBLAS applies the scales within the matmul, without a bias. Raises
-    ValueError for a formulation without a matmul.
+    output dtype and accumulation mode. cuBLAS applies the scales within the matmul. A bias in the formulation
+    is left out. Raises ValueError for a formulation without a matmul.
     """
     return matmuls(spec, [inputs], sizes)[0]
 
 
 def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
-    """One call of ``matmul`` per set of inputs. All calls write into the same outputs."""
+    """Return one call per set of inputs, like the call that ``matmul`` returns. All calls write into the same
+    outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
     return [partial(_multiplied, found, outs) for found in every]
@@ -108,7 +110,8 @@ class Product(NamedTuple):
         return self.a.new_empty(self.a.shape[0], self.b.shape[-1], dtype=self.dtype)
 
     def into(self, out: Tensor) -> None:
-        """Compute only this matmul again, into ``out`` if PyTorch's function accepts an output buffer."""
+        """Compute this matmul again. The result goes into ``out``. A grouped matmul ignores ``out``, because
+        its PyTorch function takes no output buffer."""
         import torch
 
         if self.ends is not None:
@@ -186,7 +189,8 @@ def _bind(
 
 
 def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
-    """Run the formulation once; return its matmuls in order. Raises ValueError if it has no matmul."""
+    """Run the formulation once; return the formulation's matmuls in order. Raises ValueError if the
+    formulation has no matmul."""
     found = _recorded(eager(spec, inputs, sizes))
     if not found:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
@@ -194,7 +198,7 @@ def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int])
 
 
 def _recorded(call: Callable[[], object]) -> list[Product]:
-    """Run ``call``; return its matmuls in order."""
+    """Run ``call``; return the matmuls that PyTorch computed meanwhile, in order."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,8 +5,8 @@ Two arms compute a spec's outputs with QuACK's epilogues, and differ in how they
 search that tunes our own kernels, which tries more rasterisations. A third arm, ``QuACK matmul``, runs
 QuACK's GEMMs without an epilogue. Our kernels use QuACK's mainloop.
 
-Our code times all schedules, with a cold L2. If an earlier measurement recorded the schedules of its last
-tuning round, and these have enough tile shapes, only these schedules are timed. Importing this module is
+Our code times all schedules, with a cold L2. An earlier measurement may have recorded the schedules of its
+last tuning round. If these schedules have enough tile shapes, no others are timed. Importing this module is
 cheap; ``tuned_calls`` imports heavy packages.
 """
 
@@ -45,7 +45,7 @@ OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
-PAIR_GRAIN = 32  # on SM90, tile_n must be a multiple of this if an epilogue works on pairs of columns
+PAIR_GRAIN = 32  # on SM90, if an epilogue works on pairs of columns, tile_n must be a multiple of this
 SWIZZLE = 8  # the only rasterisation group size that QuACK's own tuner uses
 SMALL = 256  # the size of symbolic dims during compilation
 
@@ -56,8 +56,9 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
     """The arms that apply to a spec. QuACK's arms with epilogues are left out if QuACK has no epilogue for
     the spec. QuACK's bare matmul is left out if an operand is in fp8 or rows are grouped by experts.
 
-    ``beside_kept``: leave out QuACK's bare matmul in any case. This suits edited code, because the comparison
-    with the accepted kernel says more, and tuning the matmul would take longer than tuning the edited code.
+    ``beside_kept``: always leave out QuACK's bare matmul. Edited code needs no such arm, because the
+    comparison with the accepted kernel says more, and tuning the matmul would take longer than tuning the
+    edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
@@ -84,8 +85,8 @@ def config(
 
 def own_space(stage: QuackEpilogue) -> Configs:
     """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``).
-    They combine QuACK's tiles and clusters with one rasterisation. If the epilogue neither pairs columns nor
-    reduces, they include schedules that swap the operands."""
+    These schedules combine QuACK's tiles and clusters with one rasterisation. They include schedules that
+    swap the operands, if the epilogue neither pairs columns nor reduces."""
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -104,13 +105,13 @@ def our_space(stage: QuackEpilogue) -> Configs:
 
 
 def _as_they_are(ranked: Configs) -> Configs:
-    """The schedules of a second round for QuACK's tuner: none, because QuACK's tuner refines no schedules."""
+    """Return no schedules for a second round, because QuACK's own tuner has no second round."""
     return []
 
 
 def _rasterised(ranked: Configs) -> Configs:
-    """The second round of our search: the best schedules with several rasterisation groups, and the very best
-    also in clusters of four."""
+    """The schedules of our search's second round: the best schedules with several rasterisation groups, and
+    the very best schedule also in clusters of four."""
     every = [*leaders(ranked), *(replace(best, cluster_m=2, cluster_n=2) for best in ranked[:1])]
     return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
 
@@ -124,8 +125,8 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """A tuned arm. ``calls``: one call per set of inputs. ``finalists``: for each stage (one GEMM of
-    QuACK's), the schedules of the last tuning round as JSON data. A stage runs with its first finalist."""
+    """A tuned arm. ``calls``: one call per set of inputs. ``finalists``: for each stage (one QuACK GEMM), the
+    schedules of the last tuning round as JSON data. A stage runs with its first finalist."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -139,12 +140,12 @@ def tuned_calls(
     known: QuackTuned | None = None,
 ) -> Tuned:
     """Tune ``arm`` (one of ``ARMS``). For each set of inputs, return one call that runs QuACK's GEMMs, each
-    with its fastest schedule. The call returns the spec's outputs; for ``MATMUL`` it returns the GEMMs'
-    results by the GEMMs' numbers.
+    with its fastest schedule. The call returns the spec's outputs by name. For ``MATMUL``, it returns the
+    GEMMs' results, named ``product 0``, ``product 1``, ...
 
-    Compiles in parallel; the last tuning round is cached on disk. ``known``: earlier schedules, which are
-    timed again if they come from this GPU model and this version of QuACK. Raises ValueError if QuACK has no
-    epilogue for the spec, and RuntimeError if no schedule runs.
+    Compiles in parallel; the last tuning round is cached on disk. ``known``: schedules of an earlier tuning.
+    They are timed again if they come from this GPU model and this version of QuACK. Raises ValueError if
+    QuACK has no epilogue for the spec, and RuntimeError if no schedule runs.
     """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
@@ -162,7 +163,7 @@ def tuned_calls(
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
     """Whether ``tuned_calls`` can skip the full search, because good schedules are on disk or in ``known``.
-    Draws small inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
+    Generates small inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
@@ -250,7 +251,7 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _here() -> list[str]:
-    """The GPU's name and QuACK's version. A tuning is valid only for these."""
+    """The GPU's name and QuACK's version. A tuning is valid only for this GPU model and this version."""
     import torch
 
     return [torch.cuda.get_device_name(), version("quack-kernels")]
@@ -298,8 +299,8 @@ def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
     """Return jobs that compile, into QuACK's object cache, the schedules that ``tuned_calls`` would time
-    first. These are the known schedules, or else the schedules of the first round. Draws small inputs on the
-    GPU. Raises ValueError if QuACK has no epilogue for the spec."""
+    first. These are the known schedules, or else the schedules of the first round. Generates small inputs on
+    the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -316,8 +317,8 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """The configs that no process has tried to compile; and for each config, the file that records whether it
-    compiled."""
+    """Return the configs (schedules) that no process has tried to compile. Also return, for each config, the
+    file that records whether the config compiled."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes
@@ -326,13 +327,13 @@ def _untried(
 def _compilable(
     spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> Configs:
-    """Fill QuACK's object cache; return the configs that compile.
+    """Compile untried configs into QuACK's object cache; return the configs that compile.
 
     Cached objects leave non-static sizes symbolic, so small tensors of the same dtypes and layouts suffice.
     Rasterisation is a launch argument, so configs that differ only in rasterisation share an object. A small
     file in the cache records each config's result for all processes. Without this file, each process would
-    have to start a worker, which takes longer than loading an object. A config that killed its worker has no
-    file.
+    have to start a worker, which takes longer than loading an object. A config whose compilation killed the
+    worker has no such file, so this config is tried again next time.
     """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)
@@ -342,7 +343,7 @@ def _compilable(
 
 
 def _launched_alike(config: GemmConfig) -> GemmConfig:
-    """The config that represents all configs with the same compiled object."""
+    """The config that stands for all configs with the same compiled object."""
     return replace(config, max_swizzle_size=SWIZZLE)
 
 

@@ -27,13 +27,13 @@ def _no_more(partials: Tensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class QuackEpilogue:
-    """One of QuACK's epilogues on existing tensors: D = epilogue(a @ b, c, operands), or D += epilogue(...)
-    with ``accumulate``.
+    """A GEMM with one of QuACK's epilogues, on existing tensors. The GEMM computes D = epilogue(a @ b, c,
+    operands); with ``accumulate``, it adds this result to D.
 
-    ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares). For
-    buffers that are outputs of the spec, ``names`` maps QuACK's names to the spec's names. Each call runs
-    ``start`` before the GEMM and ``finish`` after it. ``finish`` takes the kernel's partial results under
-    QuACK's names, and returns the spec's outputs that ``names`` does not list.
+    ``outs`` are the output buffers under QuACK's names ("D" and the names that the epilogue declares). If a
+    buffer is an output of the spec, ``names`` maps QuACK's name to the spec's name. Each call runs ``start``
+    before the GEMM and ``finish`` after it. ``finish`` takes the kernel's partial results under QuACK's
+    names, and returns the spec's outputs that ``names`` does not list.
     """
 
     mod: Any
@@ -103,8 +103,8 @@ class QuackImplementation:
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` with torch.compile, so that it runs as one kernel instead of several.
 
-    There is one compilation for each combination of argument shapes. By default, a second combination would
-    make the shapes dynamic, which is slower.
+    Each combination of argument shapes is compiled separately. By default, torch.compile would compile for
+    dynamic shapes at the second combination, and the result would be slower.
     """
 
     def call(*given: Any) -> Any:

@@ -1,8 +1,8 @@
 """QuACK's epilogues for each spec, from its library where possible.
 
-``LIBRARY`` says for each spec where its epilogue comes from. ``library``: QuACK's own epilogue, unchanged.
-``composed``: our epilogue from QuACK's operators, in ``verifier.baselines.quack_composed``. QuACK has no
-epilogue for:
+``LIBRARY`` has an entry for each spec that QuACK can compute. The entry's kind says where the epilogue comes
+from. ``library``: QuACK's own epilogue, unchanged. ``composed``: our epilogue from QuACK's operators, in
+``verifier.baselines.quack_composed``. QuACK has no epilogue for:
 
 - fp8 operands, since the library's epilogues take 16-bit operands;
 - the backward of cross-entropy, since no operator provides a column's index;
@@ -10,10 +10,10 @@ epilogue for:
 - a rotation of only some of several packed heads;
 - grouped matmuls, where each expert has its own rows.
 
-A call also completes the reductions, in the fastest way that is open to users: QuACK's second kernel for
-RMSNorm, a torch sum, or a few operations under torch.compile. Values that depend only on weights (rotary
-frequencies, or a head's weight repeated for every head) are computed before the call. Importing this module
-imports nothing heavy.
+A call also completes the reductions that an epilogue leaves as partial results. The call uses the fastest
+code that a user of QuACK has: QuACK's second kernel for RMSNorm, a torch sum, or a few operations under
+torch.compile. Values that depend only on weights (rotary frequencies, or a head's weight repeated for every
+head) are computed before the call. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _rmsnorm(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
-    """QuACK's epilogue needs rstd * mean as an input, so the call computes that product first."""
+    """A LayerNorm's projection. QuACK's epilogue needs rstd * mean as an input, so each call first computes
+    that product."""
     import torch
     from quack.epilogue.library import ln_affine_epi
 
@@ -185,7 +186,8 @@ def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
-    """QuACK does not write target_logit for ignored rows, so each call first fills that output with zeros."""
+    """An epilogue that stores the log-sum-exp and the target's logit of each row. QuACK does not write
+    target_logit for ignored rows, so each call first fills that output with zeros."""
     x, w = g.inputs["x"], g.inputs["w"]
     picked = fp32(x, x.shape[0])
 
@@ -249,8 +251,8 @@ LIBRARY: dict[str, QuackImplementation] = {
 def quack_library(
     spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
 ) -> tuple[QuackEpilogue, ...]:
-    """QuACK's epilogues for one of our specs, in order, on CUDA tensors, with the spec's sizes and constants.
-    Raises ValueError if QuACK has no epilogue for this spec."""
+    """QuACK's epilogues for one of our specs, in the order in which a call runs them. ``inputs`` are on the
+    GPU. Raises ValueError if QuACK has no epilogue for this spec."""
     if spec_name not in LIBRARY:
         raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
     return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

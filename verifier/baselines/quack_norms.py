@@ -113,15 +113,16 @@ def _rotated(g: Given, mod: Any, **operands: Any) -> QuackEpilogue:
 
 
 def _frequencies(g: Given) -> Tensor:
-    """QuACK's table of frequencies for all columns of q. It depends only on inv_freq and q's width."""
+    """QuACK's table of frequencies for all columns of q. The table depends only on inv_freq and q's width."""
     from quack.epilogue.rotary import make_interleaved_inv_freq
 
     return make_interleaved_inv_freq(g.inputs["inv_freq"], g.inputs["w"].shape[0])
 
 
 def _rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Load the table of cosines and sines by TMA. QuACK recommends TMA over plain loads, because of its own
-    measurements. The epilogue requires a bias, so it gets a scalar zero, at the cost of one addition."""
+    """A rotation with a table of cosines and sines, which the kernel loads by TMA. QuACK's authors measured
+    TMA and plain loads, and recommend TMA. The epilogue requires a bias. Here the bias is a scalar zero,
+    which costs one addition."""
     from quack.epilogue.rotary import rope_table_epi
 
     return (_rotated(g, rope_table_epi, cs=g.inputs["cos_sin"], bias=0.0),)
@@ -140,8 +141,8 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Compute QuACK's angles in the kernel. The library's own epilogue takes a table [M, head width] instead,
-    and each call would have to fill this table first."""
+    """A norm and a rotation of heads; the kernel computes the angles. The library's own epilogue reads a
+    table [M, head width] instead, and each call would have to fill this table first."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 
     if g.constants["eps"] != HEAD_EPS:

@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds; at the power limit, clock rates rise and fall about once in this time
-HOST_CALLS = 21  # number of host timings; each waits for the device, which a 70B kernel occupies for 17 ms
+# limit on the time of all rounds, in seconds; at its power limit, a GPU raises and lowers its clock rates
+# about once in this time
+LONGEST = 1.5
+# number of host timings; each one waits until the device is idle, and a kernel of a 70B model takes 17 ms
+HOST_CALLS = 21
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
 FEWEST_SETS = 2  # with only one set of inputs, a call could find its inputs in the L2
 MOST_SETS = 8  # limit on the sets, because each set is checked against the fp64 reference
-SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
+SAME, LATE = "candidate again", "candidate and a planted delay"  # names of the control arms
 PREPARES, RACES = "prepares ", "races"  # a worker's progress messages
 PLANTED = 0.02  # the planted delay that a process must detect, as a fraction of the candidate's time
 SAME_WITHIN = 0.005  # the largest relative difference allowed between two timings of the same kernel
@@ -193,8 +196,8 @@ class _Sets:
 
     @classmethod
     def drawn(cls, job: KernelCase, plan: Plan) -> _Sets:
-        """Draw at least two sets of inputs. Together they exceed the L2 if ``MOST_SETS`` allows, so that no
-        arm finds its operands in the L2."""
+        """Draw at least two sets of inputs. If ``MOST_SETS`` allows, draw as many sets as together exceed the
+        L2, so that no arm finds its operands in the L2."""
         made = cls(job, plan, [], [], [], [], [])
         made._add()
         for _ in range(sets_wanted(made.inputs[0]) - 1):
@@ -202,7 +205,7 @@ class _Sets:
         return made
 
     def _add(self) -> None:
-        """Draw one more set, and check the candidate on it by the error gate."""
+        """Draw one more set, and check the candidate's outputs on this set by the error gate."""
         trial = InputDraw(self.job)
         fresh = poisoned_run(self.plan, trial.inputs)
         trial.judge(self.plan, fresh)
@@ -227,11 +230,11 @@ class _Sets:
     ) -> timing.Arm:
         """An arm with one call per set of inputs, in rotation.
 
-        Before each call, its ``outputs`` are overwritten. The candidate's workspace is overwritten too,
-        because a kernel could hide results in the workspace for the next call. For an arm that allocates its
-        own outputs, the same amount of unused memory is overwritten, so that all arms find the GPU in the
+        Before each call, the outputs of that call are overwritten. The candidate's workspace is overwritten
+        too, because a kernel could hide results in the workspace for the next call. For an arm that allocates
+        its own outputs, the same amount of unused memory is overwritten, so that all arms find the GPU in the
         same state. If an output updates an input, only the workspace is overwritten, because the input's
-        buffer must keep its content. In that case, ``compare`` runs the kernel once more.
+        buffer must keep its content. For such a kernel, ``compare`` checks the result of one more run.
         """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
@@ -247,9 +250,10 @@ class _Sets:
         return self.plan.outputs()
 
     def compare(self) -> None:
-        """Raise Failed if the timed calls left other bits than the checked call, or changed an input. If an
-        output updates an input, the input's buffer now holds the updates of all calls. In that case the
-        inputs are drawn again, and the kernel runs once on the new inputs."""
+        """Raise Failed if the outputs of the timed calls differ in any bit from those of the checked call, or
+        if an input has changed. If an output updates an input, the input's buffer now holds the updates of
+        all calls. In that case the same inputs are drawn again from their seed, and the output of one more
+        run is compared."""
         for index, proved in enumerate(self.proved):
             mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
             untouched(self.job, mine, self.given[index])
@@ -293,7 +297,8 @@ def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
 def _rival(
     name: str, job: KernelCase, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
-    """An arm other than the candidate and, for QuACK's arms, the schedules of the last tuning round."""
+    """Return an arm other than the candidate. For an arm of QuACK, also return the schedules of its last
+    tuning round."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
@@ -311,8 +316,8 @@ def _incumbent_arm(job: KernelCase, sets: _Sets) -> timing.Arm:
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
-    """An arm that runs the candidate in a CUDA graph. It is timed among the other arms, because alone it
-    would run at other clock rates."""
+    """An arm that runs the candidate in a CUDA graph. The arm is timed among the other arms, because the GPU
+    would have other clock rates if the arm ran alone."""
     import torch
 
     replays = []

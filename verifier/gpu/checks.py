@@ -1,4 +1,4 @@
-"""GPU tasks that check whether a program is always correct; a ``worker`` runs them.
+"""GPU tasks that check whether a program is always correct. A ``worker`` runs the tasks.
 
 A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
 from fresh seeds, drawn after the program is fixed.
@@ -105,8 +105,8 @@ class InputDraw:
 
     @cached_property
     def undefined(self) -> dict[str, float]:
-        """Outputs for which the reference itself overflows, cancels or loses too much precision. For each of
-        these outputs, values up to the given magnitude are not judged."""
+        """The outputs for which the reference itself overflows, cancels or loses too much precision, each
+        with a magnitude. The gate ignores the errors of such an output if no value exceeds its magnitude."""
         from coda_agent.verifier.numerics import error_gate, reference
 
         def jittered() -> dict[str, torch.Tensor]:
@@ -129,9 +129,9 @@ class InputDraw:
 
 
 def tune(job: KernelCase) -> dict[str, Any]:
-    """Tune; return the fastest schedules by step, all schedules of the last round, and the seconds that
-    tuning took. A cached result is reused unless the job is ``afresh``. The inputs are discarded, because the
-    benchmark draws its own inputs."""
+    """Tune a kernel; return the fastest schedules by step, all schedules of the last round, and the seconds
+    that tuning took. A cached result is reused unless the job is ``afresh``. The inputs are discarded,
+    because the benchmark draws its own inputs."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned_schedules
 
@@ -185,9 +185,9 @@ def _errors_on_draw(job: KernelCase, plans: Sequence[Plan], family: str) -> tupl
 
 
 def stability(job: KernelCase) -> dict[str, Any]:
-    """Check on every plan that repeated runs are bitwise equal. Before each run, outputs and workspace are
-    filled with one of two poison values. Inputs must not change. A kernel must not write outside its tensors,
-    and the bytes outside must not affect results."""
+    """Check on every plan that repeated runs give bitwise equal outputs. Before each run, the outputs and the
+    workspace are filled with one of two poison values. Inputs must not change. A kernel must not write
+    outside its tensors, and the bytes outside its tensors must not affect results."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])
@@ -198,8 +198,8 @@ def stability(job: KernelCase) -> dict[str, Any]:
 
 
 def launch(job: KernelCase) -> dict[str, Any]:
-    """Run every plan once for a sanitizer. Apart from copies, nothing else runs on the GPU, because the
-    reference's cuBLAS calls would add hazards of their own."""
+    """Run every plan once for a sanitizer. Apart from copies, nothing else runs on the GPU. In particular the
+    reference does not run, because the sanitizer would also report hazards in cuBLAS."""
     import torch
 
     seed, drawn = job.draw(device="cpu")

@@ -19,9 +19,9 @@ class Fingerprints:
     Two tensors that differ in any bit have equal fingerprints with a probability below 2**-32, unless the
     code that changed the bits knew the secret. Every word of at most 32 bits is multiplied by a random 63-bit
     weight, and the products are summed modulo 2**64. This is a multilinear hash. Two values of a word differ
-    by less than 2**32, so at most a share 2**-33 of all weights hides the difference. Shape, dtype and
-    strides must agree too. The weights come from a generator whose seed stays on the host, and are wiped
-    after use. So a kernel that reads out of bounds cannot find the weights.
+    by less than 2**32, so a random weight hides the difference with a probability of at most 2**-33. Shape,
+    dtype and strides must agree too. A kernel that reads out of bounds cannot find the weights: their
+    generator's seed stays on the host, and the weights are wiped after use.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -62,9 +62,9 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
     """Overwrite tensors with poison. ``rows``: the results of ``words`` for these tensors.
 
-    The poison is drawn anew each time and resembles a result: as a 16-bit or 32-bit float it is finite and
-    between 0 and 2. So a kernel that writes nothing leaves poison, and cannot pass off the old values as its
-    result.
+    Each call draws new poison. The poison resembles a result: as a 16-bit or 32-bit float it is finite and
+    between 0 and 2. A kernel that writes nothing leaves the poison, so it cannot pass off the result of an
+    earlier call as its own.
     """
     half, other = (0x3C00 | secrets.randbits(10) for _ in range(2))
     for row in rows:

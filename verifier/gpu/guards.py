@@ -1,5 +1,5 @@
-"""Put tensors between poisoned bytes (guard bands). No kernel may write these bytes, and they must not affect
-its results."""
+"""Put tensors between poisoned bytes (guard bands). No kernel may write these bytes, and the bytes must not
+affect a kernel's results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 GUARD = 4096  # bytes before and after a tensor; enough to align the tensor like a separate allocation
-# The two poisons, as byte values. A float filled with the first byte is NaN; filled with the second, it is an
-# ordinary number. So a result that depends on the poison differs between the two poisons.
+# The two poisons, as byte values. A float whose bytes all have the first value is NaN; with the second value,
+# it is an ordinary number. So a result that depends on the poison differs between the two poisons.
 POISONS = (0xFF, 0x7B)
 
 
 class Guarded:
-    """Tensors by name, each in the middle of a poisoned buffer and itself poisoned. The tensors have the
-    shapes and dtypes of ``like``, and the strides of fresh tensors."""
+    """Tensors by name, each filled with poison, in the middle of a larger poisoned buffer. The tensors have
+    the shapes and dtypes of ``like``, and the strides of fresh tensors."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -40,7 +40,7 @@ class Guarded:
                 band.fill_(byte)
 
     def written_beside(self, poison: int) -> list[str]:
-        """Names of tensors with bands that no longer hold only poison."""
+        """The names of the tensors whose bands no longer hold only poison."""
         return [name for name, bands in self._bands.items() if not untouched(bands, poison)]
 
 

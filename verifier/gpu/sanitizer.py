@@ -18,8 +18,8 @@ TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds; instrumentation makes a kernel up to a hundred times slower
 # API errors are not reported, because a process that probes the driver for optional functions causes dozens.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
-# PyTorch's caching allocator is off. It puts several tensors into one allocation, so an overrun from one
-# tensor into the next would look legal.
+# PyTorch's caching allocator is off, because the allocator puts several tensors into one allocation. An
+# overrun from one of these tensors into the next would look legal.
 EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -34,8 +34,8 @@ def sanitized(job: KernelCase) -> dict[str, Any]:
 
 
 def errors(tool: str, task: Task, argument: Any) -> int:
-    """Run a task in a worker under one tool. Returns 0, the number of errors; raises Failed if the tool finds
-    any."""
+    """Run a task in a worker under one tool. Returns 0 if the tool finds no error; otherwise raises
+    Failed."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise Absent("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
@@ -60,8 +60,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
     """Run a task; if the task raises a CUDA error, return the error as the answer.
 
-    The tool stops a kernel that accesses memory out of bounds, and reports when the process exits by itself.
-    If the task raised the CUDA error, the worker would be killed before the tool could report.
+    The tool stops a kernel that accesses memory out of bounds, but reports the error only when the process
+    exits by itself. If the task raised the CUDA error, the worker would be killed before the tool reports.
     """
     task, argument = asked
     try:

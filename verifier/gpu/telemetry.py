@@ -1,6 +1,6 @@
 """Record the device of a measurement, with its clocks, power, temperature and throttling.
 
-Clocks and limits are read and never set, so a result applies to the machine as its users run it.
+Clocks and limits are only read, never set, so a result applies to the machine as its users run it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def unread(seen: object) -> str:
 
 
 def findings(during: Mapping[str, object]) -> list[str]:
-    """Messages on clocks or power that were not read: one per reason, with the names of the affected
+    """Messages on clocks or power that were not read. Each reason gives one message, which names the affected
     stages."""
     reasons: dict[str, list[str]] = {}
     for piece, seen in during.items():

@@ -3,7 +3,8 @@ only the worker.
 
 The user's command itself holds no CUDA context, but gives tasks to a ``Worker``. If the worker is lost, the
 candidate is rejected with the reason, and a fresh worker starts on a clean GPU. A worker runs this module
-with ``python -m``. It reads one task per line, and writes lines of progress and one line with the answer.
+with ``python -m``. The worker reads one task per line. For each task, it writes lines of progress, and one
+line with the answer.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misalign
 
 
 class Lost(Failed):
-    """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. If the candidate ran at that time, it is rejected."""
+    """The worker is gone or unusable. ``code`` is ``crashed``, ``hung``, ``illegal_address``,
+    ``device_error`` or ``out_of_memory``. If the candidate ran at that time, the candidate is rejected."""
 
 
 class WorkerError(Exception):
-    """A task raised an exception that no kernel caused, so it is our bug. The message holds the worker's
-    traceback."""
+    """A failure of a worker that no kernel caused, and that is therefore our own bug. The message holds the
+    worker's traceback or output."""
 
 
 class Worker:
-    """A process that uses the GPU while it works on a task. The constructor does not wait for the process's
+    """A process that runs tasks on the GPU. The constructor does not wait until the process has finished its
     imports, which take seconds.
 
     ``wrapper``: a command to run the process under, such as compute-sanitizer. ``ahead``: modules to import
-    before the first task. ``python``: the interpreter of an environment with other package versions. Such an
-    interpreter does not get this process's PYTHONPATH, because PYTHONPATH would override those packages.
-    ``env``: the worker's environment variables, by default this process's.
+    before the first task. ``python``: the interpreter, by default this process's. An interpreter of another
+    environment does not get this process's PYTHONPATH, because PYTHONPATH would override the environment's
+    own packages. ``env``: the worker's environment variables, by default those of this process.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Worker:
     ) -> dict[str, Any]:
         """Give the worker a task; return its answer.
 
-        Raises Failed if the task raised Failed. Raises Lost if the worker dies, is silent for ``patience``
-        seconds, or can no longer use the GPU; the worker is then killed. Raises WorkerError for our own bugs,
-        and if the worker died before its first task, because no kernel can have caused such a death. Raises
-        Late at the deadline (``primitives.system.deadline``), and kills the process.
+        Raises Failed if the task raised Failed. Raises Lost, and kills the worker, if the worker dies, is
+        silent for ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our own bugs.
+        The death of a worker before its first task counts as our bug, because no kernel can have caused it.
+        Raises Late, and kills the worker, at the deadline (``primitives.system.deadline``).
         """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
@@ -182,7 +183,8 @@ class Worker:
 
 
 def report(gate: str, words: str) -> None:
-    """Report progress to the parent process from within a task. This also shows that the worker is alive."""
+    """Report progress to the parent process from within a task. A report also shows that the worker is
+    alive."""
     if _answers is not None:
         _say({"progress": [gate, words]})
 
@@ -202,7 +204,8 @@ def cuda_error(words: str) -> bool:
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    # a wrapper such as compute-sanitizer dies with its parent, but leaves this process running
+    # without this call, a wrapper such as compute-sanitizer would die with its parent, but leave this process
+    # running
     with suppress(OSError):
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")

@@ -4,7 +4,7 @@ sizes.
 Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
 second judgement detects formulas that are almost right, such as another GELU formula or a piecewise sigmoid.
 Rounding to 16 bits would hide the errors of such formulas. The second judgement also gives small values as
-much weight as large ones, so an activation's tail must be right.
+much weight as large ones, so it detects a wrong tail of an activation.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
-REPEATS = 6  # draws of each stretched family, because in one draw the scales of two inputs may cancel
-FEW_DIMS = 48  # largest extent in most stretched runs, which look for mistakes that show at any size
+# number of draws of each stretched family; one draw is not enough, because the scales of two inputs may
+# cancel
+REPEATS = 6
+FEW_DIMS = 48  # largest extent in most runs of stretched families; most mistakes show at any size
 
 
 class InputSettings(NamedTuple):
-    """The sizes, family and seed that reproduce a run's inputs. ``long``: whether the limits for long extents
-    apply."""
+    """The sizes, family and seed that reproduce a run's inputs. ``long``: whether the error gate uses its
+    limits for long extents."""
 
     sizes: Mapping[str, int]
     family: str
@@ -58,11 +60,12 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     """Yield every run of the gate.
 
     Each family of inputs runs at its own hidden sizes (drawn at random). Each stretched family (inputs beyond
-    the typical values) runs at several hidden sizes. The first family also runs at each case's sizes scaled
-    down. If the program computes with sizes or column numbers, every family runs at the scaled sizes. In
-    addition, the first family runs at the fixed small sizes, at each extent that a dim has in a case, at
-    extents between those of cases, and once with all dims long. Runs with one row, or with a dim below
-    ``FEW``, use integers. A few values make poor statistics, but most results on integers are exact.
+    the typical values) runs at several hidden sizes. The family "normal" also runs at each case's sizes
+    scaled down. If the program computes with sizes or column numbers, every family runs at the scaled sizes.
+    In addition, the family "normal" runs at the fixed small sizes, at each extent that a dim has in a case,
+    at extents between these, and once with all dims long. If an extent between these is below ``FEW``, the
+    family "integers" replaces "normal". The family "integers" also runs once with a single row. With few
+    values, statistics say little, but most results on integers are exact.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
@@ -103,7 +106,8 @@ class Comparison(NamedTuple):
         family.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
-        forward. When the spec was loaded, its reference and gradient ran only at tiny sizes.
+        forward. Loading the spec cannot find all such faults, because it tries the reference and the gradient
+        only at tiny sizes.
         """
         drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
@@ -115,8 +119,8 @@ class Comparison(NamedTuple):
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         jittered = partial(reference.jittered, spec, inputs, run.sizes)
         undefined = error_gate.undefined(run.family, truth, values, jittered)
-        # Gradients are not checked at long extents, where kernels may have defects, but PyTorch's functions
-        # have none.
+        # Gradients are not checked at long extents. Long extents can reveal a kernel's defects, but a spec's
+        # formulas consist of PyTorch's functions, which are correct at every extent.
         off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
         for name, share in off.items():
             message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"

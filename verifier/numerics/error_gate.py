@@ -1,5 +1,5 @@
-"""The error gate: compare a candidate's error with that of the yardstick (the reference in fp32, with outputs
-rounded once)."""
+"""The error gate: compare a candidate's error with the yardstick's error. The yardstick is the reference in
+fp32, with outputs rounded once."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from coda_agent.verifier.spec.model import Spec
 
 FEW = 32  # with fewer elements n than this, the yardstick's error can be 2**(10/n) times too small by chance
 OCTAVES = (-150, 128)  # exponents of all fp32 values
-# error allowed for any value, in half ulps of fp32 at the output's RMS, because a small value may be the
-# difference of larger ones, as in g - g * sigmoid(-g)
+# error allowed for any value, in half fp32 ulps of the output's RMS; a small value may need this much,
+# because it may be the difference of larger values, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
 # if values cancel, fp32's error may be this many times fp64's: 2**29 because fp32 rounds more coarsely, times
 # 8 as slack
 REST = 2.0**32
-# an error above this fraction of an output's RMS is more than the final rounding; fp8 outputs have a larger
-# limit
+# an RMS error above this fraction of an output's RMS cannot come from the final rounding alone; fp8 outputs
+# have a larger limit
 LOST = 2.0**-8
-ONE = 2.0**-24  # half an fp32 ulp of 1; differences of values near 1 are multiples of it
+ONE = 2.0**-24  # half an fp32 ulp of 1; differences of fp32 values near 1 are multiples of this number
 
 
 class OutputError(BaseModel):
-    """The error gate's result for one output: the ratios of its errors to the yardstick's, the slope of its
-    regression on the truth, and the reason if it failed.
+    """The error gate's result for one output: the ratios of the output's errors to the yardstick's errors,
+    the slope of the output's regression on the truth, and the reason if the output failed.
 
-    ``unequal`` counts the wrong values of an output that must be exact; it is None for other outputs.
+    ``unequal`` counts the wrong values of an output that must be exact, and is None for other outputs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -71,22 +71,22 @@ def compare(
     the RMS error of the worst 128x128 tile. For outputs narrower than fp32, the gate also limits the slope of
     the output's regression on the truth. A value must be finite if the truth is finite and fits the output's
     dtype. In each row, the candidate may break this rule in as many values as the yardstick does. The reason
-    is that an intermediate fp32 overflow may hit different values of a row in the candidate and in the
-    yardstick.
+    is that an intermediate value may overflow in fp32. In one row, the candidate and the yardstick may then
+    overflow at different places.
 
-    The family's ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of
-    two independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +
+    The ``limits`` are widened by the spec's tolerance, and by slack for small samples. A ratio of two
+    independent RMS errors over n elements scatters by about 1/sqrt(n). So each limit is multiplied by 1 +
     4/sqrt(n), where n counts the elements of the output or tile. This slack is 3% for a full tile, and almost
     nothing at benchmark sizes. The slope's slack is 4 times its standard error, which is sum(e^2 t^2)^0.5 /
     sum(t^2) for the yardstick's errors e and the truth t. With fewer than ``FEW`` elements, the yardstick's
-    error may be small by chance, so limits are 2**(10/n) times as wide. For example, one row sum (M = 1) may
-    be wrong by up to about 0.1%. The values of a row have common inputs, and therefore common errors. So for
-    an output of m rows, the slack is multiplied by 1 + 1/m. A yardstick error counts as at least half an fp32
-    ulp of the truth's RMS. If the yardstick's error could count as zero, no other order of summation could
-    pass.
+    error may be small by chance, so limits are 2**(10/n) times as wide. For example, an output that is a
+    single number may be wrong by up to about 0.1%. The values of a row have common inputs, and therefore
+    common errors. So for an output of m rows, the slack is multiplied by 1 + 1/m. A yardstick error counts as
+    at least half an fp32 ulp of the truth's RMS. If the yardstick's error could count as zero, no other order
+    of summation could pass.
 
-    An output named in ``exact`` must also equal the truth, rounded once to the output's dtype, bit for bit
-    (except that -0.0 equals 0.0); see ``verifier.numerics.exactness``.
+    For an output named in ``exact``, the truth is rounded once to the output's dtype. The output must equal
+    this rounded truth bit for bit, except that -0.0 equals 0.0 (see ``verifier.numerics.exactness``).
     """
     return [
         _judge(spec, name, got[name], truth[name], yard[name], limits, name in exact) for name in spec.outputs
@@ -107,12 +107,12 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """Return the outputs that the gate excuses, each with the largest excused magnitude. Only families beyond
-    typical inputs excuse outputs.
+    """Return the outputs that the gate may excuse, each with the largest magnitude that it excuses. Outputs
+    are excused only on families of inputs beyond the typical ones.
 
     An output is excused at any magnitude if the reference in fp32 overflows, or has a relative error above
     ``LOST``. If the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in
-    fp64. Then the output is excused up to the magnitude that cancellation leaves in fp32.
+    fp64. Then the output is excused up to the magnitude that cancellation can leave in fp32.
     """
     if family not in BEYOND:
         return {}
@@ -126,8 +126,8 @@ def undefined(
 
 
 def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, float]) -> list[OutputError]:
-    """Return the errors that count. Those of an ``unjudged`` output do not count if no value of the output
-    exceeds the excused magnitude."""
+    """Return the errors that count. The error of an ``unjudged`` output does not count if no value of the
+    output exceeds the excused magnitude."""
 
     def excused(name: str) -> bool:
         size = unjudged.get(name)
@@ -200,9 +200,10 @@ def _off_by_themselves(
 ) -> list[str]:
     """Judge values one by one, so that small values count as much as large ones; return the findings.
 
-    An error may be as large as the largest of three bounds: ``SHARE`` of the true value, ``CANCELLED`` times
-    ``floor``, and ``limit`` times the yardstick's worst error at values up to twice as large. If ``loud``, a
-    value whose row and column are large may have a proportionally larger error.
+    The error of a value may be as large as the largest of three bounds. These are ``SHARE`` of the true
+    value, ``CANCELLED`` times ``floor``, and ``limit`` times the yardstick's worst error among all values
+    that are at most twice as large as this value. If ``loud``, a value in a large row and column may have a
+    larger error (see ``_loudness``).
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     least = CANCELLED * floor
@@ -259,8 +260,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 def _cancelled(got: Tensor, truth: Tensor) -> bool:
     """Whether the errors look like cancellation. Differences of values near 1 are multiples of ``ONE``. So
-    look at values that the dtype could hold more finely: most of them must be multiples of ``ONE``, and
-    within a few ``ONE`` of the truth."""
+    consider the values that the dtype could represent more finely than ``ONE``. Most of these values must be
+    multiples of ``ONE``, and within a few ``ONE`` of the truth."""
     step, got = torch.finfo(got.dtype).eps, got.double()
     fine = (truth.abs() * step < ONE / 4) & (truth != 0) & got.isfinite()
     kept, error = got[fine], (got - truth)[fine].abs()

@@ -1,5 +1,5 @@
-"""Sums over the errors of an output, and over those of the yardstick (the reference in fp32). The error gate
-decides from these sums."""
+"""Sums over the errors of an output, and over the errors of the yardstick (the reference in fp32). The error
+gate decides from these sums."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COARSE = 2.0**-14
 
 @dataclass
 class ErrorSums:
-    """Sums over the elements of one output. In their names, g is the output, t the truth, e the output's
-    error, and r the yardstick's error."""
+    """Sums over the elements of one output. In the names of the fields, g is the output, t the truth, e the
+    output's error, and r the yardstick's error. For example, ``r2t2`` is the sum of r^2 * t^2."""
 
     count: int
     e2: float = 0.0
@@ -61,8 +61,9 @@ class ErrorSums:
 
     @property
     def slope_off(self) -> float:
-        """The slope's distance from 1, or from the yardstick's slope if that is nearer. If values repeat
-        along an axis, their roundings repeat too, so even the yardstick's slope may differ from 1."""
+        """How far the slope (of the output's regression on the truth) is from 1 or from the yardstick's
+        slope, whichever is nearer. If values repeat along an axis, their rounding errors repeat too, so even
+        the yardstick's slope may differ from 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
     @property
@@ -84,8 +85,8 @@ class TileSums:
 
 
 def measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[ErrorSums, TileSums]:
-    """Compute the sums over an output [R, C] and over its tiles. ``dtype`` is the output's dtype. Elements
-    whose truth is outside the dtype's range are left out."""
+    """Compute the sums over an output [R, C] and over its tiles. ``dtype`` is the output's dtype. An element
+    is left out if its truth is outside the dtype's range."""
     stats = ErrorSums(count=truth.numel())
     rows = rows_at_once(truth)
     parts = [
@@ -110,7 +111,8 @@ def worst_place(got: Tensor, truth: Tensor, e_max: float) -> tuple[int, int]:
 def _accumulate(
     stats: ErrorSums, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add one block of rows to ``stats``; return its tiles' sums of e^2 and r^2, and their element counts."""
+    """Add one block of rows to ``stats``. For each tile of the block, return the sum of e^2, the sum of r^2
+    and the number of elements."""
     t, g, y = (values.double() for values in (truth, got, yard))
     e, r = g - t, y - t
     largest = [_largest(values) for values in (t, e, r)]

@@ -10,20 +10,20 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-# The number of elements compared at once. On a GPU, these take 2 GB of fp64 temporaries; on a CPU, they fit
-# in a core's cache.
+# The number of elements to compare at once. On a GPU, this many elements take 2 GB of fp64 temporaries; on a
+# CPU, they fit in a core's cache.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 16}
-EXACT_BITS = 22  # two of fp32's 24 bits are spare, because another order of summation may need them
+EXACT_BITS = 22  # two of fp32's 24 bits are spare, because partial sums in another order may need more bits
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
     """The outputs that a kernel must compute exactly on inputs of the family "integers".
 
     ``values`` are the reference's outputs in fp32 on the kernel's device. An output must be exact if two
-    conditions hold. Its values equal the fp64 ``truth`` in every element, and they are multiples of one power
-    of two by integers of at most ``EXACT_BITS`` bits. Then sums in any order are exact, so a dropped term, a
-    wrong column or an extra rounding flips a bit. An RMS error over all elements may be too coarse to detect
-    such a mistake.
+    conditions hold. First, its values equal the fp64 ``truth`` in every element. Second, all its values are
+    integers of at most ``EXACT_BITS`` bits, times one common power of two. Then sums in any order are exact,
+    so a dropped term, a wrong column or an extra rounding changes a bit. An RMS error over all elements may
+    be too coarse to detect such a mistake.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 

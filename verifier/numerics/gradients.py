@@ -1,9 +1,9 @@
 """Compare a backward's formulas with autograd of its forward, in fp64.
 
-The formulas and autograd use the same drawn inputs. Stored tensors are not rounded: the backward reads the
-forward's tensors in fp64. Only the error of fp64 arithmetic remains. This error grows where small values are
-differences of large ones. To learn how large the error may be, the formulas and autograd run again in fp32,
-on stored tensors whose last bits were changed.
+The formulas and autograd use the same drawn inputs. The tensors that the forward stores for the backward stay
+in fp64, so the formulas and autograd differ only by the error of fp64 arithmetic. This error is large where
+small values are differences of large ones. To learn how large the error may be, the formulas and autograd run
+again in fp32, on stored tensors whose last bits were changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ NARROWER = 2.0**-20
 
 
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
-    """Return the names of a backward's gradients that differ from autograd's, each with the gradient's RMS
-    error divided by the RMS of autograd's gradient.
+    """Return the names of a backward's gradients that differ from autograd's gradients. The value of a name
+    is the RMS of the difference, divided by the RMS of autograd's gradient.
 
-    The result is empty for a spec without a forward. ``beyond``: the inputs are not typical. Then gradients
-    that depend too much on the last bits of the stored tensors are left out, as in ``error_gate.undefined``.
+    The result is empty for a spec without a forward. ``beyond``: whether the inputs are beyond the typical
+    ones. For such inputs, a gradient is left out if it depends too much on the last bits of the stored
+    tensors (compare ``error_gate.undefined``).
     """
     if spec.before is None:
         return {}
@@ -88,8 +89,8 @@ def _autograd(
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Compute the gradients by the spec's formulas: first those of its head (if it has one), then those of
-    its backward."""
+    """Compute the gradients by the spec's formulas. The formulas of ``spec.head``, the part of a backward
+    before its matmuls, come first (if there is such a part)."""
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:
@@ -102,8 +103,8 @@ def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
-    """Return a gradient. If ``found`` holds the gradient's partial results, sum them: all of them for a
-    scalar input, otherwise over heads."""
+    """Return the whole gradient. If ``found`` holds only partial results, sum these: all of them if the input
+    is a scalar, otherwise the results of all heads."""
     if not name.endswith(PARTS):
         return found
     own = known[_differentiated(name)]
@@ -111,7 +112,7 @@ def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
 
 
 def _gradients(spec: Spec, *parts: Spec) -> list[str]:
-    """The names of the gradients that a backward's formulas assign, including those that are not outputs."""
+    """The names of all gradients that a backward's formulas assign, whether they are outputs or not."""
     parts = parts or (*([spec.head] if spec.head else []), spec)
     names = sorted({name for part in parts for name in assigned(part.reference)})
     return [name for name in names if name.startswith("d_") and _differentiated(name) in spec.drawn]

@@ -38,7 +38,8 @@ def _normal(of: _Drawn) -> Tensor:
 
 
 def _positive(of: _Drawn) -> Tensor:
-    """Take magnitudes, so that sums grow with K. An accumulator of low precision would stop growing."""
+    """Make all values positive, so that sums grow with K. An accumulator of low precision would stop
+    growing."""
     return of.values.abs_()
 
 
@@ -68,8 +69,8 @@ def _huge(of: _Drawn) -> Tensor:
 def _outliers(of: _Drawn) -> Tensor:
     """Make an eighth of the activations' rows and of the weights' columns 30 to 100 times as large as the
     others. A kernel that scales per block instead of per row, or has too narrow a range, loses the small rows
-    or columns. The family divides the small rows and columns, and leaves the large ones unchanged. So it
-    overflows only where the family "normal" does."""
+    or columns. The large rows and columns keep the values of the family "normal", and the others are divided.
+    So nothing overflows that does not overflow in the family "normal"."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -124,25 +125,25 @@ def _spikes(of: _Drawn) -> Tensor:
 
 
 def _negative(of: _Drawn) -> Tensor:
-    """Take magnitudes, and multiply activations by -40, so that every result of a matmul is far below zero.
-    Then a running maximum that starts at zero would be wrong, and so would a zero added to a sum of
-    exponentials."""
+    """Make weights positive, and activations negative and 40 times as large, so that every result of a matmul
+    is far below zero. Then a running maximum that starts at zero would be wrong, and so would a zero added to
+    a sum of exponentials."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Round to multiples of a power of two, up to 8 times that power. For fp8 inputs the limit is 2 times the
-    power, because tensor cores keep fewer bits of fp8 sums. A matmul of such values, and sums and products of
-    its results, are exact in fp32 in any order of summation. ``exactness.exact_outputs`` finds the outputs
-    that must be exact to the bit."""
+    """Round to multiples of a power of two, and clamp to 8 times that power. fp8 inputs are clamped to 2
+    times the power, because tensor cores keep fewer bits of fp8 sums. A matmul of such values, and sums and
+    products of its results, are exact in fp32 in any order of summation. ``exactness.exact_outputs`` finds
+    the outputs that must be exact to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
 # The families of inputs. Each family changes the inputs that have a normal init. Inputs with another init (a
-# range, indices, a series) keep their values, since the operator relies on them. In "integers", inputs with a
-# uniform init are rounded to few values.
+# range, indices, a series) keep their values, because the operator relies on these values. The only
+# exception: the family "integers" also rounds inputs with a uniform init to few values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
     "normal": _normal,
     "positive": _positive,
@@ -217,14 +218,15 @@ def _draw(
 
 
 def routing(family: str) -> str:
-    """How a family assigns rows to experts. The first family, which is timed, assigns them evenly. Among the
-    other families, some leave experts without rows, or give one expert a single row or all rows."""
+    """How a family assigns rows to experts. The family "normal", which is timed, gives all experts about
+    equally many rows. Some other families leave experts without rows, or give one expert a single row or all
+    rows."""
     return ROUTINGS[(*EVERY, *ON_CPU).index(family) % len(ROUTINGS)]
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU. Its stretched values, which lie beyond the typical ones, are
-    computed from the result."""
+    """Draw an input's typical values on a CPU. From the result, ``stretch`` computes the input's values
+    beyond the typical ones."""
     own = _generator(f"{seed}/{name}", "cpu")
     values = values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own)
     return _typical(tensor, values, sizes, own, seed)
@@ -249,8 +251,8 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
     """Round values of a range to powers of two, because division by a power of two is exact. If the range is
-    not positive, or contains fewer than two powers of two, round to multiples of one power of two; the range
-    contains 8 to 16 of these."""
+    not positive, or contains fewer than two powers of two, round to multiples of one power of two. This power
+    is chosen so that the range contains 8 to 16 multiples."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))

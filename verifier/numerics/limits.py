@@ -14,8 +14,10 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The error gate's limits on two kinds of numbers: ratios of errors to those of the yardstick (the
-    reference in fp32), and the slope's distance from 1."""
+    """The error gate's limits for an output. ``rms``, ``tile`` and ``element`` limit the output's errors,
+    divided by the errors of the yardstick (the reference in fp32). ``slope`` limits how far from 1 the slope
+    of the output's regression on the truth may be. An fp32 output has the limits ``fp32_rms``, ``fp32_tile``
+    and ``fp32_element``, and no limit on the slope."""
 
     rms: float = 1.25
     tile: float = 1.5
@@ -26,7 +28,8 @@ class ErrorLimits:
     fp32_element: float = 8.0
     deviations: float = 4.0  # slack for statistics over few elements, in standard deviations
     shared: tuple[float, float, float] | None = None  # limits for fp32 outputs if the yardstick is coarse
-    # limit on a value's error, divided by the yardstick's worst error at values up to that size
+    # limit on a single value's error, divided by the yardstick's worst error among values of at most about
+    # the same size
     values: float | None = None
     loud: bool = False  # whether values in large rows and columns may have proportionally larger errors
     effective: bool = False  # whether to count only the elements that determine the yardstick's error
@@ -59,26 +62,29 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
 
 
 USUAL = ErrorLimits()
-# Limits for outputs left in fp32. With another order of operations, the error is a few times the reference's;
-# with wrong mathematics, it is far larger. If one matmul reads another's rounded result, that rounding causes
-# nearly all of every kernel's error. Then ``shared`` applies.
+# Limits for outputs left in fp32. A correct program with another order of operations has a few times the
+# reference's error; a program with wrong mathematics has a far larger error. If a matmul reads the rounded
+# result of another matmul, this rounding causes nearly the whole error of every program. Then ``shared``
+# applies.
 UNROUNDED = ErrorLimits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 # Families in which exponentials make a few values of an output larger than all others together. A ratio of
-# two RMS errors would compare only these few values, and say nothing about the mathematics. So each value is
+# two RMS errors would depend only on these few values, and say nothing about all others. So each value is
 # judged alone.
 EXTREME = ("large", "huge", "negative")
 VALUES = ErrorLimits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-# Limits for sizes with one long extent, where all other extents are short. A few operands and their roundings
-# repeat along the long extent, so ratios and slopes scatter as for few elements. Errors from fp32 arithmetic
-# alone have the usual limits.
+# Limits for sizes with one long extent, where all other extents are short. A few operands, with their
+# rounding errors, repeat along the long extent. So an output has few independent errors, and ratios and
+# slopes vary widely by chance. Errors from fp32 arithmetic alone have the usual limits.
 FEW = ErrorLimits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
 # In sums of few products, some rows and columns are large by chance. Values that cancel in such a row or
-# column have larger errors too; ``loud`` allows these errors. A family that makes rows large by design gains
-# little from ``loud``, because its large rows determine the usual size.
+# column have larger errors too; ``loud`` allows these errors. ``loud`` compares a row's size with the usual
+# size of all values. In a family that makes rows large by design, these rows also raise the usual size, so
+# ``loud`` hardly widens the limits.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-# If one value of a row outweighs all others, only a few elements can have the largest error, so its limit is
-# wide. A wrong clamp still fails, because its error is thousands of times a rounding error.
+# If one value of a row outweighs all others, only a few elements can have the largest error. The largest of
+# few errors varies widely by chance, so the limit on it is wide. A wrong clamp still fails, because its error
+# is thousands of times a rounding error.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
 # Far from typical inputs, one input may outweigh all others, and a few values may cause nearly all errors.
 # Then the statistics count only the few values with these errors (``effective``). There are no limits for

@@ -1,8 +1,8 @@
 """Run a spec's reference: in fp64 for the truth, in fp32 for the yardstick.
 
 The spec's owner wrote the reference, so its code is trusted. The names in the code are checked only to report
-the line of a misspelled name. Large cases run in blocks of rows, if a trial at tiny sizes shows that blocks
-give the same result.
+the line of a misspelled name. Large cases are computed in blocks of rows, if a trial at tiny sizes shows that
+the blocks give the same result.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut into blocks. ``whole``: the reference code of each block sees
-    this dim's full size, not the block's size."""
+    """A dim along which a reference may be computed in blocks. ``whole``: while the reference computes a
+    block, it sees the dim's full size, not the block's size."""
 
     name: str
     whole: bool
@@ -79,7 +79,7 @@ def _compile(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) ->
 def scope() -> dict[str, Any]:
     """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    # for a name in both modules, torch.nn.functional wins, because it comes last; its signatures are simpler
+    # a name in both modules means the function of torch.nn.functional, which has the simpler signature
     for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
@@ -152,8 +152,8 @@ def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None
 def row_dim(spec: Spec) -> RowDim | None:
     """The dim along which the reference may run in blocks, or None.
 
-    This dim is the first axis of every tensor that has it. A trial at tiny sizes checks that blocks give the
-    same result: outputs with the dim are concatenated, and the other outputs are summed over blocks.
+    Every tensor that has the dim has it as the first axis. The blocks' outputs are concatenated if they have
+    the dim, and summed otherwise. A trial at tiny sizes checks that the blocks give the same result.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
     sizes, inputs = tiny_inputs(spec)
@@ -192,8 +192,8 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # In inference mode, ``linear`` and ``matmul`` would reach the dispatch mode as they are, not decomposed
-    # into ``mm`` and ``bmm``.
+    # Inference mode is off, because in it ``linear`` and ``matmul`` would not be decomposed into ``mm`` and
+    # ``bmm`` before they reach the dispatch mode.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -202,8 +202,8 @@ def _evaluate(
 
 
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
-    """The dim to split and the number of rows per block. None if everything fits in one block, or if no dim
-    can be split."""
+    """The dim to split into blocks, and the number of rows per block. None if everything fits in one block,
+    or if no dim can be split."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
     extents = {d for t in tensors for d in t.shape}
@@ -351,9 +351,9 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Within the ``with`` block, round matmul operands to the 16-bit dtype of the inputs. If inputs of bf16
-    and of fp16 occur, round to bf16, the coarser dtype. If only fp8 occurs, round to bf16, which holds every
-    fp8 value."""
+    """Within the ``with`` block, round matmul operands to the 16-bit dtype of the inputs. If some inputs are
+    bf16 and others fp16, round to bf16, the coarser dtype. If some are fp8 and none has 16 bits, round to
+    bf16, which can represent every fp8 value."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -398,8 +398,8 @@ class _RoundedOperands(_Mode):
         if self.fp8 and a.is_cuda and multiply is torch.mm:
             eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
             if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
-                # For fp8 operands, tensor cores keep fewer bits of a sum, even if partial sums are added in
-                # fp32. So the yardstick uses tensor cores too.
+                # For fp8 operands, tensor cores keep fewer bits of a sum, even if a kernel adds partial sums
+                # in fp32. So the yardstick uses tensor cores too.
                 one = torch.ones((), device=a.device)
                 columns = b.shape[1]  # padded below, because _scaled_mm needs a multiple of 16
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
@@ -409,7 +409,7 @@ class _RoundedOperands(_Mode):
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
             # Tensor cores truncate when they accumulate in fp32. On an H100 a row's sum of squares then has
-            # 20 times the error of fp32 multiply-adds. No kernel could be as accurate as multiply-adds, so
-            # the yardstick uses tensor cores too.
+            # 20 times the error of fp32 multiply-adds. No kernel on tensor cores could be as accurate as
+            # multiply-adds, so the yardstick uses tensor cores too.
             return multiply(a, b, out_dtype=torch.float32)
         return multiply(a.float(), b.float())

@@ -1,6 +1,7 @@
 """Sizes other than a spec's cases: fixed sizes that a CPU runs quickly, and hidden sizes.
 
-The seed of hidden sizes is drawn after the candidate is fixed, so no candidate can be fitted to them.
+The seed of hidden sizes is drawn after the candidate is fixed, so no candidate can be fitted to the hidden
+sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HALF_TILE = TILE // 2
 LARGEST = 1500  # largest extent on a GPU: several tiles in each dimension
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # largest extent of the one CPU run in which all dims are long; the run takes 0.3 s
-SHORT = 24  # extents of the other dims if one dim is long; larger if rows would not be aligned otherwise
+# if one dim is long: the largest extent of all other dims; slightly exceeded if aligned rows need it
+SHORT = 24
 MEDIUM = 120  # replaces SHORT if the long dim is at most LARGEST_ON_CPU; fewer values make poor statistics
 ELEMENTS = 1 << 21  # limit on the elements of a tensor with a long extent; this many take 0.1 s on a CPU
 HEADS = 8
@@ -33,10 +35,10 @@ DOUBLINGS = 8  # after TRIES failed draws, the largest extent is doubled, at mos
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Return two fixed sets of sizes. In each set, all dims differ, so that swapped axes are detected. In the
+    """Return two fixed sets of sizes. In each set, the dims differ, so that swapped axes are detected. In the
     second set, most dims are smaller than a tile, and only static dims can be multiples of a tile. Static
-    dims have their sizes in the first case (first set) or the last case (second set). Dims that multiply
-    static dims are small."""
+    dims have the sizes of the spec's first case in the first set, and of its last case in the second set.
+    Dims that count heads or experts are small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
     return [
@@ -48,18 +50,19 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def hidden(
     spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
 ) -> dict[str, int]:
-    """Draw sizes that the spec's kernels must support in addition to its cases. A seed always gives the same
-    sizes.
+    """Draw sizes that the spec's kernels must support in addition to the spec's cases. A seed always gives
+    the same sizes.
 
-    All extents differ. They are at most ``largest``, or more if static dims need it. Rows that are aligned in
-    all cases are also aligned at these sizes. Dims that are not static are no multiples of 64, and differ
-    from their sizes in all cases. Static dims have the sizes of one case. ``rows``: the size of the row dims,
-    if given. Every other dim is at least ``least`` times its largest possible size.
+    All extents differ. No extent exceeds ``largest``, except where static dims require a larger limit. Rows
+    that are aligned in all cases of the spec are also aligned at these sizes. Static dims have the sizes of
+    one of the spec's cases. A dim that is not static has a new size, which is no multiple of 64 and which the
+    dim has in no case. ``rows``: the size of the row dims, if given. Every other dim is at least ``least``
+    times its largest possible size.
     """
     random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
-    # for each choice of the static dims: each dim's largest coefficient in any extent
+    # for each choice of the static dims' sizes: the largest factor by which an extent multiplies each dim
     reaches: dict[tuple[int, ...], dict[str, int]] = {}
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
@@ -78,13 +81,13 @@ def hidden(
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield sizes for a CPU in which one dim has an extent from a case, and all other dims are short. Each
-    extent of each dim gives one set of sizes. Such sizes detect programs that behave differently above some
-    extent.
+    """Yield sizes for a CPU in which one dim is long and all other dims are short. Such sizes detect programs
+    that behave differently above some extent.
 
-    Static dims have their sizes in that case, rows are aligned, and the short extents all differ. The long
+    The long dim has a size from one of the spec's cases. Each such size of each dim gives one set of sizes.
+    Static dims have the sizes of the same case, rows are aligned, and the short extents all differ. The long
     dim is halved until every tensor has at most ``ELEMENTS`` elements. Extents up to ``LARGEST_ON_CPU`` are
-    left out, because ``hidden`` draws them.
+    left out, because ``hidden`` draws such extents.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -98,13 +101,14 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield sizes for a CPU in which one dim has an extent between 1 and its largest case, and all other dims
-    are short. Such sizes detect programs that behave differently between the cases' extents.
+    """Yield a dim, and sizes for a CPU in which all other dims are short. The dim itself has a size between 1
+    and its largest size in the spec's cases. Such sizes detect programs that behave differently between the
+    cases' sizes.
 
-    In each octave [2**k, 2**(k+1)), a dim takes one ragged extent, which is no multiple of 64 but keeps rows
-    aligned. From 64 on, the dim also takes an extent that is a multiple of 64 or of a larger power of two,
-    from the other half of the octave. No extent equals a case's extent. An extent is left out if no sizes of
-    the other dims allow it.
+    In each octave [2**k, 2**(k+1)), the dim takes one ragged size, which is no multiple of 64 but keeps rows
+    aligned. From 64 on, each octave is divided into two halves. One half gives the ragged size. The other
+    half gives a second size, a multiple of 64 or of a larger power of two. No size of the dim equals its size
+    in a case. A size is left out if no sizes of the other dims are possible with it.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -114,8 +118,8 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with the dim in this span, or None. Static dims have their sizes in a random case that allows the
-    span."""
+    """Draw sizes with the dim in this span; return None if there are no such sizes. Static dims have the
+    sizes of a random case of the spec, among the cases that allow the span."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -127,8 +131,9 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Yield spans to draw from, and for each span whether to draw multiples of a power of two. Below 64, each
-    octave is one span. From 64 on, the two halves of an octave are two spans, in random order."""
+    """Yield spans to draw from. Each span comes with True if multiples of a power of two are to be drawn, and
+    with False for ragged extents. Below 64, each octave is one span. From 64 on, the two halves of an octave
+    are two spans, of which a random one is for ragged extents."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -143,8 +148,8 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """A dim's possible extents in a span. If ``even``, there is a group for each power of two from 64 on: the
-    multiples of that power. Otherwise there is one group, of ragged extents."""
+    """A dim's possible extents in a span, in groups. If ``even``, each group holds the multiples of one power
+    of two (64, 128 and so on). Otherwise the only group holds the ragged extents."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static, _aligned_rows(spec))]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -160,8 +165,8 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int], rows: Rows) -> int:
-    """The smallest number such that these rows are aligned if the dim is a multiple of it, at these static
-    dims."""
+    """The smallest step for the extents of a dim: if the dim is a multiple of the step, and the static dims
+    have these sizes, all ``rows`` are aligned."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(rows, others | {dim: s})), ALIGNMENT)
 
@@ -175,9 +180,9 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Yield each case's sizes, reduced for a CPU: dims are divided by one number, so that they keep their
-    ratios and equalities. Static dims keep their sizes, and row dims are small random numbers. Cases with the
-    same ratios give one set of sizes."""
+    """Yield each case's sizes, reduced for a CPU. Static dims keep their sizes. Row dims and numbers of
+    experts become small random numbers. All other dims are divided by the same number, so that their ratios
+    do not change. Cases with the same ratios give one set of sizes."""
     random, rows, found, aligned = Random(seed), row_dims(spec), set(), _aligned_rows(spec)
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
@@ -200,7 +205,7 @@ def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
-    """The largest extent that contains a dim as a factor; dims without a size count as 1."""
+    """The largest extent that contains a dim. Dims without a size in ``sizes`` count as 1."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
@@ -249,9 +254,9 @@ def row_dims(spec: Spec) -> frozenset[str]:
 
 
 def activation_dims(spec: Spec) -> frozenset[str]:
-    """The dims that are the first axis of activations. They are the row dims and, in a spec with experts, the
-    first axis of every two-axis tensor. For example, one dim counts the tokens from which rows are gathered,
-    and another dim counts the product's rows."""
+    """The dims that are the first axis of activations. These are the row dims and, in a spec with experts,
+    the first axis of every two-axis tensor. With experts, there may be several such dims: for example, the
+    number of tokens from which rows are gathered, and the number of rows of the product."""
     rows = row_dims(spec)
     matrices = [t for t in _tensors(spec.before or spec) if len(t.shape) == 2] if _experts(spec) else []
     return rows.union(*(t.shape[0].names for t in matrices))
@@ -313,8 +318,8 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
 
 
 def _aligned_rows(spec: Spec) -> Rows:
-    """The rows that must be multiples of 16 bytes. Rows that are unaligned in some case (such as a head's
-    statistics) may be unaligned anywhere."""
+    """The rows that must be multiples of 16 bytes. A tensor's rows are not included if some case of the spec
+    has unaligned rows in this tensor (as in a head's statistics)."""
     rows = dict.fromkeys((t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1)
     every = [case.sizes for case in spec.cases]
     return [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-# The largest exponent of the power of two that scales typical values, by dtype. Products of several scaled
-# inputs, and squares of these, stay within fp32. fp8 itself has little range.
+# Typical values are scaled by a power of two. REACH gives the largest exponent, by dtype. Products of several
+# scaled inputs, and the squares of such products, stay within fp32. The exponent for fp8 is small, because
+# fp8 itself has little range.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
 # The largest exponent for one input if all other inputs are typical. This input's products with other inputs
@@ -22,8 +23,8 @@ FAR = 60.0
 # each end of the domain
 ZEROS = 1 / 16
 NEAR = 2.0**24  # an end of the domain beyond this magnitude is not used as a value
-# over this many consecutive seeds, a scalar equally often takes its scaled value and each of its 1 to 3
-# special values (an end of the domain, zero)
+# In the family "ends", a scalar has 2 to 4 possible values: its scaled value, zero, and the ends of the
+# domain. Over this many consecutive seeds, the scalar takes each of these values equally often.
 TURNS = 12
 
 
@@ -71,8 +72,8 @@ def _mixed(of: Typical) -> Tensor:
 
 def _ends(of: Typical) -> Tensor:
     """Scale each value of a vector, and each row of a matrix, by its own factor. Replace some values by an
-    end of the domain, or by zero. A scalar has only one value, so consecutive seeds select in turn an end,
-    zero, and the scaled value. Draw integers at all distances from the low end, and some at an end."""
+    end of the domain, or by zero. A scalar has only one value, so consecutive seeds take turns: an end, zero,
+    the scaled value. Draw integers at small and large distances from the low end, and some at an end."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -103,7 +104,7 @@ BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """The values of a stretched family, moved into the domain (``legal``)."""
+    """Draw the values of a stretched family, and move them into the domain (``legal``)."""
     return legal(of, STRETCHED[family](of))
 
 
@@ -152,6 +153,6 @@ def _drawn(of: Typical, shape: Sequence[int], low: float, high: float) -> Tensor
 
 
 def _some(of: Typical, share: float, value: Tensor, values: Tensor) -> Tensor:
-    """Replace a random share of the values."""
+    """Replace a random ``share`` of ``values`` by ``value``."""
     chosen = _drawn(of, values.shape, 0.0, 1.0) < share
     return torch.where(chosen, value.to(values.device, values.dtype), values)

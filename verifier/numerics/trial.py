@@ -23,8 +23,8 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
     The reference runs in fp64. The text that the benchmark times (the baseline if there is one, else the
-    reference) also runs with the inputs in their own dtypes. This second run does not count if the machine
-    lacks an operation in those dtypes (such as ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also
+    reference) also runs with the inputs in their own dtypes. This second run is ignored if the machine lacks
+    an operation in those dtypes (for example ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also
     refuse a reference that works only at even sizes.
     """
     _check_rows(spec)
@@ -63,8 +63,9 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Run the reference on the drawn inputs; for a backward, first run its forward and its head. Return all
-    inputs of the reference."""
+    """Run the reference on the drawn inputs. The reference of a backward also needs computed inputs, so first
+    run the forward, and ``head``, the backward's part before its matmuls. Return all inputs of the
+    reference."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -73,9 +74,9 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
-    """Return the failure. If the reference runs only at dims that are multiples of some number, add that
-    number to the message. No program could implement such a spec, because a kernel must be valid at every
-    size."""
+    """Return the failure. If the reference runs only when some dims are multiples of a number, name the dims
+    and the number in the message. No program could implement such a spec, because a kernel must be valid at
+    every size."""
     number, needed = _multiple(spec)
     if not number:
         return failed
@@ -86,9 +87,9 @@ def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
 
 
 def _multiple(spec: Spec) -> tuple[int, str]:
-    """Find the least number such that the reference runs if certain dims are multiples of it. Return the
-    number and those dims; the number is 0 if none is found. Only powers of two, and numbers in the
-    reference's text, are tried."""
+    """Find the least number for which the reference runs if certain dims are multiples of the number. Return
+    the number and the names of these dims, or 0 and "" if no number is found. Try only powers of two, and
+    numbers in the reference's text."""
     literals = {n.value for n in ast.walk(ast.parse(spec.reference)) if isinstance(n, ast.Constant)}
     numbers = sorted({2**n for n in range(1, 9)} | {n for n in literals if type(n) is int and 1 < n <= 1024})
     for number in numbers:
@@ -114,7 +115,7 @@ def _failure(spec: Spec, times: Mapping[str, int]) -> BadReference | None:
 
 
 class _Untriable(BadReference):
-    """PyTorch lacks an operation of the text on this device."""
+    """The text cannot be tried, because PyTorch lacks one of its operations on this device."""
 
 
 def _is_missing_operation(error: Exception) -> bool:

@@ -53,8 +53,8 @@ def values_of(
 
 def _offsets(rows: int, experts: int, generator: torch.Generator, routing: str) -> Tensor:
     """The first row of each expert, followed by the total number of rows. For "balanced", each row goes to a
-    random expert; for "empty", to one of about half of the experts. For "single", one expert has just one
-    row. For "one", one expert has all rows."""
+    random expert. For "empty", each row goes to one of about half of the experts. For "single", one expert
+    has just one row. For "one", one expert has all rows."""
     device = generator.device
     some, other = torch.randint(experts, (2,), generator=generator, device=device).tolist()
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
@@ -88,8 +88,9 @@ def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str,
     """Tiny sizes, and inputs at these sizes. Each size is a different prime, multiplied by the dim's number
     in ``times`` (by default 2). So all sizes differ, and swapped dims are detected.
 
-    Integers are drawn as the spec says. If ``init`` has an ``ignored`` value, the last entry (or row) has
-    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, only the drawn inputs are returned.
+    Integers are drawn as ``init`` says. If ``init`` has an ``ignored`` value, the last entry (or row) has
+    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, the inputs that its forward computes
+    are not returned.
     Raises BadReference if a range of integers is empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]

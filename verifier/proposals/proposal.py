@@ -165,8 +165,8 @@ class Proposal(Model):
 
     def program(self, spec: Spec, operation: str = "") -> Program:
         """The toy kernel with ``operation`` in the primitive's place. The default is an existing operation
-        with the same number of arguments. The operation does not change the kernel's reads, writes and
-        launches."""
+        with the same number of arguments. The kernel's reads, writes and launches are the same for every
+        operation."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -192,7 +192,7 @@ class Proposal(Model):
 
     @contextmanager
     def _operation(self, fast: bool) -> Iterator[None]:
-        """Within the ``with`` block, add the primitive to the vocabulary; used only to lower the frame."""
+        """Add the primitive to the vocabulary during the ``with`` block, so that the frame can be lowered."""
         exact, coarse = self.templates(fast)
         there = OPERATIONS.pop(self.name, None)
         infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
@@ -317,8 +317,8 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
 
 
 def usual_range(interval: tuple[float, float]) -> tuple[float, float]:
-    """The part of an interval in which activations usually lie. If this part is empty, the interval's finite
-    part."""
+    """Return the part of an interval in which activations usually lie. If this part is empty, return the
+    interval's finite part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
         return max(low, -USUAL), min(high, USUAL)

@@ -35,7 +35,7 @@ UNMEASURED = "checked; only an H100 shows the error of its hardware functions"
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """Run the gates that need no GPU: the functions' form, their arithmetic in fp32, and a confined
     compilation."""
-    # Tests add an audit hook to Python, which checks that the code runs only in confinement.
+    # The tests have an audit hook for this event. The hook checks that the code runs only in confinement.
     sys.audit("coda_agent.verifier.verify.check_edited", source)
     gates = Gates(progress)
     program = proposal.program(spec)
@@ -62,7 +62,7 @@ def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
 
 
 def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
-    """Evaluate the functions with each operation rounded to fp32, and judge the results."""
+    """Evaluate the functions, round the result of each operation to fp32, and judge the outputs."""
     drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
     calls: list[tuple[bool, list[torch.Tensor]]] = []
     for inputs in drawn.values():
@@ -83,7 +83,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
 
 @dataclass(frozen=True)
 class PrimitiveCase(KernelCase):
-    """The proposed functions inside the kernel that calls them, with the schedules to check."""
+    """The toy kernel that calls the proposed functions, with the schedules to check."""
 
     proposal: Proposal | None = None
 
@@ -94,7 +94,8 @@ class PrimitiveCase(KernelCase):
 
 
 def numerics(job: PrimitiveCase) -> dict[str, Any]:
-    """Compare the kernel with fp64 on every family of points and every schedule, in a worker process."""
+    """In a worker process, compare the kernel's outputs with fp64, on every family of points and with every
+    schedule."""
     from coda_agent.verifier.gpu.checks import poisoned_run
 
     assert job.proposal is not None
@@ -127,8 +128,8 @@ def _conditions() -> dict[str, Any]:
 def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
-    """Run the GPU gates on the kernel that calls the functions: compare its outputs with fp64, and compare
-    repeated runs bit for bit."""
+    """Run the GPU gates on the toy kernel that calls the functions. Compare the kernel's outputs with fp64,
+    and compare repeated runs bit for bit."""
     from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)

@@ -1,5 +1,5 @@
-"""Judge a proposed primitive's outputs: choose the points at which the frame (a toy kernel that applies the
-primitive) runs, and limit the errors there."""
+"""Judge a proposed primitive's outputs. Choose the points at which the frame runs, and limit the errors at
+these points. The frame is a toy kernel that applies the primitive."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ULP = 2.0**-23
-BACKWARD = 2 * ULP  # the truth may be that of an argument within this relative distance of the point
+BACKWARD = 2 * ULP  # the truth may be evaluated at an argument within this relative distance of the point
 TINY = 2.0**-126  # the smallest normal number of fp32
-FLUSHED = 2.0**-100  # a smaller result may be zero, as for the reciprocal of a number just below overflow
+FLUSHED = 2.0**-100  # a smaller result may become zero, for example the reciprocal of the largest number
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 
 
@@ -121,8 +121,8 @@ def errors_of(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """Return the exact function's largest error over all points, in ulps. The part of an error that a
-    rounding of the arguments explains does not count. Raises Failed if the largest error exceeds the
+    """Return the exact function's largest error over all points, in ulps. First subtract from each error the
+    part that a rounding of the arguments can explain. Raises Failed if the largest error exceeds the
     proposal's bound."""
     import torch
 

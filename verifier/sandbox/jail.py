@@ -2,7 +2,7 @@
 
 The child (``jail_child``) has an empty environment, its own session, and no access to files, network or
 further processes (see ``sandbox``). The child checks the language (see ``language``) before the trace. The
-parent does not trust the child's result: it parses the program again and checks its bounds and types.
+parent does not trust the child's result. So the parent parses the program again, and checks bounds and types.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from coda_agent.verifier.sandbox.syntax_tree import MAX_SOURCE_BYTES
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
 # With -I -S, the child uses no environment variables and no user or installed packages. This package's root
-# comes last on the child's path, so that no file there hides a module of Python. The child lives for
-# milliseconds, so it runs without garbage collection, which would take a twentieth of its time.
+# comes last on the child's path, so that no file under the root hides a module of Python's library. The child
+# lives for milliseconds. It runs without garbage collection, which would take a twentieth of this time.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -91,7 +91,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Ending:
-    """The outcome of a child that has exited. ``status`` is negative if a signal killed it."""
+    """The outcome of a child that has exited. ``status`` is negative if a signal killed the child."""
 
     output: bytes
     status: int
@@ -174,12 +174,12 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
 
 
 def _is_line(line: object) -> bool:
-    """Whether a line number is possible in a kernel file; None means an unknown line."""
+    """Whether ``line`` can be a line number of a kernel file. None, for an unknown line, is allowed."""
     return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
 
 
 def _record(answer: bytes) -> Any:
-    """The one JSON value of an answer; None if the answer is anything else."""
+    """Parse an answer as JSON; return None if this fails."""
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The jail's child process: read a request from stdin, write the sandbox's layers and one result.
+"""The jail's child process. It reads a request from stdin, and writes the sandbox's layers and one result.
 
 The child imports only the standard library and the parts of ``primitives`` that tracing needs, because every
 import makes each trace slower.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import unicodedata  # noqa: F401  # the parser needs it for a non-ASCII name, when no file can be opened
+import unicodedata  # noqa: F401  # the parser needs it for non-ASCII names, and cannot import it later
 import warnings
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ MESSAGE_CHARACTERS = 4000
 
 
 def main() -> NoReturn:
-    """Read the request and enter the sandbox. Only then look at the source."""
+    """Read the request, enter the sandbox, and only then check and trace the source."""
     request = json.loads(sys.stdin.buffer.read())
     warnings.simplefilter("ignore")  # because displaying a warning would import modules and open files
     result = _detach()

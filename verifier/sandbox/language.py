@@ -82,15 +82,15 @@ def check(source: str, allowed: Collection[str]) -> ast.Module:
 
 
 class _KernelChecker:
-    """Walk a file's syntax tree and refuse the first fault. ``line`` is the line of the last visited node
-    that has one."""
+    """Walk a file's syntax tree and refuse the first fault. ``line`` is the line number of the current node,
+    or of the last visited node that has a line number."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
         self._tree = tree
         self._allowed = allowed
         self.line: int | None = None
         self._depth = 0
-        self._iterations = 1  # iterations of all loops around the current node, multiplied
+        self._iterations = 1  # the product of the iterations of all loops around the node
         self._inside: str | None = None  # the function around the current node
         self._imported: set[str] = set()
         self._bound = Counter(bindings(tree))

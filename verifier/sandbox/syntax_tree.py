@@ -1,5 +1,5 @@
-"""Parse a kernel file into its syntax tree, and find the names that the file binds and the places where
-strings are allowed.
+"""Parse a kernel file into its syntax tree. Find the names that the file binds, and the places where strings
+are allowed.
 
 This module needs only the standard library and ``primitives``, since the jail's child imports it.
 """
@@ -45,8 +45,8 @@ def _parsed(source: str) -> ast.Module:
 
 def _refuse_letters(source: str, tree: ast.Module) -> None:
     """Check that names are written in ASCII. Python normalises names by NFKC, which turns fullwidth letters
-    into plain ones. So the file is parsed again with all non-ASCII letters replaced, and no name may
-    change."""
+    into ASCII letters. So replace all non-ASCII letters, parse the file again, and check that no name has
+    changed."""
     if source.isascii():
         return
     other = _parsed(_BEYOND.sub(_UNLIKE, source))
@@ -58,7 +58,7 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names in a node, without the names in its children. A constant's text is not a name."""
+    """The names in a node itself, without those in child nodes. A constant's text is not a name."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]

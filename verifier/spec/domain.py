@@ -1,4 +1,4 @@
-"""Domains: the values of an input for which an operator is defined.
+"""Domains. An input's domain is the range of values for which the operator is defined.
 
 ``init`` describes an input's typical values; the domain describes all legal ones. The domain determines which
 inputs the verifier tries. The domain does not change the operator's meaning, so no hash depends on it.
@@ -51,8 +51,8 @@ Domain = Annotated[
 def bounds(domain: Domain, dtype: str, sizes: Mapping[str, int]) -> tuple[float, float]:
     """The least and the largest legal value at these sizes, both inclusive.
 
-    For floats, the least ``positive`` value is 2**-100: squares and quotients of smaller values underflow in
-    fp32. Raises ValueError if the arithmetic cannot be evaluated, or if low exceeds high.
+    For floats, the least ``positive`` value is 2**-100, because squares and quotients of smaller values
+    underflow in fp32. Raises ValueError if the arithmetic cannot be evaluated, or if low exceeds high.
     """
     largest = LARGEST[dtype]
     if isinstance(domain, str):

@@ -24,7 +24,7 @@ def instead(word: object, known: Iterable[str]) -> str:
 
 
 class Model(BaseModel):
-    """A strict, frozen model; an unknown key is a fault whose message suggests a known key."""
+    """A strict, frozen model. An unknown key raises a fault that suggests a known key."""
 
     model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
 

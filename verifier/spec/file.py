@@ -1,8 +1,8 @@
 """Read spec files: one YAML file per operator.
 
-``read`` returns a consistent model or raises ``SpecError``, whose message names the file, the line, the value
-and the remedy. A file must be small. It must not use YAML aliases, because ten lines of aliases can expand
-beyond any memory.
+``read`` returns a consistent model, or raises ``SpecError``. The error's message names the file, the line,
+the value and the remedy. A file must be small. It must not use YAML aliases, because ten lines of aliases can
+expand beyond any memory.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ def plain(node: Any) -> Any:
 
 
 def _line(tree: Any, place: Place) -> int:
-    """The line of the deepest key of ``place`` that the file contains. If a key's value is a text, a number
-    after the key selects a line of this text, counted from 1."""
+    """Return the line of the deepest key of ``place`` that the file contains. If this key's value is a text,
+    and a number n follows the key in ``place``, return the line of the file that holds line n of the text
+    (counted from 1)."""
     line, node = 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:
@@ -177,7 +178,7 @@ _NEEDED = {
 
 
 def _explain(error: ErrorDetails) -> tuple[Place, str]:
-    """The place of one validation error, and its message."""
+    """Return the place and the message of one validation error."""
     place, kind = tuple(error["loc"]), error["type"]
     if kind == "spec":
         return place + error["ctx"]["place"], error["ctx"]["message"]

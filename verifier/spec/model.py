@@ -78,8 +78,8 @@ class Spec(Declared):
 
     @cached_property
     def before(self) -> Spec | None:
-        """The forward of a backward, as a spec whose outputs are the tensors that the forward stores. None
-        for other specs."""
+        """The forward of a backward, as a spec; None for any other spec. The outputs of the forward's spec
+        are the backward's inputs that the forward computes."""
         if not self.forward:
             return None
         made = assigned(self.forward.reference) | assigned(self.forward.head)
@@ -104,7 +104,8 @@ class Spec(Declared):
 
     @property
     def drawn(self) -> dict[str, TensorSpec]:
-        """The inputs that are drawn; for a backward, its forward's inputs and the incoming gradients."""
+        """The inputs that are drawn, not computed. For a backward, these are the forward's inputs and the
+        incoming gradients."""
         return (self.before or self).inputs
 
     def case(self, name: str) -> Case:

@@ -1,6 +1,6 @@
 """The parts of a spec file: tensors, cases, tolerance and threshold.
 
-Each part checks itself here; ``verifier.spec.rules`` checks their combination.
+Here, each part checks itself. ``verifier.spec.rules`` checks that the parts fit together.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Case(Model):
 
 
 class Accept(Model):
-    """The threshold for the lower confidence bound of the speedup on every deciding case."""
+    """The threshold for acceptance. On every deciding case, the speedup's lower confidence bound must exceed
+    the threshold."""
 
     speedup: float = 1.0
 
@@ -109,9 +110,9 @@ class Tolerance(Model):
 
 
 class ForwardSpec(Model):
-    """The code that runs before a backward's own reference: ``reference``, the forward; and ``head``, the
-    part of the backward before its matmuls. ``inputs`` are the inputs that only this code reads. If the code
-    assigns an input, the input is computed and not drawn.
+    """The code that runs before a backward's own reference. ``reference`` is the forward. ``head`` is the
+    backward's part before its matmuls. ``inputs`` are the inputs that only this code reads. An input to which
+    this code assigns a value is computed, not drawn.
 
     An input ``d_y`` is the gradient of the forward's value ``y``, and an output ``d_x`` is the gradient of an
     input ``x``.

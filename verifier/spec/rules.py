@@ -1,4 +1,4 @@
-"""The rules of a spec beyond its types: names, sizes, cases, texts.
+"""The rules of a spec that types cannot express: rules about names, sizes, cases and texts.
 
 A broken rule raises a fault, with a message for the spec's author and a position (the keys that lead from the
 validated model to the wrong value). ``verifier.spec.file`` turns the position into a line of the file.
@@ -21,7 +21,7 @@ from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
-KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by rank
+KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by number of axes
 PARTS = "_parts"  # suffix of an output that holds partial sums of a gradient
 
 
@@ -118,7 +118,7 @@ def _check_experts(spec: Declared) -> None:
 
 
 def _check_operands(spec: Declared) -> None:
-    """If there are several fp8 matrices, check that each has a partner with rows of the same length. Only a
+    """If there are several fp8 matrices, check that each of them shares its row length with another. Only a
     gemm reads fp8 matrices, and a gemm's operands need rows of the same length."""
     eights = {name: t.shape[-1] for name, t in spec.inputs.items() if t.dtype in OPERANDS}
     for name, inner in eights.items():
@@ -171,10 +171,12 @@ def missing_static(shape: Sequence[Dim], inputs: Iterable[Shaped], static: Seque
     """The dims that must be static because an output of this shape can only be a range of a tile's columns.
     The result is empty if a kernel can compute the output in another way.
 
-    The number of a tile's columns is an input's extent, multiplied or divided by a power of two (``join``,
-    ``pairs``). A statistic has one column for each head. Without static dims, a head has at least HEAD_GRAIN
-    columns, and a product has at most four times as many columns as an input's extent. To compare sizes,
-    static dims are replaced by numbers.
+    There are two other ways. First, the output may be a whole tile. The number of a tile's columns is an
+    input's extent, multiplied or divided by a power of two (``join``, ``pairs``). Second, the output may be a
+    statistic, such as a sum over each head's columns. A head is a group of a product's adjacent columns. A
+    statistic has one column for each head. If the extents contain no static dim, a head has at least
+    HEAD_GRAIN columns. A product has at most four times as many columns as an input's extent. To compare
+    extents, this function replaces static dims by numbers.
     """
     columns, numbers = shape[-1], dict(zip(static, count(1009, 2), strict=False))
     missing = tuple(sorted(columns.names - {*static}))

@@ -1,1 +1,1 @@
-"""Mutants of a program: each has one mistake."""
+"""Make mutants of a program. Each mutant has one mistake."""

@@ -46,7 +46,8 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """Bound a value v by a number c without a comparison: their minimum is (v + c - sqrt((v - c)**2)) / 2."""
+    """Bound a value v by a number c without a comparison, through the root of a square. For example, the
+    minimum is (v + c - sqrt((v - c)**2)) / 2."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)

@@ -90,7 +90,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Set the last few columns to zero. The first of these columns depends on the tile's width."""
+    """Set the last few columns to zero. The condition compares column indices with the tile's width."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))

@@ -1,4 +1,4 @@
-"""Make mutants of a program, with one mistake each. Program, kind and seed identify a mutant."""
+"""Make mutants of a program, with one mistake each. A mutant is identified by its program, kind and seed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TRIES = 40  # attempts before a kind counts as not applicable
 @dataclass(frozen=True)
 class ProgramMutant:
     """A program with one mistake. ``aims``: the values that the mistake's conditions test (see
-    ``site.Site``). ``frozen``: versions of the mutant whose condition uses fixed sizes instead of the run's
-    sizes. The fixed sizes are those of a case, or those at which the condition changes."""
+    ``site.Site``). ``frozen``: versions of the mutant in which the condition tests fixed sizes instead of the
+    actual sizes. The fixed sizes are those of a case, or sizes at which the condition changes."""
 
     name: str
     kind: str
@@ -67,7 +67,8 @@ def _edited(
 def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
-    """Yield the mutant frozen at each case's sizes, and at the sizes where its condition changes."""
+    """Yield versions of the mutant whose condition tests fixed sizes: each case's sizes, and the sizes at
+    which the condition changes."""
     if kind == "size: other dim":  # not needed, because this mistake applies at nearly all sizes
         return
     known = set[str]()

@@ -1,6 +1,6 @@
-"""Mutations of a matrix that a matmul reads. A matmul's operand can be a tile of an earlier step, but not an
-expression over inputs. So these mutations add two superfluous matmuls. The epilogue of the second matmul
-computes the changed matrix."""
+"""Mutations of a matrix that a matmul reads. A matmul can read an input or a tile of an earlier step, but not
+an expression over inputs. So these mutations add two matmuls that are otherwise not needed, and compute the
+changed matrix in the epilogue of the second matmul."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The site of a mutation: a graph, random choices in it, and the values that the mutant's conditions test."""
+"""The site of a mutation: a graph, methods that choose at random in the graph, and a record of what the
+mutant's conditions test."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Edit = Callable[["Site"], str]
 @dataclass
 class Site:
     """A graph to mutate. ``scales``: the largest magnitude of each node on inputs drawn by the spec's own
-    init. ``aims``: pairs of a node and a number; a mutant's condition compares the node's values with this
-    number. ``sizes``: the sizes that a mutant's conditions test."""
+    init. ``aims``: pairs of a node and a number with which a condition of the mutant compares the node's
+    values. ``sizes``: the sizes that a mutant's conditions test."""
 
     spec: Spec
     graph: Graph
@@ -69,13 +70,14 @@ class Site:
         return self.graph.add(op, *lifted)
 
     def meets(self, index: int) -> int:
-        """Return node ``index`` itself, or a random node or broadcast vector that has a compatible shape and
-        does not depend on node ``index``."""
+        """Return node ``index`` itself, or a random other node, which may be a broadcast vector. The other
+        node has a compatible shape, and does not depend on node ``index``."""
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """Return the node to record in an aim: node ``index`` if it belongs to the original program. Any
-        other node was added to broadcast a vector, and the result is this vector."""
+        """Return the node to record in ``aims``. If node ``index`` belongs to the original program, this is
+        node ``index``. Otherwise, node ``index`` was added to broadcast a vector, and the vector's node is
+        returned."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]

@@ -1,5 +1,5 @@
-"""Mutations that make a value wrong at some sizes. A mutation's condition is an equality, an inequality or a
-ratio of sizes, either plain or disguised."""
+"""Mutations that make a value wrong at some sizes. A mutation's condition tests an equality, an inequality or
+a ratio of sizes. Some conditions are disguised."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def on_both(site: Site) -> str:
 
 
 def laundered(site: Site) -> str:
-    """Make a value wrong at, above or below one extent of a dim. To disguise the condition, zero is added to
-    the dim. This zero is computed from the value."""
+    """Make a value wrong at, above or below one extent of a dim. To disguise the condition, a zero that is
+    computed from the value is added to the dim."""
     dim, at = _extent(site)
     target = site.value("tile", "vector", "head")
     nothing = site.add("multiply", target, 0.0)
@@ -112,8 +112,8 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """Draw a dim and one of its extents, usually the extent in a case. For the check of the mutant, record
-    sizes with this extent, and sizes that are about twice as large."""
+    """Draw a dim and an extent for the dim, usually the dim's extent in a case. For the check of the mutant,
+    record sizes at which the dim has this extent, and sizes that are about twice as large."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

@@ -151,7 +151,7 @@ def _small(node: Node) -> bool:
 
 
 def factor_off(site: Site) -> str:
-    """Change a value by 1 % to 50 %: multiply the value by a factor, or add a fraction of its largest
+    """Change a value by 1 % to 50 %: multiply the value by a factor, or add a fraction of the value's largest
     magnitude."""
     value = site.value()
     share = 10 ** site.random.uniform(-2, -0.3) * site.random.choice((-1, 1))

@@ -14,7 +14,7 @@ from coda_agent.primitives.lang.ir import Program
 RULES: dict[str, Rule] = arithmetic.RULES | functions.RULES | tiles.RULES
 COMBINED = "several"
 KINDS = (*RULES, COMBINED)
-TRIES = 30  # a kind counts as not applicable to a program after this many attempts per wanted rule
+TRIES = 30  # after this many failed attempts per wanted rule, a kind counts as not applicable to a program
 
 
 class Rewritten(NamedTuple):

@@ -1,7 +1,7 @@
 """Rules that rewrite a program but keep its meaning. A rule picks a random node with a suitable operation,
 replaces the node, and returns the node's name. The rule raises Skip if no node has a suitable operation, or
-if the picked node cannot be replaced. A rewritten program is at least as accurate as code by a sensible
-author."""
+if the picked node cannot be replaced. Each rule is chosen so that the rewritten program is at least as
+accurate as code that a sensible author would write."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Turn a function into a rule. The function builds the replacement of a node that has one of the
-    operations ``ops``."""
+    """Turn a function into a rule. Given a node with one of the operations ``ops``, the function builds the
+    node's replacement."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:

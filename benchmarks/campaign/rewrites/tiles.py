@@ -35,7 +35,7 @@ def _abs_max(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _parts(g: Graph, node: Node, random: Random) -> int:
-    """Rewrite the sums of a + b as the sums of a plus the sums of b, if both are whole tiles."""
+    """Rewrite the sums of a + b as the sums of a plus the sums of b, if a and b are whole tiles."""
     total = known(g, node.args[0], "add")
     if any(g.types[a].kind != "tile" for a in total.args):
         raise Skip("not two tiles")

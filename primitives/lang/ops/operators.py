@@ -1,7 +1,7 @@
 """Family 1, elementwise: how arguments broadcast, and Python's operators on tensors.
 
-``elementwise`` turns a documented signature into a primitive. ``ops.elementwise`` has the elementwise
-functions that kernels import.
+``elementwise`` makes a primitive from a function that has only a signature and a docstring. The module
+``ops.elementwise`` has the elementwise functions that kernels import.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from coda_agent.primitives.lang.trace import Tensor, apply
 
 
 def broadcast(name: str, types: tuple[Type, ...]) -> Type:
-    """The common type of elementwise arguments. Raises ProgramError if two arguments do not fit together; the
-    message says why."""
+    """Return the type to which elementwise arguments of these types broadcast. Raises ProgramError if two
+    arguments do not fit together; the message says why."""
     result = Type("scalar")
     for given in types:
         result = _meet(name, result, given)
@@ -71,8 +71,8 @@ def covers(wide: Type, narrow: Type) -> bool:
 
 
 def _heads(columns: Dim, narrow: Type) -> Dim | None:
-    """The number of heads of ``narrow.period`` columns each; None if ``columns`` is no multiple of the
-    period."""
+    """Return the number of heads if each head has ``narrow.period`` columns; None if ``columns`` is no
+    multiple of the period."""
     try:
         return columns.divided(narrow.period) if narrow.period else None
     except ValueError:

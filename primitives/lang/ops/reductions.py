@@ -1,8 +1,8 @@
-"""Family 4, reductions along rows and columns: each CTA tile writes partial results, and a kernel between
-steps combines them in a fixed order.
+"""Family 4, reductions along rows and columns. Each CTA tile writes partial results. A vector kernel, which
+runs between steps, combines the partial results in a fixed order.
 
-For the author, a reduction returns a finished vector. Lanes beyond a ragged edge count as the reduction's
-identity, even if the expression has another value there.
+The author of a kernel file does not see partial results: a reduction returns a finished vector. Lanes beyond
+a ragged edge count as the reduction's identity, even if the expression has another value there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def reduces(
     derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
     """Return a decorator that makes a documented function a reduction of its first argument. ``rule``: the
-    typing rule, for a reduction that takes more than one tile. ``sides``: see ``Operation``. A reduction
-    without a derivative is an extremum."""
+    typing rule, for a reduction that takes other arguments besides the tile. ``sides``: see ``Operation``. A
+    reduction without a derivative is an extremum."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
@@ -47,7 +47,7 @@ def reduces(
 
 
 def _of_a_tile(name: str, how: Reduction) -> Rule:
-    """The typing rule of a reduction, which takes one tile and returns a vector."""
+    """The typing rule of a reduction that takes one tile and returns a vector."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -63,9 +63,9 @@ def _of_a_tile(name: str, how: Reduction) -> Rule:
 class Fold(NamedTuple):
     """A way to combine many values into one, along either axis. ``lanes`` takes the code of the running value
     and the code of new values, and returns the code of the next running value. ``identity``: the value that
-    does not change a running value. ``across``: how the running values of threads and CTA tiles are
-    combined. "add" starts from 0, "max" from -inf, and "max_abs" from 0. ``finished``: a code template over
-    the combined value."""
+    does not change a running value. ``across``: how the running values of threads and CTA tiles are combined.
+    "add" starts from 0, "max" from -inf, and "max_abs" from 0. ``finished``: a code template that is applied
+    to the combined value."""
 
     lanes: Callable[[str, Sequence[str]], str]
     identity: float
@@ -73,8 +73,8 @@ class Fold(NamedTuple):
     finished: str = "{0}"
 
     def along(self, axis: Literal["row", "column"]) -> Reduction:
-        """The reduction along ``axis``. Each CTA tile writes partial results, and a kernel after the step
-        combines the partial results of all CTA tiles."""
+        """The reduction along ``axis``. Each CTA tile writes partial results, and a vector kernel after the
+        step combines the partial results of all CTA tiles."""
         if axis == "row":
             resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
         else:
@@ -92,7 +92,8 @@ class Fold(NamedTuple):
 
 
 def largest(value: str) -> Callable[[str, Sequence[str]], str]:
-    """``Fold.lanes`` for a running maximum. ``value``: a code template that is applied to each new value."""
+    """Return a function for ``Fold.lanes`` that computes a running maximum. ``value``: a code template that
+    is applied to each new value."""
 
     def lanes(running: str, values: Sequence[str]) -> str:
         for each in values:
@@ -103,8 +104,8 @@ def largest(value: str) -> Callable[[str, Sequence[str]], str]:
 
 
 def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
-    """``Operation.sides`` of an extremum along an axis. The two sides: the extremum lies in the first half of
-    the axis, or in the second half."""
+    """Return the ``Operation.sides`` of an extremum along an axis. The first side is chosen if the extremum
+    lies in the first half of the axis, and the second side if it lies in the second half."""
 
     def sides(torch: Any, t: Any) -> Sides:
         first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)

@@ -47,8 +47,8 @@ def _select(torch: Any, t: Any, index: Any) -> Any:
 
 
 def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
-    """``Operation.sides`` of a selection. The two sides: the index lies in the first half of the columns, or
-    in the second half."""
+    """``Operation.sides`` of a selection. The first side is chosen if the index lies in the first half of the
+    columns, and the second side if it lies in the second half."""
     value, middle, columns = _select(torch, t, index), (t.shape[1] + 1) // 2, t.shape[1]
     first, second = (index >= 0) & (index < middle), (index >= middle) & (index < columns)
     return (first, value.where(first, 0.0)), (second, value.where(second, 0.0))
@@ -63,8 +63,8 @@ def _head_abs_max(torch: Any, t: Any, width: int) -> Any:
 
 
 def _head_halves(torch: Any, t: Any, width: int) -> Sides:
-    """``Operation.sides`` of a head's largest magnitude. The two sides: the magnitude lies in the first half
-    of the head, or in the second half."""
+    """``Operation.sides`` of a head's largest magnitude. The first side is chosen if the magnitude lies in
+    the first half of the head, and the second side if it lies in the second half."""
     first, second = t.unflatten(1, (-1, width)).tensor_split([(width + 1) // 2], dim=-1)
     a, b = (half.abs().amax(dim=-1) for half in (first, second if second.numel() else first))
     return (a > b, a), (b > a, b)
@@ -72,7 +72,7 @@ def _head_halves(torch: Any, t: Any, width: int) -> Sides:
 
 _LOGSUMEXP = Reduction(
     "row",
-    resource='OnlineLSEReduce("{name}")',  # it masks the fragment in place
+    resource='OnlineLSEReduce("{name}")',  # this resource masks the fragment in place
     finish="finish_logsumexp({partial}, at, lane)",
     said="logsumexp({kept})",
     spoils=True,

@@ -1,7 +1,7 @@
 """Family 3, tiles: the GEMM that computes a tile, its operands, and halves and ranges of a tile's columns.
 
-Loads and stores are implicit. A step loads a tile if an expression reads an input or an earlier step's tile.
-A step stores a tile if the kernel returns the tile, or if a later step reads it.
+Loads and stores are implicit. A step loads an input tile, or a tile of an earlier step, if an expression of
+the step reads it. A step stores a tile if the kernel returns the tile, or if a later step reads it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _grouped(a: Type, b: Type, offsets: Type) -> Type:
-    """The type of a GEMM with offsets. The GEMM multiplies each row by its expert's matrix, or computes one
-    product for each expert, over the expert's rows."""
+    """The type of a GEMM with offsets. There are two forms: the GEMM multiplies each row by its expert's
+    matrix, or it computes one product for each expert, over the expert's rows."""
     if offsets.kind != "vector":
         raise ProgramError("arguments", f"gemm's offsets are a vector [E + 1], not {offsets}")
     experts = offsets.shape[0] + Dim.parse(-1)
@@ -64,7 +64,7 @@ def _grouped(a: Type, b: Type, offsets: Type) -> Type:
 
 
 def _gathered(a: Type, index: Type) -> Type:
-    """The type of the rows of ``a`` that an index names."""
+    """The type of the matrix that consists of rows of ``a``, gathered by an index."""
     if a.kind != "tile" or index.kind != "vector":
         raise ProgramError(
             "arguments",
@@ -75,7 +75,7 @@ def _gathered(a: Type, index: Type) -> Type:
 
 
 def check_offsets(offsets: Sequence[int], rows: int) -> None:
-    """Raise ValueError unless the offsets rise from 0 to the number of rows."""
+    """Raise ValueError if the offsets do not rise from 0 to the number of rows."""
     if (offsets[0], offsets[-1]) != (0, rows) or sorted(offsets) != list(offsets):
         raise ValueError(f"offsets {list(offsets)[:8]} must rise from 0 to {rows}, the number of rows")
 
@@ -88,8 +88,9 @@ def check_index(index: Any, rows: int) -> None:
 
 
 def _by_expert(torch: Any, a: Any, b: Any, offsets: Any = None, index: Any = None) -> Any:
-    """A GEMM in PyTorch. With offsets it loops over experts; with an index it first gathers rows. Raises
-    ValueError if offsets do not rise from 0 to the number of rows, or if the index has an invalid row."""
+    """A GEMM in PyTorch. With offsets, it computes one product for each expert. With an index, it first
+    gathers rows. Raises ValueError if offsets do not rise from 0 to the number of rows, or if the index has
+    an invalid row."""
     if offsets is None:
         return a @ b
     if index is not None:
@@ -155,8 +156,8 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
 def _gemm_derivative(
     g: Tensor, y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None, index: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the two operands, computed by two GEMMs. The gradient of an operand that is a
-    transpose has the shape of the tile that is transposed. Offsets have no gradient."""
+    """The gradients of the two operands, computed by two GEMMs. If an operand is a transpose, its gradient
+    has the shape of the tile that is transposed. Offsets have no gradient."""
     if index is not None:
         raise ProgramError(
             "derivative",
@@ -164,7 +165,7 @@ def _gemm_derivative(
             "before the kernel, as gemm(x, w.mT, offsets), and add each token's rows by index_add_ after it",
         )
     left, right = a.untransposed, b.untransposed
-    if offsets is not None and left is not None:  # [E, N, K]: one GEMM per expert, over its rows
+    if offsets is not None and left is not None:  # the result is [E, N, K], one product per expert
         return gemm(b, g.mT, offsets), gemm(left, g, offsets), None
     given = () if offsets is None else (offsets,)
     return (

@@ -1,7 +1,7 @@
 """Family 2, vectors and scalars: one value per row or column, spread over tiles; sizes and literals.
 
-Arithmetic between vectors runs between steps, in small generated kernels: one for each step and vector
-length.
+Small generated kernels between the steps do the arithmetic on vectors. There is one such kernel for each step
+and vector length.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def per_column(v: Tensor) -> Tensor:
 
 
 def _per_head_derivative(g: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor]:
-    """The gradient of per_head. For a vector [W] that is repeated in H heads, the result [H*W] contains one
-    part for each head, and the caller must add the parts."""
+    """The gradient of per_head. If a vector [W] is repeated in H heads, the result [H*W] contains one part
+    for each head, and the caller must add the H parts."""
     if y._type.kind == "spread":
         return (apply("head_sums", g, attribute=str(y._type.period)),)
     if len(y._type.shape) == 2:

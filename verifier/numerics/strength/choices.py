@@ -4,14 +4,15 @@ A choice takes one of two values, its sides. A side that no tried input selects 
 a clamp beyond the drawn values looks like no clamp. So each side must be *needed*: there must be inputs on
 which the program passes the error gate, but fails if the other side is forced. A function like sigmoid counts
 as a choice too, because it is nearly constant far from zero, and nearly a straight line close to zero. For
-example, 1e9 * tanh(v / 1e9) acts as a clamp. So the program must fail on some inputs if the function is
-replaced by its limits. It must also fail on some inputs if the function is replaced by its tangent at zero.
+example, 1e9 * tanh(v / 1e9) is almost v for usual values, and acts as a clamp for huge values. So the program
+must fail on some inputs if the function is replaced by its limits, and on some inputs if the function is
+replaced by its tangent at zero.
 
 A ``where`` may also choose between two correct forms of a value, such as a series near zero and 1 - exp(-t).
-Near zero, 1 - exp(-t) cancels. The gate may still pass it there, because the gate's limits allow for the
-errors of larger values, or because the reference cancels too. Then no input needs the series. Instead, the
-side of the series must be *judged*: the program must fail if the values of this side alone are wrong by an
-eighth.
+Near zero, 1 - exp(-t) cancels. The gate may still accept 1 - exp(-t) near zero, because the gate's limits
+allow for the errors of larger values, or because the reference cancels too. Then no input needs the series.
+Instead, the side of the series must be *judged*: the program must fail if only the values of this side are
+wrong, by an eighth.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Operation, Program
 
-SHARE = 1 / 256  # the error gate may miss a change of a smaller share of a choice's elements
+SHARE = 1 / 256  # the error gate may miss a change in fewer elements than this share of a choice's elements
 SIDES = {
     "where": ("its condition never holds", "its condition always holds"),
     "maximum": ("its first argument is never the larger", "its second argument is never the larger"),
@@ -60,8 +61,9 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements of a choice in one run. ``decided``: the elements that one side decides. ``apart``:
-    the decided elements for which the other side has another value. ``elements``: all elements."""
+    """Numbers of elements of a choice in one run. ``decided``: the elements that take the value of one side.
+    ``apart``: those of the ``decided`` elements for which the other side has another value. ``elements``: all
+    elements."""
 
     decided: int
     apart: int
@@ -70,13 +72,13 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """The evidence on a side from all runs. ``share``: the largest share of elements that the side decided in
-    a run. ``family``: the family of inputs in that run."""
+    """The evidence on a side from all runs. ``share``: the share of the choice's elements that the side
+    decided, in the run with the largest share. ``family``: the family of inputs in that run."""
 
     share: float = 0.0
     family: str = ""
     needed: str = ""  # the family of inputs on which the program failed without this side
-    tries: int = 0  # in how many runs the program was also tried without this side
+    tries: int = 0  # the number of runs in which the program was also tried without this side
     apart: bool = False  # whether the two sides' values ever differed where this side decided
     judged: bool = False  # whether a run failed because this side alone was distorted
 
@@ -96,7 +98,7 @@ class Coverage:
 
     @property
     def open(self) -> list[Side]:
-        """Sides that no run has needed yet."""
+        """The sides that no run has needed yet."""
         return [side for side, seen in self.seen.items() if not seen.needed]
 
     def add(self, counts: Mapping[Side, Count], family: str) -> None:
@@ -110,9 +112,10 @@ class Coverage:
                 seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
-        """The sides that no run needed. Sides of a choice between two forms of one value are left out.
+        """The sides that no run needed or judged.
 
-        The sides of a comparison that is used in arithmetic are never left out.
+        The sides of a choice between two forms of one value are left out, except if the choice is a
+        comparison that is used in arithmetic.
         """
         return [side for side in self.open if not self._alike(side.node) and not self.seen[side].judged]
 
@@ -122,8 +125,8 @@ class Coverage:
         return self.program.nodes[side.node].op == "where" and self.seen[side].share >= SHARE
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice decided enough elements, and the two values were always equal.
-        Always False for a comparison."""
+        """Whether a choice is between two forms of one value: both sides decided enough elements, and their
+        values were always equal. Always False for a comparison."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
@@ -164,7 +167,7 @@ def choices(program: Program) -> list[int]:
 
 
 class Counting:
-    """A callback for the interpreter that counts the elements each side decides."""
+    """A callback for the interpreter that counts the elements that each side decides."""
 
     def __init__(self, program: Program, sides: Sequence[Side]):
         self.program, self.nodes = program, {side.node for side in sides}

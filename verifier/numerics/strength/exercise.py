@@ -1,5 +1,5 @@
-"""Check the operations that choose between values, such as ``where`` and ``maximum``: removing any operand
-must change the result for some valid input. Also check that no result jumps at a particular size."""
+"""Check the operations that choose between two values (sides), such as ``where`` and ``maximum``. Removing a
+side must change the result for some valid input. Also check that no result jumps at a particular size."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from coda_agent.verifier.spec.parts import Case
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by which a size changes
 STEEPEST = 8  # results may grow with at most this power of a size
-SMALLEST = 8  # the smallest size tried; a step of 1 from a smaller size changes even smooth results much
+SMALLEST = 8  # the smallest size tried; from a smaller size, a step of 1 changes even smooth results a lot
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
-TRIES = 3  # an operand's removal is tried on at most this many runs
+TRIES = 3  # largest number of runs in which the program is tried without a side
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage. For each operand (side) that no run has needed so far, record whether
-    it decided values in this run, and whether the run fails without the operand."""
+    """Add a judged run to the coverage. If a side decided values in this run, and no earlier run has needed
+    the side, try the program without the side, and record whether the program fails."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -48,8 +48,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the open sides (those that no run has needed yet). The program
-    is judged on these inputs as on any others.
+    """Search the spec's domain for inputs that need the open sides (the sides that no run has needed yet).
+    The program is judged on these inputs as on all other inputs.
 
     Raises Failed if the program is wrong on such inputs, or if the search finds no inputs that need a side.
     """
@@ -86,10 +86,10 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
     outputs.
 
     Results must depend smoothly on sizes. For example, a mean divides a sum by the number of columns. The
-    program runs on small inputs, but with a case's sizes in its formulas. Then it runs again with one or all
-    of these sizes slightly changed. Scalars that depend only on sizes are computed for every size up to twice
-    a case's. Raises Failed if outputs, or a scalar of this kind, change by more than the eighth power of a
-    size.
+    program runs on small inputs, but with a case's sizes in its formulas. Then the program runs again with
+    one or all of these sizes slightly changed. A scalar that depends only on sizes is computed for every size
+    up to twice the size in a case. Raises Failed if the outputs, or such a scalar, change more than the
+    eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -122,8 +122,8 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Raise Failed if a scalar that depends only on sizes jumps. The scalar is computed for every value of
-    one dim up to twice the case's; the other dims keep the case's values."""
+    """Raise Failed if a scalar that depends only on sizes jumps. The scalar is computed for every size of one
+    dim, up to twice the dim's size in the case. The other dims have their sizes in the case."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
     used: set[int] = set()  # nodes with at least one reader that depends on more than sizes

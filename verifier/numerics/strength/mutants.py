@@ -1,9 +1,10 @@
 """Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-Some mutants have wrong mathematics: another reference text, which a program could also contain. The error
-gate judges such a mutant on stored outputs, and again on outputs left in fp32, like the interpret gate. Other
-mutants have wrong execution: the reference's text, but with damaged matmuls or outputs, as a faulty lowering
-or a cheat would give. The error gate judges these mutants only on stored outputs.
+Some mutants have wrong mathematics: their reference text has a mistake that a program could have too. The
+error gate judges such a mutant as the interpret gate judges a program: on stored outputs, and again on
+outputs left in fp32. Other mutants have wrong execution: they have the reference's own text, but damaged
+matmuls or outputs, as a faulty lowering or a cheat would produce. The error gate judges these mutants only on
+stored outputs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}
 class ReferenceMutant:
     """A wrong version of the reference: its text, its matmuls, and the damage to its outputs.
 
-    ``text`` is the reference's own if only the execution is wrong. ``product`` is None if the matmuls are
-    correct.
+    ``text`` is the reference's own text if only the execution is wrong. ``product`` replaces the matmuls; it
+    is None if the matmuls are correct. ``after`` damages the outputs.
     """
 
     name: str
@@ -47,12 +48,14 @@ class ReferenceMutant:
 
     @property
     def spoken(self) -> bool:
-        """Whether a program can express the mutant: only its text differs from the reference."""
+        """Whether a program can express the mutant, because only the mutant's text differs from the
+        reference."""
         return self.product is None and self.after is dict
 
 
 def mutants(spec: Spec) -> Iterator[ReferenceMutant]:
-    """All mutants, in a fixed order, with unique names. Mistakes that lead to the same text count once."""
+    """Yield all mutants, in a fixed order, with unique names. If several mistakes lead to the same text, the
+    text counts once."""
     text = ast.unparse(ast.parse(spec.reference))
     yield from _wrong_outputs(spec, text)
     yield from _wrong_matmuls(spec, text)
@@ -107,7 +110,7 @@ def _without_last_rows(output: Tensor) -> Tensor:
 
 
 def _one_wrong_column(output: Tensor) -> Tensor:
-    """The output with one column replaced by its neighbour."""
+    """The output with one column replaced by the column before it."""
     kept, at = output.clone(), output.shape[1] // 2
     kept[:, at] = output[:, at - 1]
     return kept

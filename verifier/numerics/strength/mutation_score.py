@@ -22,10 +22,10 @@ SAME = 1e-12  # largest relative difference between two correct ways to compute 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    A mutant that a program can express is judged as in the interpret gate. Any other mutant is judged as on a
-    GPU. The families and limits are also those of that gate. The list is empty for a strong spec. Small sizes
-    on a CPU suffice. A text does not count as a mutant if, apart from rounding, its results in fp64 equal the
-    reference's in every family.
+    A mutant that a program can express is judged as in the interpret gate, in the same families and with the
+    same limits. Any other mutant is judged as on a GPU. The list is empty for a strong spec. Small sizes on a
+    CPU suffice. If a mutant's fp64 results equal the reference's in every family, apart from rounding, the
+    mutant is left out of the list.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -43,7 +43,7 @@ def differs(spec: Spec, mutant: ReferenceMutant, sizes: Sizes, seed: int = 0) ->
 
 @dataclass(frozen=True)
 class MutationSample:
-    """One draw of inputs with the reference's results, on which mutants are judged."""
+    """One draw of inputs, and the reference's results for these inputs, on which mutants are judged."""
 
     spec: Spec
     sizes: Sizes
@@ -76,9 +76,9 @@ class MutationSample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, ErrorLimits]]:
-        """Yield each output's error, its dtype and the limits that apply. First yield the errors of outputs
-        as stored, with their limits. If a program can express the mutant (``spoken``), then yield the errors
-        of unrounded outputs, with the interpret gate's limits for these."""
+        """Yield each output's error, the output's dtype, and the limits on the error. First judge outputs as
+        they are stored. If a program can express the mutant (``spoken``), also judge the unrounded outputs,
+        with the interpret gate's limits for unrounded outputs."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -91,8 +91,8 @@ class MutationSample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: ReferenceMutant) -> bool:
-        """Whether the mutant computes another function than the reference. Always True for a mutant with
-        wrong execution."""
+        """Whether the mutant computes another function than the reference. Always True for a mutant that no
+        program can express. Such a mutant has the reference's text, but executes the text wrongly."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

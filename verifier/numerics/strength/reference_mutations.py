@@ -36,7 +36,7 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last two subtract no maximum, or a maximum that is never below zero.
+    # The third form subtracts no maximum. The fourth form subtracts a maximum that is never below zero.
     "logsumexp": (
         "({x}).amax(-1)",
         "log(exp(({x}) / 2).sum(-1)) * 2",
@@ -116,7 +116,7 @@ def _wrong_products(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_ends(text: str) -> Texts:
-    """Make a reduction miss the last value, or include the zeros that fill its last tile."""
+    """Make a reduction miss the last value, or include the zeros that pad the last tile."""
     for at, node in _nodes(text, ast.Call):
         axis = ast.unparse(node.args[-1]) if node.args else ""
         if _name(node) not in REDUCTIONS or axis not in PADDED:
@@ -220,8 +220,8 @@ def _wrong_roots(text: str) -> Texts:
 
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
-    """Drop a constant of the spec, cut it to three digits or multiply it by ten. Replace a scalar input by a
-    literal. Divide a mean's sum by a case's size instead of the actual size."""
+    """Replace a constant of the spec by zero, round it to three digits, or multiply it by ten. Replace a
+    scalar input by a literal. In a mean, divide the sum by a case's size instead of the actual size."""
     for at, name in _nodes(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
@@ -265,7 +265,7 @@ def _nodes(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
 
 
 def _replaced(text: str, at: int, new: ast.expr | ast.Slice) -> str:
-    """The text after replacing the node at this position of the walk."""
+    """Replace the node at position ``at`` of the walk (see ``_nodes``), and return the new text."""
     tree = ast.parse(text)
     target = list(ast.walk(tree))[at]
 

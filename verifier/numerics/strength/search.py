@@ -1,4 +1,5 @@
-"""Search for inputs on which a choice, such as maximum, needs a side (an operand) that no earlier run needed.
+"""Search for inputs that test the untested sides of a program's choices. For example, the sides of the choice
+``maximum`` are its two operands.
 
 Draws are independent. Each input is typical, stretched (beyond its typical values), or near a constant of the
 program; at most one input is scaled much further. In some draws only the first column of each matrix is
@@ -21,7 +22,7 @@ from coda_agent.verifier.spec.model import Spec
 
 SEARCHES = 160  # number of draws
 DRAWS_A_SIZE = 8
-LARGEST = 32  # the largest extent
+LARGEST = 32  # the largest extent of a tensor's axis
 
 
 def searches(
