@@ -1,4 +1,4 @@
-"""Accepting: what is written, what is refused, what a full disk leaves behind, and the commit."""
+"""Acceptance: the files it writes, what it refuses, full disks, killed processes, and the commit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def outcome_of(name: str) -> Outcome:
 
 
 def put(name: str, directory: Path, recordings: Path | None = None) -> list[Path]:
-    """Accept a run into ``directory``."""
+    """Accept the run's kernel into ``directory``; return the paths of the written files."""
     outcome = outcome_of(name)
     run = runs.reopen(name)
     with run.journal:
@@ -140,7 +140,8 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     assert not (tmp_path / "kernels").exists()
 
 
-# all or nothing: the report vouches for the other files, so it is there only with all of them
+# An acceptance writes all files or none. The report vouches for the other files, so it exists only beside all
+# of them.
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -150,7 +151,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_a_disk_that_fills_up_leaves_the_kernel_before(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The disk is full at the n-th file; an older kernel of that name was there before."""
+    """The disk is full when file number ``writes`` is written. The files of the older kernel remain."""
     put(accepted_run(spec, TWICE), tmp_path / "kernels")
     before = contents(tmp_path / "kernels")
     name, done = accepted_run(spec), iter(range(100))
@@ -169,7 +170,7 @@ def test_a_disk_that_fills_up_leaves_the_kernel_before(
         with pytest.raises((Refused, JournalError), match=f"{tmp_path}.*: No space left on device"):
             accept(outcome, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert contents(tmp_path / "kernels") == before
-    assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # nor any draft
+    assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # no draft is left
     put(name, tmp_path / "kernels")
     assert contents(tmp_path / "kernels")["toy.py"].decode() == TOY_KERNEL
 
@@ -198,13 +199,13 @@ def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 32 KB, where this user may mount one."""
+    """A directory: a file system of 32 KB if this user may mount one, otherwise an ordinary directory."""
     with mounted(tmp_path / "disk", 32 << 10) as disk:
         yield disk
 
 
 def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:
-    """On a real small disk where one can be had; else the file size limit plays its part."""
+    """The disk is a real small one if this user may mount it. Otherwise a limit on file sizes replaces it."""
     name = accepted_run(spec)
     (small_disk / "ballast").write_bytes(b"x" * 28_000 if os.path.ismount(small_disk) else b"")
     limit = "" if os.path.ismount(small_disk) else "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
@@ -227,8 +228,9 @@ cli.main()
     assert "toy.report.json" not in left and not [n for n in left if n.endswith(".tmp")]
 
 
-# Accepts a run again and again, each time in a process that is killed one step of the file system later; then
-# another looks, and says what it finds.
+# This program accepts a run again and again. Each acceptance runs in a process that is killed one file system
+# step later than the last. After each kill another process looks at the kernel, and the program prints what
+# is there.
 KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
@@ -286,16 +288,17 @@ def test_an_acceptance_killed_at_each_step_is_none_or_is_ended_by_the_next_look(
     assert [f["status"] for f in found] == [-signal.SIGKILL] * (len(found) - 1) + [0] and len(found) > 30
     assert not any(f["looked"] or f["folders"] for f in found)
     evidence = "toy.report.json"
-    for left in (f["left"] for f in found):  # before anyone looks: no evidence beside files of another kernel
+    for left in (f["left"] for f in found):  # before the next look, a report has only its own files beside it
         assert evidence not in left or {n: left.get(n) for n in NAMES} in (old, new)
     ends = [f["then"] for f in found]
     decided = ends.index(new)
     assert ends == [old] * decided + [new] * (len(ends) - decided)
-    assert any(f["left"] != f["then"] == new for f in found)  # one that the look has ended
+    assert any(f["left"] != f["then"] == new for f in found)  # the look completed at least one acceptance
 
 
 def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_path: Path) -> None:
-    """Of another run: the folder that is left holds the one before."""
+    """The folder left behind holds the kernel of an earlier run. The next read completes that acceptance.
+    Afterwards another run's kernel can be accepted."""
     kernels = tmp_path / "kernels"
     put(accepted_run(spec, TWICE), tmp_path / "staged")
     names = [n for n in NAMES if n != "toy.report.json"] + ["toy.report.json"]
@@ -322,8 +325,8 @@ def test_the_tables_are_of_the_kernel_whose_acceptance_was_cut_off(spec: Path, t
 
 
 def cut_off(kernels: Path) -> Path:
-    """An acceptance of the kernel there that was cut off once it was decided: two of its files are not in
-    their places yet. Its folder."""
+    """Make the kernel in ``kernels`` look as if its acceptance was cut off after the decision: three files
+    are not in their places yet. Return the folder that holds these files."""
     names, whole = ["toy.py", "toy.program.json", "toy.report.json"], kernels / ".toy.report.json.whole"
     whole.mkdir()
     for number, file in enumerate(names):
@@ -349,7 +352,7 @@ def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
         assert reader() and not whole.exists()
 
 
-# Accepts two runs in turn, until it is killed.
+# This program accepts two runs in turn until it is killed.
 ACCEPTING = """
 import itertools, sys
 from pathlib import Path
@@ -365,7 +368,8 @@ for outcome, journal in itertools.cycle(found):
 
 
 def test_a_kernel_is_read_whole_while_others_accept(spec: Path, tmp_path: Path) -> None:
-    """Its files are all of one acceptance, and are there."""
+    """While another process accepts two kernels in turn, a reader finds all files, and all from one
+    acceptance."""
     first, second = accepted_run(spec), accepted_run(spec, TWICE)
     put(first, tmp_path)
     loaded = load(spec, check=False)
@@ -390,7 +394,7 @@ def read_once(spec: Spec, kernels: Path) -> str:
 
 
 def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:
-    """A recording goes where it is told to, not to a place of that name beside the folder linked to."""
+    """The recording goes to the given folder, not to a folder of the same name beside the link's target."""
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "kernels").symlink_to(tmp_path / "far" / "away")
     paths = put(accepted_run(spec), tmp_path / "kernels", tmp_path / "recordings")
@@ -403,7 +407,7 @@ def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:
 
 def test_what_a_kernel_changes(spec: Path, tmp_path: Path) -> None:
     first, second = accepted_run(spec), accepted_run(spec, TWICE)
-    assert accepting.changes(outcome_of(first), tmp_path) == ""  # there is nothing yet
+    assert accepting.changes(outcome_of(first), tmp_path) == ""  # no kernel is there yet
     put(first, tmp_path)
     assert accepting.changes(outcome_of(first), tmp_path) == ""
     changes = accepting.changes(outcome_of(second), tmp_path).splitlines()
@@ -416,7 +420,7 @@ def test_what_a_kernel_changes(spec: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of its own, in which someone has staged something else."""
+    """Return the root of a git repository in which someone has edited one file and staged another file."""
     root = tmp_path / "repository"
     for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(variable, raising=False)
@@ -482,7 +486,7 @@ def test_nothing_new_to_commit(spec: Path, repository: Path) -> None:
     name = accepted_run(spec)
     paths = put(name, repository / "generated_kernels", repository / "agent" / "recordings")
     first = accepting.commit(paths, "first")
-    assert accepting.commit(paths, "again") == first  # what is committed already is no failure
+    assert accepting.commit(paths, "again") == first  # files that are already committed are no error
 
 
 def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,8 +501,8 @@ def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
-    """The real command, from a checkout of its own: packages, kernels and recordings below one root. An
-    installed package, which has no pyproject.toml, takes no kernel."""
+    """Run the real command in a separate checkout, where packages, kernels and recordings have one root.
+    Without pyproject.toml, as in an installed package, the command accepts no kernel."""
     shutil.copy(ROOT / "__init__.py", repository)
     (repository / "src").mkdir()
     (repository / "src" / "coda_agent").symlink_to("..")

@@ -1,6 +1,6 @@
-"""Two machines: what travels, what is measured there, and what is refused on the way back.
+"""A bundle between two machines: what it contains, what is measured, and which results are refused.
 
-``verifier.measure.measure`` is stood in for: there is no GPU here. Everything else is real.
+A fake replaces ``verifier.measure.measure``, because these tests have no GPU. Everything else is real.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
 
 
 class Cut(Exception):
-    """The measuring machine went away."""
+    """Raised in place of the loss of the measuring machine."""
 
 
 class Gpu:
-    """Stands in for the machine with the GPU: measures what is not kept, and may be cut off before a case."""
+    """A fake of the machine with the GPU. It measures the cases that are not in the checkpoint, and can raise
+    ``Cut`` before a case or after a measurement."""
 
     def __init__(self) -> None:
         self.cases: list[str] = []
@@ -67,8 +68,8 @@ class Gpu:
         self.kept: list[Incumbent | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.ahead: list[Any] = []
-        self.cut_before = ""  # a case
-        self.cut_at = 0  # the how manyeth measurement, after its last case
+        self.cut_before = ""  # raise Cut before this case
+        self.cut_at = 0  # raise Cut at the end of the measurement with this number
         self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
 
     def measure(
@@ -105,7 +106,8 @@ class Gpu:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Which of the workers that were started ahead, one an entry, were closed, by number."""
+    """Return the numbers of the closed workers. The product starts one worker ahead for each entry of a
+    bundle."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
     monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [next(started)])
@@ -121,7 +123,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> Gpu:
 
 @pytest.fixture
 def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
-    """A checked run and its bundle."""
+    """Return the name of a checked run and the path of its bundle."""
     name = make_run(spec)
     bundle.pack([name], tmp_path / "bundle.json")
     return name, tmp_path / "bundle.json"
@@ -155,7 +157,7 @@ def entry_of(data: Any) -> Any:
     return data["entries"][0]
 
 
-# there and back
+# from the authoring machine to the measuring machine and back
 
 
 def test_the_stand_in_is_called_as_the_real_one_is() -> None:
@@ -211,7 +213,7 @@ def test_several_runs_in_one_bundle(spec: Path, tmp_path: Path, gpu: Gpu) -> Non
     taken = bundle.take(measure(tmp_path / "bundle.json"))
     assert [name for name, _ in taken] == names
     assert [stands(name) for name in names] == ["accepted", "accepted"]
-    assert gpu.cases == ["large", "wide", "ragged"] * 2  # nothing of one kernel stands for the other
+    assert gpu.cases == ["large", "wide", "ragged"] * 2  # no case of one kernel replaces a case of the other
 
 
 def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
@@ -226,7 +228,7 @@ def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
     assert not any(word in measure(tmp_path / "bundle.json").read_text() for word in ("S3CRET", "h0used"))
 
 
-# only what awaits measurement can go
+# only a kernel that awaits measurement can be packed
 
 
 def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
@@ -243,7 +245,7 @@ def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, g
         bundle.pack(["nothing"], path.with_name("other.json"))
 
 
-# what the other machine refuses
+# bundles that the measuring machine refuses
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu:
 
 
 def cut_off(path: Path, gpu: Gpu, before: str = "ragged", **options: Any) -> None:
-    """A measurement that gets no further than to ``before``."""
+    """Measure until ``Cut`` is raised before the case ``before``."""
     gpu.cut_before = before
     with pytest.raises(Cut):
         measure(path, **options)
@@ -382,7 +384,7 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
     assert gpu.cases == ["large"]
     measure(path)
     assert gpu.cases == ["large", "wide", "ragged"]
-    measure(path)  # once it is whole, it is begun anew
+    measure(path)  # after a complete measurement, a new one starts from the beginning
     assert gpu.cases == ["large", "wide", "ragged"] * 2
     assert not list(path.parent.glob("*.partial"))
 
@@ -390,7 +392,8 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
 def test_what_is_done_of_a_bundle_can_be_taken_home(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """Workers do their imports while an entry before is measured; none is left, whatever happens."""
+    """The worker of the next entry does its imports while an entry is measured. No worker is left, even after
+    an error."""
     name, path = packed
     bundle.pack([name, make_run(spec, TWICE)], path)
     gpu.cut_at = 2
@@ -404,7 +407,8 @@ def test_what_is_done_of_a_bundle_can_be_taken_home(
 def test_what_was_taken_home_is_what_a_resumed_bundle_says(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """The entry that was whole is not judged again, at another time; nor does its worker stay."""
+    """A resumed measurement keeps the results of finished entries, dates included. It also closes the workers
+    of these entries."""
     name, path = packed
     thrice = TWICE.replace("2 *", "3 *")
     bundle.pack([name, make_run(spec, TWICE), make_run(spec, thrice)], path)
@@ -418,7 +422,7 @@ def test_what_was_taken_home_is_what_a_resumed_bundle_says(
         measure(path)
     taken = bundle.take(path.with_name("results.json"))
     assert measure(path) and len(gpu.kernels) == 4
-    assert {*ended} == {*range(6)}  # three at each go
+    assert {*ended} == {*range(6)}  # three workers for each of the two calls
     assert bundle.take(path.with_name("results.json"))[:2] == taken
 
 
@@ -441,12 +445,12 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     cut_off(path, gpu, arms=(*DEFAULT_ARMS, "QuACK library"))
-    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "torch.compile max-autotune"))  # as many, but others
+    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "torch.compile max-autotune"))  # as many arms, but different ones
     assert gpu.cases == ["large", "wide"] * 2
 
 
 def test_what_was_kept_stands_for_no_other_sizes(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
-    """The program, and so the text, is the same; what a case of that name is, is not."""
+    """The program and its lowered text stay the same, but a case of the same name has another size."""
     _, path = packed
     cut_off(path, gpu)
     spec.write_text(spec.read_text().replace("M: 2048", "M: 8192"))
@@ -459,7 +463,7 @@ def test_a_kept_case_that_cannot_be_read_is_measured_again(packed: tuple[str, Pa
     _, path = packed
     cut_off(path, gpu)
     (kept,) = path.with_name("results.json.partial").rglob("wide.json")
-    kept.write_text("[]")  # as of another version
+    kept.write_text("[]")  # as if another version had written the file
     measure(path)
     assert gpu.cases == ["large", "wide", "wide", "ragged"]
 
@@ -476,12 +480,12 @@ def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
     assert gpu.cases == ["large", "../../8/16", "ragged"]
 
 
-# schedules that won before travel along, so that tuning races only them
+# A bundle contains the schedules that won before, so that tuning times only these.
 
 
 @pytest.fixture
 def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The report of the kernel that was accepted before."""
+    """Accept a kernel; return the path of its report."""
     kernels = tmp_path / "kernels"
     kernels.mkdir()
     monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kernels)
@@ -534,7 +538,8 @@ def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any)
 def test_what_quack_won_with_before_is_raced_again(
     accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu
 ) -> None:
-    """Whatever the kernel: it is of the spec alone."""
+    """The bundle contains QuACK's fastest schedules for the spec, although the new kernel is a different
+    one."""
     bundle.pack([make_run(spec, TWICE)], tmp_path / "bundle.json")
     assert known_of(tmp_path / "bundle.json", gpu) == {}
     tuned = QuackTuned(
@@ -566,7 +571,7 @@ def test_a_schedule_that_is_none_of_quacks(
     assert "again" in str(refused.value) and not gpu.kernels
 
 
-# what home refuses
+# results that the authoring machine refuses
 
 
 def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: Gpu, tmp_path: Path) -> None:
@@ -577,7 +582,7 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     edit(results, lambda data: data["results"][0].update(run=name))
     with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of a different"):
         bundle.take(results)
-    # Nor with the identity of this run's kernel around another's figures.
+    # Another kernel's figures are refused even with the identity of this run's kernel.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
     with pytest.raises(InvalidInput, match="the measurement is of a different kernel"):

@@ -1,4 +1,4 @@
-"""The run that authors a proposed primitive, how it is played back, and the patch that a person merges."""
+"""Authoring a proposed primitive: the run, its replay, and the patch that a person merges."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_what_was_checked_without_a_number_is_not_merged(
 def test_a_merged_one_is_played_back_and_not_merged_again(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: None
 ) -> None:
-    """Its functions are verified again, in a frame that has not the vocabulary's own. Of the recording one
-    comma is changed: else what runs would be the merged module's text, which this session's audit takes for a
-    candidate that was let out."""
+    """The recorded functions are verified again, in a frame without the vocabulary's own ``softplus``. The
+    test removes one comma from the recording. Otherwise the text would equal that of the merged module, and
+    the audit of this test session would report the module as a candidate outside the jail."""
     kept = accept.recording("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")
@@ -152,7 +152,7 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     source = next(e.payload["source"] for e in events if e.kind == "report")
     framed = made.framed(load(frame), source, fast=True)
     assert "def softplus(" in framed and "device.softplus" not in framed
-    proposal_gates._interpret(made, load(frame), source, {})  # the recorded one, as it is
+    proposal_gates._interpret(made, load(frame), source, {})  # the recorded source, unchanged
     for given in ("handoff", "anthropic"):
         with pytest.raises(SpecError, match="primitives has 'softplus' already"):
             primitive.start(primitive.path_of("softplus"), HEADER | {"provider": given})
@@ -194,7 +194,7 @@ def test_what_a_page_lacks_is_said() -> None:
 def test_the_command_from_proposal_to_patch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run in a process of its own, with the real compiler; the patched vocabulary has the primitive."""
+    """The run uses a separate process and the real compiler. The patched vocabulary has the primitive."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
 
@@ -212,7 +212,7 @@ def test_the_command_from_proposal_to_patch(
     assert status == OK and (tmp_path / "specs" / "primitives" / "softsign.yaml").exists(), said
     handoff = tmp_path / "handoff"
     handoff.mkdir()
-    for number, source in enumerate((EXACT, GOOD), 1):  # the first lacks a constant
+    for number, source in enumerate((EXACT, GOOD), 1):  # the first source lacks a constant
         (handoff / f"answer-{number}.md").write_text(f"{fenced(source)}<!-- end -->")
     options = ("--provider", "handoff", "--directory", handoff, "--author", "Ada")
     place = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

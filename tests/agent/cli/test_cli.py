@@ -1,6 +1,6 @@
-"""The command: exit statuses, one clear message for each mistake, JSON on stdout and nothing else.
+"""The command line: exit statuses, one clear message for each mistake, and nothing but JSON on stdout.
 
-Most run ``agent.cli.main.main`` in this process; each exit status also comes from a real process once.
+Most tests run ``agent.cli.main.main`` in this process. A real process also tests each exit status once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coda_agent.verifier.report import REPORT
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 
 
-# what a spec may have wrong: status 2, file, line and remedy, and no run begun
+# mistakes in a spec: status 2; the message states the file, the line and the remedy; no run begins
 SPEC_MISTAKES = {
     "a key": (
         "reference: |",
@@ -93,7 +93,7 @@ def test_wrong_usage(command: Command, arguments: tuple[str, ...], words: str) -
     assert done.status == 2 and words in done.err + done.out and "Traceback" not in done.err
 
 
-# what a kernel may have wrong: status 1, the gate and the reason
+# mistakes in a kernel: status 1; the message states the gate and the reason
 def first(statement: str) -> str:
     return TOY_KERNEL.replace("    return", f"    {statement}\n    return")
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_cannot_be_read(command: Command, spec: Path, tmp_path: Pa
         assert done.status == 2 and words in done.err and "Traceback" not in done.err
 
 
-# what is not here: status 3
+# what this machine lacks: status 3
 def test_no_gpu(command: Command, spec: Path, kernel: Callable[[str], Path], tmp_path: Path) -> None:
     for arguments in (
         ("generate", spec, "--provider", "handoff", "--gpu"),
@@ -147,7 +147,7 @@ def test_no_gpu(command: Command, spec: Path, kernel: Callable[[str], Path], tmp
     ):
         done = command(*arguments)
         assert done.status == 3 and "no H100 (CUDA capability 9.0) here; " in done.said()
-    assert len(runs.names()) == 1  # generate began none
+    assert len(runs.names()) == 1  # generate began no run
 
 
 def test_no_key(command: Command, spec: Path) -> None:
@@ -263,7 +263,7 @@ def test_doctor(command: Command) -> None:
     assert {"python", "jail", "cache", "anthropic key"} <= {f["name"] for f in data["findings"]}
 
 
-# real processes, one an exit status at least; that of 0 authors a recorded run again
+# real processes, at least one for each exit status; for status 0, see test_cli_authoring.py
 
 
 def test_status_1(spec: Path, kernel: Callable[[str], Path]) -> None:

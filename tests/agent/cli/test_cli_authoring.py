@@ -1,6 +1,5 @@
-"""The command: authoring, in this process with an answer that lies ready, and in real ones that are stopped,
-interrupted and resumed.
-"""
+"""The command line: authoring. Some tests run in this process with a ready answer. Others use real processes,
+which are stopped, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -92,7 +91,8 @@ def test_a_command_reads_its_spec_and_makes_its_provider_once(
 
 
 def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: Path) -> None:
-    """A run of one attempt; what replaces its header's counts for that time."""
+    """The run begins with one attempt. Options of ``resume`` replace the limits in the run's header for one
+    command."""
     directory = answered(tmp_path / "handoff", "no code")
     options = ("--provider", "handoff", "--directory", directory, "--attempts", 1)
     assert command("generate", spec, *options, "--no-gpu").status == 1
@@ -176,7 +176,7 @@ def test_json_is_all_there_is_on_stdout(command: Command, spec: Path, tmp_path: 
 
 
 def background(*arguments: object) -> subprocess.Popen[str]:
-    # Ctrl-C of a shell reaches a process whose SIGINT is as it was born with
+    # SIGINT has its default handler, as in a shell's foreground job, so that Ctrl-C reaches the process
     return subprocess.Popen(
         [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],
         cwd=ROOT,
@@ -196,7 +196,7 @@ def finished(process: subprocess.Popen[str]) -> Done:
 
 
 def appears(path: Path, after: float = 0.0) -> None:
-    """Wait until ``path`` was written later than ``after``."""
+    """Wait until ``path`` has been written later than the time ``after``."""
     deadline = time.monotonic() + 60
     while not path.exists() or path.stat().st_mtime <= after:
         assert time.monotonic() < deadline, path
@@ -234,7 +234,8 @@ def test_a_handoff_is_stopped_interrupted_and_resumed(spec: Path, tmp_path: Path
 
 # a real process, and a real compile
 def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: Path) -> None:
-    """What a visitor without a key or a GPU sees first: replay, all gates here, a real compile."""
+    """Without a key or a GPU, a visitor first sees this: replay, all gates that need no GPU, and a real
+    compile."""
     path = SPECS / "gemm_rmsnorm_swiglu.yaml"
     done = of_process(coda_agent("generate", path, "--json"))
     assert done.status == 0, done.err
@@ -245,7 +246,7 @@ def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: P
     assert all(k["hgmma"] > 0 and 0 < k["registers"] <= 255 for k in kernels)
     (name,) = runs.names()
     assert f"run {name}, provider replay" in done.err and "Traceback" not in done.err
-    # From here the compiler's report is kept, and in this process.
+    # From here, the compiler's report is reused, and the commands run in this process.
     assert REPORT.validate_json(command("review", name, "--json").out) == report
     assert command("bundle", name, "-o", tmp_path / "b.json").status == 0
     source = tmp_path / "gemm_rmsnorm_swiglu.py"
@@ -263,7 +264,7 @@ def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: P
 def test_a_key_is_in_nothing_that_a_run_leaves(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the real SDK, against a server that repeats the key in its errors."""
+    """The real SDK asks a server that repeats the key in its errors."""
     key = "sk-ant-secret-0123456789"
     monkeypatch.setenv("ANTHROPIC_API_KEY", key)
     passing, final = (

@@ -1,4 +1,4 @@
-"""The command: two machines, one that authors and one that has a GPU."""
+"""The command line: bundles between a machine that authors and a machine that has a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), p
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, and figures as it might give them."""
+    """Pretend that this machine has a GPU, and replace measurements by made-up figures."""
     monkeypatch.setattr(setup, "use_gpu", lambda gpu: True)
     monkeypatch.setattr(
         "coda_agent.verifier.measure.measure",

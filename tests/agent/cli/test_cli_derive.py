@@ -1,4 +1,5 @@
-"""The command derive: what it writes can be used, what it says counts, and bad input has one line."""
+"""The command ``derive``: its files can be used, it counts matmuls correctly, and bad input gets a one-line
+error."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_a_spec_with_its_kernel_is_derived_and_judged(command: Command, tmp_path
 
 @pytest.mark.slow
 def test_packed_queries_keys_and_values_are_judged(command: Command, tmp_path: Path) -> None:
-    """Their gradients come in side by side, and so are they read: sum(dz * z) needs no third product."""
+    """The gradients of q, k and v arrive side by side and are read side by side. So sum(dz * z) needs no
+    third matmul."""
     name = "gemm_rmsnorm_qkv_rope"
     (path,) = (ROOT / "tests" / "honest" / name).glob("*.py")
     spec = ROOT / "specs" / f"{name}.yaml"

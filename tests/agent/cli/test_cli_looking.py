@@ -1,4 +1,4 @@
-"""The command: what a person looks at before a kernel is accepted: prompt, review, accept and show."""
+"""The commands that a person uses before a kernel is accepted: prompt, review, accept and show."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_review_asks_at_a_terminal_before_it_accepts(
 def test_what_is_accepted_is_what_was_shown(
     command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run went on, in another process, while a person read."""
+    """Another process continued the run while a person read the review."""
     name, later = accepted_run(spec), accepted_run(spec, TWICE)
 
     def confirm(question: str) -> bool:
@@ -91,7 +91,7 @@ def test_what_is_accepted_is_what_was_shown(
 
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", confirm)
-    monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)  # it would write into the checkout
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)  # it writes into the checkout
     done = command("review", name)
     again = f"run {name} changed while you read it; review it again: coda-agent review {name}"
     assert done.status == 1 and again in done.err

@@ -1,4 +1,4 @@
-"""The command: what is named in short, and what is named wrongly: one message that says what to give."""
+"""The command line: short names work, and a wrong name gets one message that states the right one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), p
 
 
 class Interrupted(io.TextIOBase):
-    """A terminal at which somebody presses Ctrl-C."""
+    """A terminal where the user presses Ctrl-C."""
 
     def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
         raise KeyboardInterrupt
@@ -29,7 +29,7 @@ class Interrupted(io.TextIOBase):
 
 @pytest.fixture
 def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a spec and its accepted kernel, which commands run in."""
+    """Make a folder with a spec and its accepted kernel the working directory; return the folder."""
     run = runs.reopen(make_run(spec))
     for folder in ("generated_kernels", "specs"):
         (tmp_path / folder).mkdir()
@@ -43,7 +43,7 @@ def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wrong(done: Done, *words: str) -> None:
-    """Wrong usage, in these words."""
+    """Check that the command ended as wrong usage, and that its message contains ``words``."""
     said = " ".join(done.err.split())
     assert done.status == 2 and "Traceback" not in said and ".tmp" not in said, done
     for word in words:
@@ -68,9 +68,9 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     done = command("generate", "toy", "--provider", "replay")
     assert done.status == 3 and "no recorded run of toy" in done.said()
     wrong(done := command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
-    assert done.err.endswith("toy.yaml?\n")  # the list of all specs would hide it
+    assert done.err.endswith("toy.yaml?\n")  # the list of all specs would hide the suggestion
     (place / "toy").write_text("- no mapping")
-    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
+    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file takes precedence
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -87,7 +87,7 @@ def test_a_kernel_s_spec_may_lie_beside_it(looking: str, command: Command, place
     both = text.replace("name: toy", "name: both")
     for folder, used, other in (
         ("mine", "mine", "specs"),
-        ("generated_kernels", "specs", "generated_kernels"),  # which was accepted for that one
+        ("generated_kernels", "specs", "generated_kernels"),  # the kernel was accepted for the spec in specs
     ):
         (place / used / "both.yaml").write_text(both)
         (place / other / "both.yaml").write_text("- no spec")
@@ -168,12 +168,13 @@ def test_accept_names_the_run_that_was_given(command: Command, spec: Path) -> No
     assert done.status == 1 and f"run {name} is checked, not accepted" in done.said()
 
 
-# questions that nobody answers
+# questions without an answer
 
 
 @pytest.fixture
 def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run that fixed two failures, and whose author proposed a tip of another."""
+    """Return the name of a run that fixed two failures. Its author proposed a tip about a different
+    failure."""
     monkeypatch.setattr(tips, "TIPS", tmp_path / "tips.md")
     run = runs.start(spec, HEADER | {"provider": "handoff", "author": "Ada"})
     answers = Scripted([fenced(source) for source in (BROKEN, UNSCALED, TOY_KERNEL)])
@@ -246,7 +247,7 @@ def test_a_place_that_cannot_be_written(command: Command, spec: Path, tmp_path: 
     wrong(command("report", name, "-o", tmp_path), f"{tmp_path}: Is a directory; give another file")
     (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
     shapes = ("--shape", "x=M,K", "--shape", "w=N,K")
-    out = spec / "toy.yaml"  # in a file
+    out = spec / "toy.yaml"  # the parent of this path is a file
     wrong(command("new", f"{tmp_path}/ops.py:f", *shapes, "-o", out), f"{out}: ", "another path with --out")
 
 

@@ -1,4 +1,5 @@
-"""The commands tune and build: sizes of the kernel's own dims; tune needs a GPU, build compiles without."""
+"""The commands ``tune`` and ``build``: both take sizes of the kernel's own dims. ``tune`` needs a GPU;
+``build`` compiles without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Options that would do nothing beside others, or with a provider: refused by name, and what to do."""
+"""Options that would do nothing beside other options or with a provider: the command refuses them by name and
+says what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 @pytest.fixture
 def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a spec and a kernel of it, which commands run in."""
+    """Make a folder with a spec and a kernel for it the working directory; return the folder."""
     (tmp_path / "specs").mkdir()
     shutil.move(spec, tmp_path / "specs" / "toy.yaml")
     (tmp_path / "toy.py").write_text(TOY_KERNEL)
@@ -29,7 +30,8 @@ def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unused(command: Command, *words: object, of: str, why: str) -> None:
-    """Wrong usage that names the options, says why they would do nothing, and has written nothing."""
+    """Check that the command ended as wrong usage and began no run. Its message names the options ``of`` and
+    states why they would do nothing."""
     before = runs.names()
     done = command(*words)
     said = " ".join(done.err.split())
@@ -126,7 +128,7 @@ def test_an_option_of_another_provider(
 
 
 def test_a_model_is_not_asked_where_a_recording_is_played(command: Command) -> None:
-    """As without a key, which ``auto`` then does."""
+    """Without a key, ``--provider auto`` plays the recording, so ``--model`` would do nothing."""
     unused(
         command,
         "generate",

@@ -1,4 +1,4 @@
-"""Damaged files, each as somebody found it: one message that names the file, and a status of the README."""
+"""Damaged files: one message names the damaged file, and the exit status is one that the README lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def change(name: str, statement: str, *values: object) -> None:
 
 
 def payload(key: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[str], None]:
-    """Damage that edits an event's payload."""
+    """Return a function that applies ``edit`` to the payload of an event in a run's journal."""
 
     def damage(name: str) -> None:
         with closing(sqlite3.connect(runs.folder(name) / runs.JOURNAL)) as db:
@@ -85,7 +85,7 @@ def test_a_damaged_run_says_where(spec: Path, damage: str) -> None:
     name, good = accepted_run(spec), make_run(spec)
     act, place = DAMAGE[damage]
     act(name)
-    if damage != "program":  # which its spec alone tells
+    if damage != "program":  # only the spec shows that a program is damaged
         with pytest.raises(DamagedError) as error:
             record.glance(runs.folder(name) / runs.JOURNAL)
         assert name in str(error.value) and place in str(error.value)
@@ -109,7 +109,8 @@ def test_commands_end_by_one_message(spec: Path, tmp_path: Path, command: Comman
 
 
 def test_one_place_reads_records() -> None:
-    """Any other would see what nobody has checked."""
+    """In this package only record.py and journal.py read records; another reader would see unchecked
+    records."""
     for path in sorted(Path(record.__file__).parent.rglob("*.py")):
         if path.name not in ("record.py", "journal.py"):
             text = path.read_text(encoding="utf-8")
@@ -126,7 +127,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for 
     ("old", "new", "line"),
     [
         ("name: toy\n", BOMB, 1),
-        ("M: 4096, K", f"M: 0x{'f' * 6000}, K", 13),  # Python prints no decimal of so many digits
+        ("M: 4096, K", f"M: 0x{'f' * 6000}, K", 13),  # Python refuses to print so many decimal digits
         ("M: 4096, K", f"M: {2**64}, K", 13),
         ("speedup: 1.1", f"speedup: {'[' * (DEEPEST + 1)}{']' * (DEEPEST + 1)}", 16),
         ("  c = (a", "  assert False\n  c = (a", 11),

@@ -1,4 +1,4 @@
-"""What doctor finds on machines that lack or have what kernels need."""
+"""The command ``doctor``: its findings on machines that have or lack what kernels need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ten thousand damaged files, of all kinds that are read: no traceback, no exit status but the README's.
+"""Ten thousand damaged inputs of all kinds: no traceback, and only exit statuses that the README lists.
 
-A fourth of them is tried, by number; with --thorough all are. Every input follows from its kind and number
-alone. A kernel's source runs in the jail, or is only looked at.
+Every fourth input is tried; with --thorough all are. An input depends only on its kind and number. The source
+of a kernel either runs in the jail or is only read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ STATUSES = {
     exit_codes.UNFINISHED,
     exit_codes.INTERRUPTED,
 }
-Try = Callable[[Damage], object]  # damages something, and has it read
+Try = Callable[[Damage], object]  # damages one input and has it read
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "no_keys"), pytest.mark.slow]
 
@@ -106,7 +106,7 @@ def test_no_traceback(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attempt = TRIES[kind](tmp_path, request)
-    crashes: dict[str, str] = {}  # by place, the first
+    crashes: dict[str, str] = {}  # the first crash at each place
     for number in range(0, COUNTS[kind], 1 if request.config.getoption("thorough") else 4):
         try:
             status = ended(partial(attempt, Damage(f"{kind}/{number}")))
@@ -119,19 +119,20 @@ def test_no_traceback(
 
 
 def ended(act: Callable[[], object]) -> int:
-    """The status that the command would end with. Raises what it would show as a traceback."""
+    """Return the exit status with which the command would end. Raise an error that it would show as a
+    traceback."""
     try:
         found = act()
     except typer.BadParameter:
         return exit_codes.USAGE
-    except (ProgramError, ToolError):  # a kernel's, and a client's: values to whoever gave them
+    except (ProgramError, ToolError):  # errors of a kernel or a client, which the command treats as results
         return exit_codes.REJECTED
     except Exception as error:
         return exit_codes.print_error(error)
     return found if type(found) is int else exit_codes.OK
 
 
-# What is read, and by what
+# One function for each kind of input: it returns a function that damages one input and has it read.
 
 
 def specs(place: Path, request: pytest.FixtureRequest) -> Try:
@@ -156,7 +157,7 @@ def programs(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def sources(place: Path, request: pytest.FixtureRequest) -> Try:
-    # Of other names, for under theirs they are candidates, which no process but the jail's may compile.
+    # Rename the functions: under their own names these are candidates, which only the jail may compile.
     sound = [source.replace("def ", "def fuzzed_") for source in HONEST.values()]
 
     def attempt(damage: Damage) -> None:
@@ -239,14 +240,15 @@ def journals(place: Path, request: pytest.FixtureRequest) -> Try:
 
     def attempt(damage: Damage) -> None:
         name = damage_one(damage)
-        assert len(history.past()) == len(names)  # one that is damaged hides no other
+        assert len(history.past()) == len(names)  # a damaged run hides no other run
         shown(name)
 
     return attempt
 
 
 def made_journals(place: Path) -> tuple[list[str], Callable[[Damage], str]]:
-    """The names of two runs, and what damages one of them, the other being whole; its name."""
+    """Return the names of two runs, and a function. The function damages one run, restores the other, and
+    returns the name of the damaged run."""
     toy = write_toy(place)
     names = [make_run(toy, found=slow(load(toy, check=False))), accepted_run(toy)]
     for name in names:
@@ -259,7 +261,7 @@ def made_journals(place: Path) -> tuple[list[str], Callable[[Damage], str]]:
     def damage_one(damage: Damage) -> str:
         for path, content in sound.items():
             path.write_bytes(content)
-            for left in ("-wal", "-shm", "-room"):  # of an earlier input
+            for left in ("-wal", "-shm", "-room"):  # left over from an earlier input
                 path.with_name(f"{path.name}{left}").unlink(missing_ok=True)
         path = damage.random.choice(paths)
         if damage.random.random() < 0.3:
@@ -272,7 +274,7 @@ def made_journals(place: Path) -> tuple[list[str], Callable[[Damage], str]]:
 
 
 def damage_row(path: Path, damage: Damage) -> None:
-    """Another payload, header, key, kind or time in a journal that is whole otherwise."""
+    """In a journal that is otherwise intact, change the header, or change or delete one event."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         rows = db.execute("SELECT seq, key, kind, payload, time FROM events").fetchall()
         seq, *fields, payload, time = damage.random.choice(rows)
@@ -294,7 +296,7 @@ def damage_row(path: Path, damage: Damage) -> None:
 
 
 def shown(name: str) -> None:
-    """All that is shown of a run."""
+    """Call every function that shows a run."""
     text = page.page(run_summary.read(runs.folder(name)))
     assert "\x1b" not in text
     side_by_side.as_dict([name])
@@ -306,7 +308,7 @@ def shown(name: str) -> None:
 
 
 def quiet() -> Console:
-    """A console that nobody sees."""
+    """Return a console without output."""
     return Console(quiet=True)
 
 
@@ -341,7 +343,8 @@ def answers(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
-    """What a client may say, as the SDK hands it on: text. What a source comes to is others' to test."""
+    """Damage the text arguments that a client may send, as the SDK passes them on. Other tests cover the
+    verification of a source, so it is replaced."""
     monkeypatch = request.getfixturevalue("monkeypatch")
     (place / "specs").mkdir()
     toy = write_toy(place / "specs")
@@ -371,7 +374,7 @@ def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def commands(place: Path, request: pytest.FixtureRequest) -> Try:
-    """Whole commands, in this process."""
+    """Run whole commands in this process."""
     command: Command = request.getfixturevalue("command")
     request.getfixturevalue("no_compiler")
     names, damage_one = made_journals(place)

@@ -1,4 +1,5 @@
-"""The MCP server, driven by the official client: once as a process, with a real compile, else in this one."""
+"""The MCP server, driven by the official client. One session uses a server process and a real compile; the
+other tests run the server in this process."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path) -> Path:
-    """Where the server is: a folder with specs, and no GPU."""
+    """Make a folder with specs the server's working directory, and hide every GPU; return the folder."""
     (tmp_path / "specs").mkdir()
     write_toy(tmp_path / "specs")
     monkeypatch.chdir(tmp_path)
@@ -71,7 +72,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path) -> P
 
 @pytest.fixture
 def here(place: Path, no_compiler: None) -> Client:
-    """A client of a server in this process, whose runs have two attempts."""
+    """Return a client of a server in this process. A run of this server has two attempts."""
     return Client(server(attempts=2), client_info=ADA)
 
 
@@ -98,7 +99,7 @@ async def told(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 async def begun(client: Client, spec: str = "toy") -> str:
-    """The name of a new run."""
+    """Begin a run; return its name."""
     first, *_ = (await said(client, "prompt", spec=spec)).splitlines()
     return first.removeprefix("run: ")
 
@@ -117,7 +118,8 @@ def keys(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a client heard of a server that is a process, from its first question to a checked kernel."""
+    """What a client received from a server in another process, from the first question to a checked
+    kernel."""
 
     place: Path
     specs_before: dict[Path, str]
@@ -129,13 +131,14 @@ class Story:
     failed: str
     busy: str
     passed: str
-    reports: dict[str, dict[str, Any]]  # after the prompt, what failed and what passed
+    reports: dict[str, dict[str, Any]]  # after the prompt, the failure and the success
     gates: list[str]
-    strange: list[Exception]  # lines on stdout that are not of the protocol
+    strange: list[Exception]  # lines on stdout that are not part of the protocol
 
 
 async def lived(place: Path) -> Story:
-    """One client's session: a prompt, a draft, a failure, a run that is in use, and a kernel that passes."""
+    """Run one client's session: a prompt, a draft, a failure, a run that is in use, and a kernel that
+    passes."""
     environment = os.environ | {"ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment["PYTHONPATH"]])
     command = StdioServerParameters(
@@ -152,7 +155,8 @@ async def lived(place: Path) -> Story:
     async def watch(progress: float, total: float | None, message: str | None) -> None:
         gates.append(message or "")
 
-    # "legacy": by initialize, as most clients begin; within this process it is the newer protocol
+    # "legacy": the client begins with initialize, as most do; clients of a server in this process use the
+    # newer protocol
     async with Client(command, mode="legacy", client_info=ADA, message_handler=listen) as client:
         listed = (await client.list_tools()).tools
         specs = (await told(client, "list_specs"))["specs"]
@@ -173,7 +177,8 @@ async def lived(place: Path) -> Story:
 
 @pytest.fixture(scope="module")
 def whole_story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Lived once, for it takes seconds: the server imports PyTorch, and really compiles."""
+    """Run the session once for all tests, because it takes seconds: the server imports PyTorch and really
+    compiles."""
     place = tmp_path_factory.mktemp("client")
     (place / "specs").mkdir()
     write_toy(place / "specs")
@@ -185,7 +190,7 @@ def whole_story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.fixture
 def story(whole_story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
-    """What a client lived through, where its run is at hand."""
+    """The recorded session. The folder with its run becomes the folder of runs."""
     monkeypatch.setenv("CODA_AGENT_RUNS", str(whole_story.place / "runs"))
     return whole_story
 
@@ -317,7 +322,7 @@ async def test_tips_await_a_person(here: Client, place: Path) -> None:
         long = LESSON | {"fix": "x" * (tools.LONGEST + 1)}
         assert f"{tools.LONGEST} at most" in await said(client, "propose_tip", run=name, **long)
         await said(client, "verify", run=name, source=TOY_KERNEL)
-        again = LESSON | {"lesson": "Name both operands of gemm."}  # learned once it passed
+        again = LESSON | {"lesson": "Name both operands of gemm."}  # learned after the kernel passed
         assert "a person will look at it" in await said(client, "propose_tip", run=name, **again)
     assert keys(name) == ["prompt", "draft/1.1", "tip/1.2", "answer/1", "report/1", "tip/2.1"]
     assert [told.lesson for told in learned(name).told] == [LESSON["lesson"], again["lesson"]]
@@ -352,7 +357,7 @@ async def test_after_a_kernel_that_passed_nothing_is_taken(here: Client) -> None
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Let what is given measure here."""
+    """Return a function that makes its argument the measurer of this machine."""
 
     def be(measure: Callable[..., Any]) -> None:
         monkeypatch.setattr(setup, "measurer", lambda *_: measure)
